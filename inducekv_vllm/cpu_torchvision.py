@@ -1,0 +1,72 @@
+"""Make PyPI's torchvision importable beside a CPU-only torch.
+
+PyPI's torchvision links CUDA: beside a CPU torch its C++ operators never load, and its Python half fails to import
+because it attaches fake kernels to operators that do not exist ("operator torchvision::nms does not exist").
+vLLM's LLaVA and Qwen3-VL import torchvision but call none of those operators, so declaring their schemas suffices.
+
+It must happen in every process before anything imports torchvision. `python -m inducekv_vllm.cpu_torchvision`
+writes a `.pth` file into the environment that installs an import hook at interpreter start; the hook costs nothing until
+torchvision is imported, and does nothing on a CUDA torch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+# Sorted last, so that an editable install's own .pth has put this package on the path before it is read.
+PTH_NAME = "zz_inducekv_cpu_torchvision.pth"
+PTH_LINE = (
+    "import importlib.util as u; u.find_spec('inducekv_vllm')"
+    " and __import__('inducekv_vllm.cpu_torchvision').cpu_torchvision.install_hook()\n"
+)
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_libraries: list[object] = []  # a torch.library.Library undoes its definitions when it is collected
+
+
+def declare_operators() -> None:
+    """Declare torchvision's operator schemas on a CPU-only torch; does nothing on a CUDA torch or a second time."""
+    import torch
+
+    if torch.version.cuda is not None or _libraries:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    _libraries.append(library)
+
+
+class _TorchvisionFinder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            declare_operators()
+        return None
+
+
+def install_hook() -> None:
+    """Declare the operators just before the first import of torchvision in this process."""
+    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchvisionFinder())
+
+
+def write_pth(site_packages: Path) -> Path:
+    """Install the hook for every process of the environment that owns `site_packages`; returns the file written."""
+    path = site_packages / PTH_NAME
+    path.write_text(PTH_LINE)
+    return path
+
+
+if __name__ == "__main__":
+    print(write_pth(Path(sysconfig.get_paths()["purelib"])))
