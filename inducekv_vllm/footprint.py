@@ -1,0 +1,116 @@
+"""What a memory costs in bytes, computed from a model's configuration alone (paper, Eq. bytes_per_entry).
+
+Letters: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UnsupportedModel
+
+FLOAT16_BYTES = 2
+PAPER_BUDGETS = (64, 128, 256, 512)
+# Where wrapper configurations keep the language model's own: LLaVA, Qwen-VL; DeepSeek-VL2; InternVL.
+_TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
+
+
+@dataclass(frozen=True)
+class TextGeometry:
+    """The four numbers of a language model that fix the size of a memory entry."""
+
+    num_layers: int  # L
+    num_kv_heads: int  # J
+    head_dim: int  # D
+    hidden_size: int  # d
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The footprint of one budget: `tokens` = B m extra KV tokens a layer, `bytes` = B (2d + 4LJmD)."""
+
+    budget: int
+    tokens: int
+    bytes: int
+
+    @property
+    def mebibytes(self) -> float:
+        return self.bytes / 2**20
+
+
+def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int) -> int:
+    """Bytes of B entries in float16: a retrieval key [d], and keys and values [L, J, m, D] each: B (2d + 4LJmD)."""
+    return B * (FLOAT16_BYTES * d + 2 * FLOAT16_BYTES * L * J * m * D)
+
+
+def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:
+    """The footprint of each budget for one model, as in the paper's system-overhead table."""
+    g = geometry
+    return [
+        PlanRow(
+            budget=B,
+            tokens=B * payload_tokens,
+            bytes=footprint_bytes(B, g.hidden_size, g.num_layers, g.num_kv_heads, payload_tokens, g.head_dim),
+        )
+        for B in budgets
+    ]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a Hugging Face `config.json`; the whole of it where nothing is nested."""
+    for key in _TEXT_CONFIG_KEYS:
+        if isinstance(config.get(key), Mapping):
+            return dict(config[key])
+    return config
+
+
+def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
+    """Read the geometry from a `config.json` already parsed.
+
+    Raises:
+        UnsupportedModel: a size is missing or not a positive whole number. Some wrapper configurations leave sizes to
+            the defaults of their own code (DeepSeek-VL2 base does); they are not guessed here.
+    """
+    text = text_config(config)
+    hidden_size = _size(text, "hidden_size")
+    heads = _size(text, "num_attention_heads")
+    num_kv_heads = _size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
+    return TextGeometry(
+        num_layers=_size(text, "num_hidden_layers"),
+        num_kv_heads=num_kv_heads,
+        head_dim=_size(text, "head_dim") if text.get("head_dim") else hidden_size // heads,
+        hidden_size=hidden_size,
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Parse a `config.json`.
+
+    Raises:
+        UnsupportedModel: the file is missing, unreadable or not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedModel(f"{path}: cannot read the model configuration: {error.strerror}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"{path}: the model configuration is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModel(
+            f"{path}: expected a JSON object with a model configuration, found {type(config).__name__}"
+        )
+    return config
+
+
+def _size(text: Mapping[str, Any], name: str) -> int:
+    value = text.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModel(
+            f"the text configuration (model_type {text.get('model_type')!r}) must state {name} "
+            f"as a positive whole number, found {value!r}"
+        )
+    return value
