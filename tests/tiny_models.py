@@ -1,0 +1,230 @@
+"""Tiny random models for tests, made on the spot: nothing is downloaded, and they load in transformers and in vLLM.
+
+    python -m tests.tiny_models llava /tmp/tiny-llava
+
+The weights are drawn wide enough that outputs differ between inputs and attention is neither flat nor one-hot:
+a parity test on a model whose logits are all alike would pass on wrong code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+PICTURE_SIZE = 48
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 3, 4, 2, 64
+
+_CORPUS = (
+    "What colour is the circle? How many squares are there? Is the red triangle left of the blue one?",
+    "Answer with one word. Answer in a sentence. The picture shows two green stars and a yellow ring.",
+    "system user assistant 0 1 2 3 4 5 6 7 8 9 yes no",
+)
+_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% for part in message['content'] %}{% if part['type'] in ('image', 'image_url') %}IMAGE\
+{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, seed: int = 0) -> Path:
+    """A LLaVA with a CLIP tower and a Qwen3 text model, or a Llama text model where `k_norm` is false."""
+    folder = Path(folder)
+    tokenizer = _tokenizer(["<image>"], _TEMPLATE.replace("IMAGE", "<image>"))
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=1,
+            image_size=PICTURE_SIZE,
+            patch_size=12,
+            projection_dim=64,
+        ),
+        text_config=Qwen3Config(**text) if k_norm else LlamaConfig(**text),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    image_processor = CLIPImageProcessor(
+        size={"shortest_edge": PICTURE_SIZE}, crop_size={"height": PICTURE_SIZE, "width": PICTURE_SIZE}
+    )
+    processor = LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=12,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    _save(LlavaForConditionalGeneration, config, processor, folder, seed)
+    _use_published_names(folder / "model.safetensors")
+    return folder
+
+
+def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
+    """A Qwen3-VL with a deepstack level and interleaved multimodal RoPE."""
+    folder = Path(folder)
+    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = _tokenizer(specials, _TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"))
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [12, 10, 10],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": HIDDEN,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    sizes = {
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96},
+    }
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    _save(Qwen3VLForConditionalGeneration, config, processor, folder, seed)
+    return folder
+
+
+TINY_MODELS: dict[str, Callable[[str | Path], Path]] = {
+    "llava": save_tiny_llava,
+    "llava-llama": lambda folder: save_tiny_llava(folder, k_norm=False),
+    "qwen3-vl": save_tiny_qwen3_vl,
+}
+
+
+def picture(seed: int, width: int = PICTURE_SIZE, height: int = PICTURE_SIZE) -> Image.Image:
+    """A picture of random coloured blocks, different for every seed."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def _tokenizer(specials: list[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: every text can be encoded, and a few words of the corpus are tokens of their own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials]
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=control,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=specials,
+        chat_template=chat_template,
+        model_max_length=4096,
+        # Processors look these up on the tokenizer.
+        **{name.strip("<|>") + "_token": name for name in specials if name == "<image>"},
+    )
+
+
+def _save(model_class: type[PreTrainedModel], config: object, processor: object, folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # matrices and convolutions; norms and biases keep their values
+                parameter.normal_(0.0, 1.5 / parameter[0].numel() ** 0.5)
+    model.generation_config = GenerationConfig(
+        eos_token_id=config.text_config.eos_token_id, pad_token_id=config.text_config.pad_token_id
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _use_published_names(weights: Path) -> None:
+    """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM say `vision_tower.vision_model.*`."""
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model.")
+        else name: tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    print(TINY_MODELS[sys.argv[1]](sys.argv[2]))
