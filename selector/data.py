@@ -1,0 +1,226 @@
+"""Task data: read, check and digest training examples.
+
+Two formats, told apart by the file's suffix:
+
+- JSON lines (`.jsonl`), one example a line, OpenAI chat messages:
+  `{"id": "a1", "task": "colours", "messages": [{"role": "user", "content": [
+      {"type": "image_url", "image_url": {"url": "images/a1.png"}}, {"type": "text", "text": "Which colour?"}]}],
+    "answer": "red"}`
+- LLaVA's JSON (`.json`), an array; the task is the file's name, the answer is the last turn:
+  `{"id": "a1", "image": "images/a1.png", "conversations": [{"from": "human", "value": "<image>\\nWhich colour?"},
+    {"from": "gpt", "value": "red"}]}`
+
+Images are paths relative to the file and must lie beneath its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from inducekv_vllm.errors import TaskDataError
+
+_ROLES = ("system", "user", "assistant")
+_LLAVA_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training example; the prefix is `messages` with `images`, and never contains `answer`."""
+
+    id: str
+    task: str
+    # Chat-template form: {"role": ..., "content": [{"type": "image"} | {"type": "text", "text": ...}, ...]}
+    messages: tuple[dict[str, Any], ...]
+    images: tuple[Path, ...]  # in the order of the image parts
+    answer: str
+    source_digest: str  # sha256 over the messages and the bytes of the images
+
+    def load_images(self) -> list[Image.Image]:
+        """The pictures in RGB, decoded as the server decodes them."""
+        return [decode_image(path.read_bytes()) for path in self.images]
+
+
+def read_task(path: str | Path) -> list[Example]:
+    """Read a whole task file; every image is opened once, so that a bad one is found here.
+
+    Raises:
+        TaskDataError: naming the file, the line or item, and the problem.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
+
+    records = _llava_records(text, source) if source.suffix == ".json" else _jsonl_records(text, source)
+    examples: dict[str, Example] = {}
+    for place, record in records:
+        example = _example(record, source.parent, place)
+        if example.id in examples:
+            raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
+        examples[example.id] = example
+    if not examples:
+        raise TaskDataError(f"{source}: the file holds no examples")
+    return list(examples.values())
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Decode to RGB the way vLLM decodes a request's image: EXIF rotation applied, transparency onto white.
+
+    Raises:
+        OSError, Image.DecompressionBombError: the bytes are no image, are cut short, or claim an absurd size.
+    """
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    image.load()
+    if image.mode == "RGBA":
+        opaque = Image.new("RGB", image.size, (255, 255, 255))
+        opaque.paste(image, mask=image.getchannel("A"))
+        return opaque
+    return image.convert("RGB")
+
+
+def _jsonl_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Not str.splitlines: JSON strings may hold U+2028 and its like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{source}, line {number}"
+            yield place, _object(_parse(line, place), place)
+
+
+def _llava_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    items = _parse(text, str(source)) if text.strip() else []
+    if not isinstance(items, list):
+        raise TaskDataError(f"{source}: expected a JSON array of conversations, found {type(items).__name__}")
+    for number, item in enumerate(items, start=1):
+        place = f"{source}, item {number}"
+        yield place, _from_llava(_object(item, place), source.stem, place)
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TaskDataError(f"{place}: malformed JSON: {error}") from error
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TaskDataError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _from_llava(item: dict[str, Any], task: str, place: str) -> dict[str, Any]:
+    """Rewrite a LLaVA conversation as a record of the JSON lines format."""
+    images = item.get("image", [])
+    images = list(images) if isinstance(images, list) else [images]
+    turns = item.get("conversations")
+    if not isinstance(turns, list) or len(turns) < 2:
+        raise TaskDataError(f"{place}: 'conversations' must be a list of at least two turns")
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        role = _LLAVA_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+        if role is None or not isinstance(turn.get("value"), str):
+            raise TaskDataError(f"{place}: each turn needs 'from' (human, gpt or system) and a text 'value'")
+        content: list[dict[str, Any]] = []
+        for number, piece in enumerate(turn["value"].split("<image>")):
+            if number:
+                if not images:
+                    raise TaskDataError(f"{place}: more <image> marks than images")
+                content.append({"type": "image", "image": images.pop(0)})
+            if piece.strip():
+                content.append({"type": "text", "text": piece.strip("\n")})
+        messages.append({"role": role, "content": content})
+    if images:
+        raise TaskDataError(f"{place}: {len(images)} images have no <image> mark in the conversation")
+    if messages[-1]["role"] != "assistant":
+        raise TaskDataError(f"{place}: the last turn must be from 'gpt': it is the answer")
+    answer = "".join(part.get("text", "") for part in messages.pop()["content"])
+    return {"id": item.get("id"), "task": task, "messages": messages, "answer": answer}
+
+
+def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
+    identity = record.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    for name, value in (("id", identity), ("task", record.get("task"))):
+        if not isinstance(value, str) or not value:
+            raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {value!r}")
+    if not isinstance(record.get("answer"), str):
+        raise TaskDataError(f"{place}: 'answer' must be a string, found {record.get('answer')!r}")
+    if not isinstance(record.get("messages"), list) or not record["messages"]:
+        raise TaskDataError(f"{place}: 'messages' must be a non-empty list of chat messages")
+
+    images: list[Path] = []
+    messages = tuple(_message(message, folder, images, place) for message in record["messages"])
+    if messages[-1]["role"] != "user":
+        raise TaskDataError(f"{place}: the last message must be the user's, found role {messages[-1]['role']!r}")
+    return Example(
+        id=str(identity),
+        task=record["task"],
+        messages=messages,
+        images=tuple(images),
+        answer=record["answer"],
+        source_digest=_source_digest(messages, [_image_bytes(path, place) for path in images]),
+    )
+
+
+def _message(message: Any, folder: Path, images: list[Path], place: str) -> dict[str, Any]:
+    """Bring one message into chat-template form; the paths of its images are appended to `images`."""
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise TaskDataError(f"{place}: each message needs a 'role' of {', '.join(_ROLES)}, found {message!r:.80}")
+    parts = message.get("content")
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    if not isinstance(parts, list):
+        raise TaskDataError(f"{place}: a message's 'content' must be a string or a list of parts")
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            content.append({"type": "text", "text": part["text"]})
+        elif kind in ("image", "image_url"):
+            images.append(_image_path(part, folder, place))
+            content.append({"type": "image"})
+        else:
+            raise TaskDataError(f"{place}: a content part must be a text, image or image_url, found {part!r:.80}")
+    return {"role": message["role"], "content": content}
+
+
+def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
+    reference = part.get("image")
+    if part["type"] == "image_url":
+        url = part.get("image_url")
+        reference = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(reference, str) or not reference:
+        raise TaskDataError(f"{place}: an image must be a relative path, found {reference!r:.80}")
+    path = folder / reference
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TaskDataError(f"{place}: the image {reference!r:.80} lies outside the task file's folder")
+    return path
+
+
+def _image_bytes(path: Path, place: str) -> bytes:
+    if not path.is_file():
+        raise TaskDataError(f"{place}: the image {path} does not exist")
+    try:
+        data = path.read_bytes()
+        decode_image(data)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise TaskDataError(f"{place}: {path} is not a readable image: {error}") from error
+    return data
+
+
+def _source_digest(messages: tuple[dict[str, Any], ...], images: list[bytes]) -> str:
+    """sha256 of what the model is shown: where a file lies does not matter, what is in it does."""
+    content = {"messages": messages, "images": [hashlib.sha256(data).hexdigest() for data in images]}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
