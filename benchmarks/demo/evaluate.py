@@ -1,0 +1,124 @@
+"""Measures the demo model, untouched: `python -m benchmarks.demo.evaluate [--model DIR] [--out JSON]`.
+
+Prints accuracy on held-out base questions, overall and by family, and on every stream task. Greedy decoding, one
+question a prompt, exact match after lower-casing and dropping final punctuation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import sklearn
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.demo.streams import STREAMS
+from benchmarks.demo.world import BASE, SEED, TASKS, examples
+
+Example = tuple[dict, np.ndarray]
+
+
+def normalise_answer(text: str) -> str:
+    return text.strip().lower().rstrip(".!?").strip()
+
+
+class Answerer:
+    """Greedy answers of a checkpoint in transformers, in float32, a batch at a time."""
+
+    def __init__(self, model: str | Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(model).eval()
+        self.processor = AutoProcessor.from_pretrained(model)
+
+    @torch.no_grad()
+    def __call__(self, batch: Sequence[Example], max_new_tokens: int = 20) -> list[str]:
+        template = self.processor.tokenizer.apply_chat_template
+        prompts = [template(r["messages"], add_generation_prompt=True, tokenize=False) for r, _ in batch]
+        images = [Image.fromarray(pixels) for _, pixels in batch]
+        inputs = self.processor(images=images, text=prompts, padding=True, return_tensors="pt")
+        tokens = self.model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+        return self.processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def accuracy(answerer: Answerer, batch: Sequence[Example], size: int = 64) -> list[tuple[str, bool]]:
+    """(family, right) of every example."""
+    scored = []
+    for start in range(0, len(batch), size):
+        part = batch[start : start + size]
+        for (record, _), answer in zip(part, answerer(part), strict=True):
+            scored.append((record["family"], normalise_answer(answer) == normalise_answer(record["answer"])))
+    return scored
+
+
+def measure(model: str | Path, base: int, stream: int, seed: int = SEED, split: str = "test") -> dict:
+    answerer = Answerer(model)
+    by_family: dict[str, list[bool]] = defaultdict(list)
+    frozen = {}
+    for task in TASKS:
+        scored = accuracy(answerer, list(examples(task, split, base if task == BASE else stream, seed)))
+        if task == BASE:
+            for family, right in scored:
+                by_family[family].append(right)
+        else:
+            frozen[task] = round(float(np.mean([right for _, right in scored])), 4)
+    everything = [right for rights in by_family.values() for right in rights]
+    return {
+        "split": split,
+        "seed": seed,
+        "base": {"questions": len(everything), "accuracy": round(float(np.mean(everything)), 4)},
+        "base_families": {f: round(float(np.mean(r)), 4) for f, r in by_family.items()},
+        "streams": {
+            "questions_each": stream,
+            "frozen_accuracy": frozen,
+            "novelty": {t: STREAMS[t].novelty for t in frozen},
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(CHECKPOINT))
+    parser.add_argument(
+        "--base", type=int, default=2700, help="held-out base questions, spread evenly over the families"
+    )
+    parser.add_argument("--stream", type=int, default=256, help="test questions of each stream task")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    began = time.monotonic()
+    result = measure(args.model, args.base, args.stream)
+    print(f"base, overall  {result['base']['accuracy']:.3f}  ({result['base']['questions']} questions)")
+    for family, value in result["base_families"].items():
+        print(f"  {family:<12} {value:.3f}")
+    print("stream tasks, never trained on")
+    for task, value in result["streams"]["frozen_accuracy"].items():
+        print(f"  {task:<12} {value:.3f}  {STREAMS[task].novelty}")
+    if args.out:
+        result |= {
+            "command": shlex.join(["python", "-m", "benchmarks.demo.evaluate", *sys.argv[1:]]),
+            "seconds": round(time.monotonic() - began, 1),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "scikit-learn": sklearn.__version__,
+            },
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Trains the demo model from scratch: `python -m benchmarks.demo.train`. Run it again to resume where it stopped.
+
+Two stages: the vision tower and projector learn to name what is in each grid cell (a warm-up; its heads are thrown
+away), then the whole model learns to answer. Every batch is drawn from its step number, so a resumed run sees the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
+
+from benchmarks.demo import model as m
+from benchmarks.demo.packing import Batch, make_batch, normalise
+from benchmarks.demo.questions import COPY_WORDS, FAMILIES, ask
+from benchmarks.demo.scenes import COLOURS, SHAPES, SIZES, Scene, random_scene, render
+
+SEED = 20
+WEIGHTS = {
+    "colour": 1.0,
+    "shape": 1.0,
+    "size": 1.0,
+    "position": 1.2,
+    "count": 1.6,
+    "presence": 1.2,
+    "comparison": 1.8,
+    "copy": 0.8,
+    "rename": 1.0,
+}
+ROWS = {"separate": 24, "conversations": 5, "exemplars": 3}
+
+
+class CellHeads(nn.Module):
+    """Linear read-outs of each image token for the warm-up: colour, shape and size of its cell, and the cell itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(width, n) for n in (1 + len(COLOURS), 1 + len(SHAPES), 1 + len(SIZES), 9))
+        side = torch.arange(6) // 2
+        self.register_buffer("cell", (side[:, None] * 3 + side[None, :]).flatten())  # [36]: the cell of each token
+
+    def forward(self, features: torch.Tensor, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """features [N, 36, d], cells [N, 9, 3] -> loss [], fraction of occupied tokens with all three right []."""
+        wanted = torch.cat([cells[:, self.cell], self.cell[None, :, None].expand(len(cells), -1, 1)], dim=-1)
+        logits = [head(features) for head in self.heads]
+        loss = sum(F.cross_entropy(x.flatten(0, 1).float(), wanted[..., i].flatten()) for i, x in enumerate(logits))
+        right = torch.stack([x.argmax(-1) == wanted[..., i] for i, x in enumerate(logits)]).all(0)
+        return loss, right[wanted[..., 0] > 0].float().mean()
+
+
+def cell_labels(scene: Scene) -> np.ndarray:
+    """`[9, 3] int64`: colour, shape and size of each cell, 0 for empty."""
+    labels = np.zeros((9, 3), np.int64)
+    for t in scene.things:
+        labels[t.cell] = 1 + list(COLOURS).index(t.colour), 1 + SHAPES.index(t.shape), 1 + SIZES.index(t.size)
+    return labels
+
+
+def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
+    """pixels [N, 3, 48, 48] -> projected image tokens [N, 36, d]."""
+    seen = model.model.vision_tower(pixels).last_hidden_state[:, 1:]
+    return model.model.multi_modal_projector(seen)
+
+
+def answer_logits(model: LlavaForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [A, vocabulary] and targets [A] at the A places of the batch that have one."""
+    embedded = model.get_input_embeddings()(batch.tokens)
+    features = image_features(model, batch.pixels).to(embedded.dtype)
+    embedded = embedded.masked_scatter((batch.tokens == m.IMAGE)[..., None], features)
+    bias = torch.zeros(batch.mask.shape, dtype=features.dtype).masked_fill_(~batch.mask, -1e4)
+    hidden = model.model.language_model(
+        inputs_embeds=embedded, attention_mask=bias, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    chosen = batch.targets >= 0
+    return model.lm_head(hidden[chosen]).float(), batch.targets[chosen]
+
+
+def evaluate_packed(model, tokenizer, rows: int, seed: int, split: str = "validation") -> dict[str, float]:
+    """Accuracy by family: an answer counts when every token of it, and its end, is the model's first choice."""
+    hits: dict[str, list[bool]] = defaultdict(list)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for start in range(0, rows, 32):
+            batch = make_batch(tokenizer, np.random.default_rng([seed, start]), split, dict.fromkeys(FAMILIES, 1.0), 32)
+            logits, targets = answer_logits(model, batch)
+            right = (logits.argmax(-1) == targets).split([length for _, length in batch.spans])
+            for (family, _), tokens in zip(batch.spans, right, strict=True):
+                hits[family].append(bool(tokens.all()))
+    result = {family: float(np.mean(h)) for family, h in sorted(hits.items())}
+    return {"overall": float(np.mean([x for h in hits.values() for x in h])), **result}
+
+
+def make_optimizers(parameters: dict[str, nn.Parameter], muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the weight matrices inside the blocks, AdamW for embeddings, norms and biases."""
+    matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n and "heads" not in n]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in parameters.values() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=adam_lr, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def set_progress(optimizers: list[torch.optim.Optimizer], step: int, steps: int) -> None:
+    """Linear rise over the first 3% (at most 100 steps), then a flat stretch, then a linear fall over the last 45%."""
+    rise = min(1.0, (step + 1) / max(1, min(100, steps * 0.03)))
+    fall = min(1.0, (steps - step) / (steps * 0.45))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * max(0.02, min(rise, fall))
+
+
+def save_state(path: Path, state: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def warm_up(model, steps: int, rows: int, log) -> None:
+    heads = CellHeads(model.config.text_config.hidden_size)
+    parameters = {
+        **{f"tower.{n}": p for n, p in model.model.vision_tower.named_parameters() if "post_layernorm" not in n},
+        **{f"projector.{n}": p for n, p in model.model.multi_modal_projector.named_parameters()},
+        **{f"heads.{n}": p for n, p in heads.named_parameters()},
+    }
+    optimizers = make_optimizers(parameters, muon_lr=2e-3, adam_lr=2e-3)
+    for step in range(steps):
+        rng = np.random.default_rng([SEED, 1, step])
+        scenes = [random_scene(rng, "train", low=1, high=6) for _ in range(rows)]
+        cells = torch.from_numpy(np.stack([cell_labels(s) for s in scenes]))
+        set_progress(optimizers, step, steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, right = heads(image_features(model, normalise([render(s) for s in scenes])), cells)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 20 == 0 or step == steps - 1:
+            log(
+                {"stage": "warm-up", "step": step, "loss": round(loss.item(), 4), "cells_right": round(right.item(), 3)}
+            )
+
+
+def build_demo_tokenizer() -> PreTrainedTokenizerFast:
+    rng = np.random.default_rng([SEED, 0])
+    scenes = [random_scene(rng, "train") for _ in range(1000)]
+    questions = [ask(rng, scene, family) for scene in scenes for family in FAMILIES]
+    return m.build_tokenizer([text for q in questions if q is not None for text in q], COPY_WORDS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="logs and resumable state")
+    parser.add_argument("--output", type=Path, default=m.CHECKPOINT, help="where the finished checkpoint goes")
+    parser.add_argument("--warm-up-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--init", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    state_path, log_path = args.work / "state.pt", args.work / "log.jsonl"
+    began = time.monotonic()
+
+    def log(record: dict) -> None:
+        line = json.dumps({"seconds": round(time.monotonic() - began, 1), **record})
+        print(line, flush=True)
+        with log_path.open("a") as file:
+            file.write(line + "\n")
+
+    tokenizer = build_demo_tokenizer()
+    model = m.build_model(SEED)
+    model.train()
+    state = torch.load(state_path, weights_only=True) if state_path.exists() else None
+    if state is None:
+        warm_up(model, args.warm_up_steps, 64, log)
+    optimizers = make_optimizers(dict(model.named_parameters()), muon_lr=args.lr, adam_lr=args.lr)
+    first = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first = state["step"]
+        log({"stage": "main", "resumed_at": first})
+    compute = torch.compile(answer_logits) if args.compile else answer_logits
+    for step in range(first, args.steps):
+        batch = make_batch(tokenizer, np.random.default_rng([SEED, 2, step]), "train", WEIGHTS, **ROWS)
+        set_progress(optimizers, step, args.steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, targets = compute(model, batch)
+            loss = F.cross_entropy(logits, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 0:
+            log({"stage": "main", "step": step, "loss": round(loss.item(), 4)})
+        if (step + 1) % 100 == 0 or step + 1 == args.steps:
+            scores = evaluate_packed(model, tokenizer, 96, seed=7)
+            log({"stage": "main", "step": step + 1, **{k: round(v, 3) for k, v in scores.items()}})
+            save_state(
+                state_path,
+                {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1},
+            )
+    model.eval()
+    m.export(model, tokenizer, args.output)
+
+
+if __name__ == "__main__":
+    main()
