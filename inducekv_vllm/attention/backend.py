@@ -1,0 +1,159 @@
+"""vLLM's CPU attention backend, plus the memory part for the rows that have memory.
+
+Registered in place of the built-in one, because vLLM's CPU platform ignores `--attention-backend`. Without memory it
+calls the built-in implementation and does nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from ..config import InduceKVConfig
+from ..errors import UnsupportedModel
+from ..request_memory import MemoryOfRequests
+from . import cpu
+from .merge import merge_memory
+from .pages import LayerPages
+from .step import DecodeBatch, PrefillSpan, StepMemory, plan_step
+
+# The kernels whose K blocks are plain [D, C]; the others interleave (VNNI, BFMMLA) and are not read here.
+READABLE_ISAS = ("vec", "vec16")
+
+
+@dataclass
+class MemoryAttentionMetadata(CPUAttentionMetadata):
+    """The platform's metadata, and which rows of this step have memory; None when none has."""
+
+    memory: StepMemory | None = None
+
+
+class InduceKVCPUBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return InduceKVCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return InduceKVCPUMetadataBuilder
+
+
+class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Adds the step's memory to the platform's metadata; `memory_of_requests` is set by the worker that owns it."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.memory_of_requests: MemoryOfRequests | None = None
+        if InduceKVConfig.from_vllm(vllm_config) is not None and self.isa not in READABLE_ISAS:
+            # Set before the first key is written, so that every block of this cache is packed the readable way.
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.memory_of_requests is None:
+            return base
+        memories = self.memory_of_requests.of_rows(base.block_table[: common_attn_metadata.num_reqs, 0])
+        if memories is None:
+            return base
+        step = plan_step(
+            memories,
+            query_starts=base.query_start_loc.tolist(),
+            seq_lens=base.seq_lens.tolist(),
+            block_table=base.block_table,
+            block_size=self.block_size,
+        )
+        return MemoryAttentionMetadata(**{f.name: getattr(base, f.name) for f in fields(base)}, memory=step)
+
+
+class InduceKVCPUImpl(CPUAttentionBackendImpl):
+    _layer_index: int | None = None
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """The base's output [rows, H, D] in place, with memory merged in for the rows that have it."""
+        result = super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        step = getattr(attn_metadata, "memory", None)
+        if step is not None and self.attn_type == AttentionType.DECODER:
+            if self._layer_index is None:
+                self._layer_index = extract_layer_index(layer.layer_name)  # type: ignore[attr-defined]
+            self._add_memory(step, self._layer_index, query, key, kv_cache, output)
+        return result
+
+    def _add_memory(
+        self, step: StepMemory, layer_index: int, query: Tensor, key: Tensor, kv_cache: Tensor, output: Tensor
+    ) -> None:
+        for span in step.prefills:
+            pages = span.memory.bundle.layers[layer_index]
+            output[span.rows] = self._prefill(span, pages, query[span.rows], key[span.rows], kv_cache, output[span.rows])
+        for batch in step.decodes:
+            pages = batch.bundle.layers[layer_index]
+            output[batch.rows] = self._decode(batch, pages, query[batch.rows], kv_cache, output[batch.rows])
+
+    def _prefill(
+        self, span: PrefillSpan, pages: LayerPages, query: Tensor, key: Tensor, kv_cache: Tensor, self_output: Tensor
+    ) -> Tensor:
+        memory_output, memory_lse = cpu.prefill_memory_attention(query, pages, span.memory, self.scale)
+        self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
+        remainder = span.memory.log_remainder if span.memory.has_remainder else None
+        return merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder).to(
+            self_output.dtype
+        )
+
+    def _decode(
+        self, batch: DecodeBatch, pages: LayerPages, query: Tensor, kv_cache: Tensor, self_output: Tensor
+    ) -> Tensor:
+        memory_output, memory_lse = cpu.decode_memory_attention(query, pages, batch, self.scale)
+        self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
+        return merge_memory(
+            self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, batch.log_remainder
+        ).to(self_output.dtype)
+
+
+def probe_packed_layout(isa: str, dtype: torch.dtype, head_size: int, block_size: int) -> None:
+    """Write known keys with the kernel's own function and read them back through `cpu.packed_keys`.
+
+    Raises:
+        UnsupportedModel: this kernel packs its blocks in a way this backend does not read.
+    """
+    kv_cache = torch.zeros(2, 1, block_size, 2 * head_size, dtype=dtype)  # [blocks, J, C, 2 D]
+    key_cache, value_cache = kv_cache.view(2, 1, 2 * block_size, head_size).chunk(2, dim=2)
+    keys = torch.arange(block_size * head_size).remainder(251).to(dtype).view(block_size, 1, head_size)  # [C, J, D]
+    slots = torch.arange(block_size, 2 * block_size)
+    arguments: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+    ops.cpu_attn_reshape_and_cache(keys, keys, key_cache, value_cache, slots, isa, **arguments)
+    if not torch.equal(cpu.packed_keys(kv_cache)[1], keys.permute(1, 2, 0)):
+        raise UnsupportedModel(
+            f"the CPU attention kernel {isa!r} packs its key blocks (dtype {dtype}, head size {head_size}, "
+            f"block size {block_size}) in a layout that InduceKV does not read"
+        )

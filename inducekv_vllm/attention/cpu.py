@@ -1,0 +1,132 @@
+"""The CPU's memory attention, and the log-sum-exp of the self-attention that its kernel does not return.
+
+Prefill uses PyTorch's fused CPU attention, which returns a log-sum-exp; folding the G query heads of a KV head into
+the row axis spares it a repeated K. Decode is a matrix product over all rows of a batch. Softmax sums are float32.
+Another device replaces the four functions of this module and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .pages import LayerPages, RequestMemory
+from .step import DecodeBatch, PrefillSpan
+
+Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
+
+
+def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Attended:
+    """All rows of one request over its memory tokens; query [R, H, D]."""
+    keys, values = pages.keys, pages.values  # [J, S, D]
+    if memory.token_index is not None:
+        keys, values = keys[:, memory.token_index], values[:, memory.token_index]
+    if memory.key_scale is not None:
+        keys = keys * memory.key_scale[:, None].to(keys.dtype)
+    if memory.value_scale is not None:
+        values = values * memory.value_scale[:, None].to(values.dtype)
+    mask = None if memory.log_weight is None else memory.log_weight[None, None, None]  # [1, 1, 1, S]
+    return _attend_folded(query, keys, values, mask, scale)
+
+
+def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
+    """One row of each of n requests over its memory tokens; query [n, H, D]."""
+    n, H, D = query.shape
+    J = pages.keys.shape[0]
+    G = H // J
+    if batch.token_index is None:
+        if batch.key_scale is None and batch.value_scale is None:
+            mask = None if batch.log_weight is None else batch.log_weight.repeat_interleave(G, dim=0)[None, None]
+            return _attend_folded(query, pages.keys, pages.values, mask, scale, rows_first=True)
+        keys, values = pages.keys.float(), pages.values.float()  # [J, S, D]
+        logits = query.float().view(n, J, G, D).transpose(0, 1).reshape(J, n * G, D) @ keys.transpose(1, 2)
+        logits = logits.view(J, n, G, -1).transpose(0, 1)  # [n, J, G, S]
+    else:
+        keys = pages.keys[:, batch.token_index].transpose(0, 1).float()  # [n, J, S, D]
+        values = pages.values[:, batch.token_index].transpose(0, 1).float()
+        logits = query.float().view(n, J, G, D) @ keys.transpose(2, 3)  # [n, J, G, S]
+
+    logits = logits * (scale if batch.key_scale is None else (batch.key_scale * scale)[:, None, None])
+    if batch.log_weight is not None:
+        logits = logits + batch.log_weight[:, None, None]
+    lse = logits.logsumexp(-1)  # [n, J, G]
+    weights = (logits - lse[..., None]).exp_()  # [n, J, G, S]
+    if batch.value_scale is not None:
+        weights *= batch.value_scale[:, None, None]
+    if batch.token_index is None:
+        output = weights.transpose(0, 1).reshape(J, n * G, -1) @ values  # [J, n G, D]
+        output = output.view(J, n, G, D).transpose(0, 1)
+    else:
+        output = weights @ values  # [n, J, G, D]
+    return output.reshape(n, H, D), lse.reshape(n, H)
+
+
+def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: PrefillSpan, scale: float) -> Tensor:
+    """Log-sum-exp [R, H] float32 of one request's causal self-attention.
+
+    Args:
+        query: [R, H, D], the span's rows, rotated.
+        key: [R, J, D], the span's own keys, rotated: all there is when no token came before.
+        kv_cache: [blocks, J, C, 2 D] as the CPU backend packs it.
+    """
+    R, H, D = query.shape
+    J = key.shape[1]
+    G = H // J
+    if span.blocks is None:
+        keys = key.transpose(0, 1)  # [J, R, D]
+        mask = None
+    else:
+        assert span.causal_mask is not None
+        seen = packed_keys(kv_cache)[span.blocks]  # [K, J, D, C]
+        keys = seen.permute(1, 0, 3, 2).reshape(J, -1, D)[:, : span.causal_mask.shape[1]]  # [J, T, D]
+        mask = span.causal_mask[None, None]
+    expanded = keys[:, None].expand(-1, G, -1, -1)  # [J, G, T, D]
+    rows = query.view(R, J, G, D).permute(1, 2, 0, 3)  # [J, G, R, D]
+    _, lse = _fused_attention(rows, expanded, expanded, mask, scale, is_causal=mask is None)
+    return lse.permute(2, 0, 1).reshape(R, H)
+
+
+def decode_self_lse(query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
+    """Log-sum-exp [n, H] float32 of each request's self-attention; query [n, H, D], rotated."""
+    n, H, D = query.shape
+    J = kv_cache.shape[1]
+    keys = packed_keys(kv_cache)[batch.blocks].float()  # [n, K, J, D, C]
+    logits = query.float().view(n, 1, J, H // J, D) @ keys  # [n, K, J, G, C]
+    logits = logits * scale + batch.self_mask[:, :, None, None]
+    return logits.logsumexp((1, 4)).reshape(n, H)
+
+
+def packed_keys(kv_cache: Tensor) -> Tensor:
+    """A view [blocks, J, D, C] of the keys in a cache [blocks, J, C, 2 D] that the CPU kernel packed block by block."""
+    blocks, J, C, two_d = kv_cache.shape
+    return kv_cache.as_strided((blocks, J, two_d // 2, C), (kv_cache.stride(0), kv_cache.stride(1), C, 1))
+
+
+def _attend_folded(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rows_first: bool = False
+) -> Attended:
+    """Attention of query [R, H, D] over keys and values [J, S, D] with the heads of a KV head as rows.
+
+    The folded rows are ordered (head, row), or (row, head) with `rows_first`; the mask is [1, 1, 1 or G R, S].
+    """
+    R, H, D = query.shape
+    J = keys.shape[0]
+    G = H // J
+    to_folded, back = ((1, 0, 2, 3), (1, 0, 2, 3)) if rows_first else ((1, 2, 0, 3), (2, 0, 1, 3))
+    shape = (J, R, G) if rows_first else (J, G, R)
+    rows = query.view(R, J, G, D).permute(to_folded).reshape(1, J, G * R, D)
+    output, lse = _fused_attention(rows, keys[None], values[None], mask, scale)
+    return (
+        output.view(*shape, D).permute(back).reshape(R, H, D),
+        lse.reshape(shape).permute(back[:3]).reshape(R, H),
+    )
+
+
+def _fused_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output [N, h, R, D] and log-sum-exp [N, h, R] of query [N, h, R, D] over keys and values [N, h, S, D]."""
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return output, lse

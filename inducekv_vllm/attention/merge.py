@@ -1,0 +1,39 @@
+"""Two attentions over disjoint tokens become the attention over both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_memory(
+    self_output: Tensor,
+    self_lse: Tensor,
+    memory_output: Tensor,
+    memory_lse: Tensor,
+    gate: float,
+    layer_bias: float,
+    log_remainder: Tensor | float | None,
+) -> Tensor:
+    """The output over [memory ; self] of rows whose two parts are known.
+
+    Args:
+        self_output: [R, H, D], any float type.
+        self_lse: [R, H] float32.
+        memory_output: [R, H, D], any float type, before the value gate.
+        memory_lse: [R, H] float32, before the layer bias.
+        gate: scales memory values.
+        layer_bias: added to every memory logit, the remainder's too.
+        log_remainder: logit of one more memory token of value 0, [R] or one number; None where there is none.
+
+    Returns:
+        [R, H, D] float32.
+    """
+    retrieved: Tensor | float = gate
+    if log_remainder is not None:
+        remainder = torch.as_tensor(log_remainder, dtype=torch.float32, device=memory_lse.device)
+        whole = torch.logaddexp(memory_lse, remainder.view(-1, 1))  # [R, H]
+        retrieved = gate * (memory_lse - whole).exp_().unsqueeze(-1)
+        memory_lse = whole
+    mass = torch.sigmoid(memory_lse + layer_bias - self_lse).unsqueeze(-1)  # [R, H, 1]
+    return torch.lerp(self_output.float(), memory_output.float() * retrieved, mass)

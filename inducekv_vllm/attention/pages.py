@@ -1,0 +1,129 @@
+"""A bundle's pages, resident once for all requests, and the numbers with which one request reads them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..bundle import Bundle
+from ..errors import UnsupportedModel
+from ..retrieval import PageTerms, Weighting
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """One layer's memory tokens on this rank; token i m + t is payload token t of entry i."""
+
+    keys: Tensor  # [J, B m, D], before RoPE: as if at position 0
+    values: Tensor  # [J, B m, D]
+    gate: float
+    bias: float
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentBundle:
+    """The part of a bundle that a worker needs to serve it."""
+
+    digest: str
+    num_entries: int  # B
+    payload_tokens: int  # m
+    weighting: Weighting
+    layers: tuple[LayerPages, ...]  # [L]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values))
+
+    @classmethod
+    def from_bundle(
+        cls, bundle: Bundle, *, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device
+    ) -> ResidentBundle:
+        """Take this tensor-parallel rank's KV heads, in the model's dtype (which rounds the stored float16 to it)."""
+        L, B, J, m, D = bundle.payload_keys.shape
+        heads = kv_heads_of_rank(J, tp_rank, tp_size)
+
+        def tokens(payload: Tensor) -> Tensor:  # [B, J, m, D] -> [J of this rank, B m, D]
+            mine = payload[:, heads].to(device=device, dtype=dtype)
+            return mine.transpose(0, 1).reshape(-1, B * m, D).contiguous()
+
+        layers = tuple(
+            LayerPages(
+                keys=tokens(bundle.payload_keys[layer]),
+                values=tokens(bundle.payload_values[layer]),
+                gate=float(bundle.value_gates[layer]),
+                bias=float(bundle.layer_bias[layer]),
+            )
+            for layer in range(L)
+        )
+        return cls(bundle.digest, B, m, bundle.metadata.weighting, layers)
+
+
+def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
+    """The KV heads vLLM gives a tensor-parallel rank: an equal share, or one replicated head where there are fewer.
+
+    Raises:
+        UnsupportedModel: the heads cannot be shared out evenly.
+    """
+    if num_kv_heads >= tp_size:
+        if num_kv_heads % tp_size:
+            raise UnsupportedModel(f"{num_kv_heads} KV heads cannot be shared out over {tp_size} ranks")
+        share = num_kv_heads // tp_size
+        return slice(tp_rank * share, (tp_rank + 1) * share)
+    if tp_size % num_kv_heads:
+        raise UnsupportedModel(f"{num_kv_heads} KV heads cannot be replicated over {tp_size} ranks")
+    head = tp_rank // (tp_size // num_kv_heads)
+    return slice(head, head + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class RequestMemory:
+    """What a request reads of a resident bundle: the terms of `retrieval.PageTerms`, spread over memory tokens.
+
+    None stands for the neutral value (all tokens in order, ones, zeros), which the kernels then leave out.
+    """
+
+    bundle: ResidentBundle
+    token_index: Tensor | None  # [S] int64 into the B m tokens
+    key_scale: Tensor | None  # [S] float32
+    log_weight: Tensor | None  # [S] float32
+    value_scale: Tensor | None  # [S] float32
+    log_remainder: float  # -inf: none
+
+    @classmethod
+    def from_terms(cls, bundle: ResidentBundle, terms: PageTerms, device: torch.device) -> RequestMemory:
+        """Bring the terms into the order of the memory, so that requests that read all of it share its tensors."""
+        order = np.argsort(terms.entries)  # [k]
+        entries = terms.entries[order]  # [k]
+        m = bundle.payload_tokens
+        whole = len(entries) == bundle.num_entries
+
+        def spread(per_page: npt.NDArray[np.float32], neutral: float) -> Tensor | None:  # [k] -> [k m]
+            if np.all(per_page == neutral):
+                return None
+            return torch.from_numpy(np.repeat(per_page[order], m)).to(device)
+
+        tokens = (entries[:, None] * m + np.arange(m)).reshape(-1)  # [k m]
+        return cls(
+            bundle=bundle,
+            token_index=None if whole else torch.from_numpy(tokens).to(device),
+            key_scale=spread(terms.key_scale, 1.0),
+            log_weight=spread(terms.log_weight, 0.0),
+            value_scale=spread(terms.value_scale, 1.0),
+            log_remainder=terms.log_remainder,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """S"""
+        if self.token_index is not None:
+            return len(self.token_index)
+        return self.bundle.num_entries * self.bundle.payload_tokens
+
+    @property
+    def has_remainder(self) -> bool:
+        return self.log_remainder != -math.inf

@@ -1,0 +1,70 @@
+"""What an engine must be like for memory to be right in it; anything else is refused at start, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse what the engine's settings alone rule out.
+
+    Raises:
+        UnsupportedModel: naming the setting, and why memory would be wrong with it.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    refusals = [
+        (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: the query key is known to the last stage only"),
+        (parallel.data_parallel_size > 1, "data parallelism: run one server per replica behind a load balancer"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
+        (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
+        (config.use_v2_model_runner, "vLLM's V2 model runner: row order is read from the V1 runner here"),
+        (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
+        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.runner_type != "generate", f"the {model.runner_type!r} runner: memory acts on generation"),
+        (model.enable_prompt_embeds, "prompt embeddings: a prompt's identity is its token ids"),
+    ]
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
+
+
+def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl]]) -> None:
+    """Refuse attention that memory cannot be merged into exactly.
+
+    Args:
+        kv_cache: the engine's KV cache.
+        impls: every attention layer's name and implementation.
+
+    Raises:
+        UnsupportedModel: naming the layer and what it does.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from .attention.backend import InduceKVCPUImpl
+
+    if len(kv_cache.kv_cache_groups) != 1 or type(kv_cache.kv_cache_groups[0].kv_cache_spec) is not FullAttentionSpec:
+        kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache.kv_cache_groups]
+        raise UnsupportedModel(f"InduceKV serves models with full attention in every layer; found KV caches of {kinds}")
+    for name, impl in impls:
+        if not isinstance(impl, InduceKVCPUImpl):
+            raise UnsupportedModel(f"layer {name} uses {type(impl).__name__}, not InduceKV's attention backend")
+        refusals = [
+            (impl.sliding_window not in (-1, None), f"sliding-window attention ({impl.sliding_window} tokens)"),
+            (impl.alibi_slopes is not None, "ALiBi: its bias depends on positions, which memory tokens do not have"),
+            (impl.sinks is not None, "attention sinks"),
+            (impl.logits_soft_cap not in (0, None), "a soft cap on attention logits"),
+            (impl.is_fp8_kv_cache, "a quantised KV cache"),
+            (impl.kv_sharing_target_layer_name is not None, "a KV cache shared between layers"),
+        ]
+        for refused, reason in refusals:
+            if refused:
+                raise UnsupportedModel(f"InduceKV cannot serve memory: layer {name} has {reason}")

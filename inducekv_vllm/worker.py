@@ -1,0 +1,188 @@
+"""The worker: resident bundles, the memory of running requests, and their query keys.
+
+Started by `--worker-cls inducekv_vllm.worker.InduceKVWorker`. The API process talks to it in two ways: by the RPC methods
+`inducekv_*` below, and by `SamplingParams.extra_args["inducekv"]` of each request (`RequestOrder`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+
+from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
+from .attention.pages import RequestMemory, ResidentBundle
+from .bundle import read_bundle
+from .config import CONFIG_KEY, InduceKVConfig
+from .errors import BundleError, InduceKVError, UnsupportedModel
+from .fingerprint import backbone_fingerprint
+from .query_keys import QueryKeys, key_to_bytes
+from .request_memory import MemoryOfRequests
+from .requirements import check_attention, check_engine
+from .retrieval import Retrieval, page_terms
+from .wire import KeyOrder, MemoryOrder, parse_order
+
+if not current_platform.is_cpu():
+    raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402  (importing it off the CPU fails less clearly)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+
+class InduceKVWorker(CPUWorker):
+    """vLLM's CPU worker with memory."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if InduceKVConfig.from_vllm(vllm_config) is None:
+            # The attention backend takes this key's presence for "this engine serves memory".
+            vllm_config.additional_config = {**(vllm_config.additional_config or {}), CONFIG_KEY: {}}
+        check_engine(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self.resident: dict[str, ResidentBundle] = {}  # by digest
+        self.query_keys = QueryKeys()
+        self.memory_of_requests: MemoryOfRequests | None = None
+        self._step: SchedulerOutput | None = None
+
+    # ---- start -------------------------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.model_runner.get_model().register_forward_hook(self._sum_query_keys)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        check_attention(kv_cache_config, [(name, layer.impl) for name, layer in layers.items()])
+        # Finished requests are reported one step late, so twice the running ones can hold a slot.
+        capacity = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
+        self.memory_of_requests = MemoryOfRequests(kv_cache_config.num_blocks, capacity, torch.device("cpu"))
+        for groups in self.model_runner.attn_groups:
+            for builder in (b for group in groups for b in group.metadata_builders):
+                assert isinstance(builder, InduceKVCPUMetadataBuilder)
+                if builder.block_size != kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size:
+                    raise UnsupportedModel("InduceKV cannot serve memory: KV-cache blocks are split for the kernel")
+                probe_packed_layout(builder.isa, builder.dtype, builder.head_dim, builder.block_size)
+                builder.memory_of_requests = self.memory_of_requests
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        self._follow_schedule(scheduler_output)
+        self._step = scheduler_output
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._step = None
+
+    def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
+        """Give slots to the requests that start or resume in this step, and take them from those that stopped."""
+        if self.memory_of_requests is None:
+            return
+        self.memory_of_requests.finish(list(scheduled.finished_req_ids))
+        self.query_keys.finish(scheduled.finished_req_ids)
+        self.memory_of_requests.pause(list(scheduled.preempted_req_ids or ()))
+        for request in scheduled.scheduled_new_reqs:
+            self._start_request(request)
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                self.memory_of_requests.place(request_id, new_blocks[0][0])
+                self.query_keys.restart(request_id)
+
+    def _start_request(self, request: NewRequestData) -> None:
+        assert self.memory_of_requests is not None
+        order = parse_order(request.sampling_params.extra_args if request.sampling_params else None)
+        content, memory = None, None
+        if isinstance(order, MemoryOrder):
+            content, memory = order.content, self._memory(order)
+        elif isinstance(order, KeyOrder):
+            # A request that was preempted before its first step comes back as new and starts over.
+            self.query_keys.start(request.req_id, order.key_id, request.prompt_len)
+        self.memory_of_requests.start(request.req_id, request.block_ids[0][0], content, memory)
+
+    def _memory(self, order: MemoryOrder) -> RequestMemory:
+        bundle = self.resident[order.bundle]
+        retrieval = Retrieval(
+            entries=np.asarray(order.entries, dtype=np.int64), weights=np.asarray(order.weights, dtype=np.float32)
+        )
+        terms = page_terms(
+            retrieval,
+            bundle.weighting,
+            payload_tokens=bundle.payload_tokens,
+            num_entries=bundle.num_entries,
+            remainder=order.remainder,
+        )
+        return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
+
+    def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
+        """Forward hook of the whole model: `hidden` [tokens, d] are the final hidden states, after the last norm."""
+        if self._step is None or not self.query_keys.running:
+            return
+        start = 0
+        for request_id in self.model_runner.input_batch.req_ids:
+            num_rows = self._step.num_scheduled_tokens[request_id]
+            if self.query_keys.wants(request_id):
+                self.query_keys.add(request_id, hidden[start : start + num_rows])
+            start += num_rows
+
+    # ---- RPC: these answer and never raise, because an exception here would end the engine ------------------------
+
+    def inducekv_load_bundle(self, path: str, digest: str) -> dict[str, Any]:
+        """Make the bundle at `path` resident if its digest is the expected one; idempotent by digest."""
+        try:
+            if digest not in self.resident:
+                self.resident[digest] = self._read_resident(path, digest)
+        except (InduceKVError, OSError, MemoryError) as error:
+            return {"ok": False, "error": str(error)}
+        return {"ok": True, "bytes": self.resident[digest].nbytes}
+
+    def _read_resident(self, path: str, digest: str) -> ResidentBundle:
+        bundle = read_bundle(path)
+        if bundle.digest != digest:
+            raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
+        bundle.require_backbone(backbone_fingerprint(self.model_config.model), path)
+        return ResidentBundle.from_bundle(
+            bundle,
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=get_tensor_model_parallel_world_size(),
+            dtype=self.model_config.dtype,
+            device=torch.device("cpu"),
+        )
+
+    def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
+        """Forget a bundle; requests that run with it keep its pages until they end."""
+        return {"ok": True, "found": self.resident.pop(digest, None) is not None}
+
+    def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
+        """The query key that a finished first pass left here; it is forgotten by the call."""
+        key = self.query_keys.pop(key_id)
+        if key is None:
+            return {"error": f"no query key {key_id}: its pass did not run to the end of the prompt"}
+        return {"key": key_to_bytes(key), "tokens": key.num_tokens}
+
+    def inducekv_drop_key(self, key_id: str) -> None:
+        """Forget the query key of an aborted request, if there is one."""
+        self.query_keys.pop(key_id)
+
+    def inducekv_stats(self) -> dict[str, Any]:
+        """What is held here, for the server's listing and for tests that nothing leaks."""
+        slots = self.memory_of_requests.slots if self.memory_of_requests is not None else None
+        return {
+            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.items()},
+            "slots_used": slots.used if slots else 0,
+            "slots": slots.capacity if slots else 0,
+            "keys_pending": self.query_keys.pending,
+        }
