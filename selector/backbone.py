@@ -20,12 +20,10 @@ from inducekv_vllm.errors import TaskDataError, UnsupportedModel
 from inducekv_vllm.fingerprint import fingerprint_of
 
 from .data import Example
-from .injection import ATTENTION_NAME
+from .injection import ATTENTION_NAME, TOKEN_INPUTS
 
 # What a processor makes of one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
 Inputs = dict[str, Tensor]
-# Inputs with a value for each token; all others are stacked along their first axis.
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Backbone:
         collated: Inputs = {}
         for name in dict.fromkeys(name for inputs in batch for name in inputs):
             values = [inputs[name] for inputs in batch if name in inputs]
-            if name in _TOKEN_INPUTS:
+            if name in TOKEN_INPUTS:
                 fill = self.processor.tokenizer.pad_token_id or 0 if name == "input_ids" else 0
                 values = [_pad(value, longest, side, fill) for value in values]
             collated[name] = torch.cat(values)

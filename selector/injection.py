@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .backbone import Backbone, Inputs
 
 ATTENTION_NAME = "inducekv"
+# A processor's outputs with a value for each token; all others are images'.
+TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Memory:
         Args:
             query_keys: [n, d], unit norm.
             remainder: for "sqrt" only: the entries left out stay in attention as tokens of logit 0 and value 0.
-            log_prior: [B] or [n, B], added to the retrieval logits: log pi of the selection, -inf to leave an entry out.
+            log_prior: [B] or [n, B], added to the retrieval logits: log pi of the selection, -inf leaves an entry out.
 
         Raises:
             ConfigError: `top_k` below 1, or `remainder` with another weighting.
@@ -237,8 +239,8 @@ def score(
     Returns:
         For each request [number of its answer tokens] float32.
     """
-    batch = backbone.collate([_append(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
-    with _injecting(memory, terms):
+    batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
+    with _injecting(memory, terms), _embedding_answers(backbone, prompts, answers):
         logits = backbone.model(**batch, use_cache=False).logits  # [n, T, vocabulary]
     logprobs = []
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -313,13 +315,35 @@ def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.Abstrac
     return injected(memory, terms) if memory is not None and terms is not None else contextlib.nullcontext()
 
 
-def _append(prompt: Inputs, answer: Sequence[int]) -> Inputs:
-    """The prompt followed by answer tokens, which are text whatever else the prompt holds."""
-    tokens = torch.as_tensor([list(answer)], dtype=torch.int64, device=prompt["input_ids"].device)  # [1, a]
+def _extend(prompt: Inputs, length: int) -> Inputs:
+    """The prompt with room for `length` text tokens after it: its last token (a text token) again and again."""
     extended = dict(prompt)
-    extended["input_ids"] = torch.cat([prompt["input_ids"], tokens], dim=1)
-    extended["attention_mask"] = torch.cat([prompt["attention_mask"], torch.ones_like(tokens)], dim=1)
-    for name in ("mm_token_type_ids", "token_type_ids"):
+    fillers = {"input_ids": int(prompt["input_ids"][0, -1]), "attention_mask": 1}
+    for name in TOKEN_INPUTS:
         if name in prompt:
-            extended[name] = torch.cat([prompt[name], torch.zeros_like(tokens)], dim=1)
+            extended[name] = torch.nn.functional.pad(prompt[name], (0, length), value=fillers.get(name, 0))
     return extended
+
+
+@contextlib.contextmanager
+def _embedding_answers(
+    backbone: Backbone, prompts: Sequence[Inputs], answers: Sequence[Sequence[int]]
+) -> Iterator[None]:
+    """Inside, a forward pass embeds the answers in the room made for them.
+
+    Answers stay out of `input_ids`: a model may well generate the number of its image placeholder, and means no image.
+    """
+
+    def embed(module: Any, arguments: Any, output: Tensor) -> Tensor:  # output [n, T, d]
+        output = output.clone()
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = torch.as_tensor(answer, dtype=torch.int64, device=output.device)
+            first = prompt["input_ids"].shape[1]
+            output[row, first : first + len(answer)] = module.forward(tokens)
+        return output
+
+    handle = backbone.model.get_input_embeddings().register_forward_hook(embed)
+    try:
+        yield
+    finally:
+        handle.remove()

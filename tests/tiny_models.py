@@ -216,7 +216,7 @@ def _save(model_class: type[PreTrainedModel], config: object, processor: object,
 
 
 def _use_published_names(weights: Path) -> None:
-    """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM add `vision_model.` to that."""
+    """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM add `vision_model.`."""
     tensors = {
         name.replace("vision_tower.", "vision_tower.vision_model.", 1)
         if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model.")
