@@ -1,0 +1,147 @@
+"""The demonstration behind `make demo`: the demo model answers questions about pictures, without and with its memory.
+
+Starts `inducekv-serve` on a free local port, asks through the official `openai` client (the base model's name is the
+untouched model, the bundle's name the same model with memory), prints what came back, and stops the server.
+
+    python -m benchmarks.demo.run_demo [--model DIR] [--bundle FILE] [--tasks base guild ...] [--questions 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.chat import Message, question_of, same_answer, user_turn
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.demo.world import TASKS, examples
+from benchmarks.server_process import ServerFailed, serving
+
+BUNDLE = Path(__file__).parent / "bundles" / "demo.safetensors"
+MEMORY = "demo-memory"
+SHOWN_ENTRIES = 3
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    seconds: float
+    trace: dict[str, Any] | None  # what the server says about retrieval, for a request that used memory
+
+
+def ask(client: openai.OpenAI, model: str, messages: list[Message], *, trace: bool) -> Reply:
+    start = time.perf_counter()
+    response = client.chat.completions.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        extra_body={"vllm_xargs": {"inducekv_trace": 1}} if trace else None,
+    )
+    seconds = time.perf_counter() - start
+    extra = response.model_extra or {}
+    found = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
+    return Reply((response.choices[0].message.content or "").strip(), seconds, found)
+
+
+def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Console) -> None:
+    models = list(client.models.list())
+    bundle = next(model for model in models if model.id == MEMORY)
+    base = next(model.id for model in models if model.id == (bundle.model_extra or {})["parent"])
+    # The first request of each kind pays for warming up, which the table is not about.
+    record, pixels = next(examples(tasks[0], "validation", 1))
+    for model in (base, MEMORY):
+        ask(client, model, [user_turn(pixels, question_of(record))], trace=False)
+
+    table = Table(title="The same frozen model, without and with its memory", show_lines=True)
+    for column in (
+        "task",
+        "question",
+        "expected",
+        "no memory",
+        "with memory",
+        "most used entries (weight)",
+        "time, ms",
+    ):
+        table.add_column(column, overflow="fold")
+    right = {base: 0, MEMORY: 0}
+    total = 0
+    for task in tasks:
+        for record, pixels in examples(task, "test", questions):
+            messages = [user_turn(pixels, question_of(record))]
+            plain = ask(client, base, messages, trace=False)
+            memory = ask(client, MEMORY, messages, trace=True)
+            assert memory.trace is not None, "a request that used memory and asked for its trace came back without one"
+            total += 1
+            for model, reply in ((base, plain), (MEMORY, memory)):
+                right[model] += same_answer(reply.text, record["answer"])
+            table.add_row(
+                task,
+                question_of(record),
+                record["answer"],
+                _marked(plain.text, record["answer"]),
+                _marked(memory.text, record["answer"]),
+                _entries(memory.trace),
+                _times(plain, memory),
+            )
+    console.print(table)
+    console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
+    console.print("A bundle built without optimisation shows the mechanism; it does not teach the tasks by itself.")
+
+
+def _marked(text: str, answer: str) -> str:
+    return f"[{'green' if same_answer(text, answer) else 'red'}]{escape(text) or '(nothing)'}[/]"
+
+
+def _entries(trace: dict[str, Any]) -> str:
+    entries = sorted(trace["entries"], key=lambda entry: -entry["weight"])
+    shown = [f"{entry['id']} ({entry['weight']:.3f})" for entry in entries[:SHOWN_ENTRIES]]
+    return "\n".join([*shown, f"of {len(entries)}"])
+
+
+def _times(plain: Reply, memory: Reply) -> str:
+    assert memory.trace is not None
+    passes = [f"{name}: {1000 * value:.1f}" for name, value in memory.trace["seconds"].items()]
+    return "\n".join([f"no memory: {1000 * plain.seconds:.1f}", f"memory: {1000 * memory.seconds:.1f}", *passes])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--bundle", type=Path, default=BUNDLE)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="TASK")
+    parser.add_argument("--questions", type=int, default=1, help="questions a task")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for path in (args.model, args.bundle):
+        if not path.exists():
+            parser.error(f"{path}: not found")
+    with tempfile.TemporaryDirectory() as folder:
+        console.print(f"starting inducekv-serve on {args.model} with {args.bundle} ...")
+        start = time.perf_counter()
+        try:
+            with serving([str(args.model), "--memory", f"{MEMORY}={args.bundle}"], Path(folder) / "server.log") as url:
+                console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
+                client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+                run(client, list(args.tasks), args.questions, console)
+        except ServerFailed as error:
+            console.print(f"[red]error:[/] {error}", markup=True)
+            return 1
+        except KeyboardInterrupt:
+            console.print("stopped")
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

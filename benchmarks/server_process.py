@@ -1,0 +1,84 @@
+"""An `inducekv-serve` process of one's own: started on a free local port, and stopped again whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 600.0  # the first start of a model compiles it
+STOP_SECONDS = 30.0
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or did not answer in time; the message ends in the last lines of its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[str]:
+    """Runs `inducekv-serve *arguments` and yields its base URL, "http://127.0.0.1:PORT", once it is healthy.
+
+    Raises:
+        ServerFailed: it never became healthy.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C reaches us alone, and we then stop the server and its engine together.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(process, url, log)
+            yield url
+        finally:
+            _stop(process)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailed(f"the server ended with exit status {process.returncode}; its last lines:\n{_tail(log)}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise ServerFailed(f"the server did not answer within {START_SECONDS:.0f} s; its last lines:\n{_tail(log)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    # The engine is a child of the server and outlives a server that crashed; the group holds nothing but the two.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,17 @@
+"""What a memory costs while serving: one command, one server, every method interleaved.
+
+    python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]
+
+Methods, all on the same running server and in the same run:
+
+- `none`              the base model's name: the request as vLLM serves it without memory
+- `memory_B{64,256}`  a bundle of B entries, all of them in attention
+- `..._top8`          the same bundle, the 8 nearest entries only
+- `longer_prompt`     no memory, the prompt longer by 2048 tokens: what 256 entries of 8 tokens would cost as text
+- `prompt_replay`     no memory, the same exemplars as chat turns with their pictures, as many as the context takes
+
+Measured at each concurrency, over streamed requests with a fixed number of generated tokens: time to first token
+(TTFT), time per output token after the first (TPOT), and output tokens a second of all requests together. No two
+requests share a prompt or a picture, so neither prefix nor image caches help anyone. Methods take turns in every round,
+so that a busy machine slows all of them alike; numbers are medians, and ratios are against `none` of the same run.
+"""

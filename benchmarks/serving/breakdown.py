@@ -1,0 +1,40 @@
+"""Where the time to the first token goes, for requests with memory: the server's own timings of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from statistics import median
+
+import httpx
+
+from benchmarks.serving.load import REQUEST_SECONDS, chat_body
+from benchmarks.serving.methods import BASE_METHOD, Method
+
+
+def measure(url: str, methods: list[Method], rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds a step, over one-token requests sent one by one, the methods in turn.
+
+    `total` is what the client saw; the steps are the server's, and what they leave of the total is HTTP, chat template
+    and image processing.
+    """
+    seconds: dict[str, dict[str, list[float]]] = {}
+    traced = [method for method in methods if method.name == BASE_METHOD or method.name.startswith("memory_")]
+    with httpx.Client(base_url=url, timeout=REQUEST_SECONDS) as client:
+        for _ in range(rounds):
+            for method in traced:
+                steps = seconds.setdefault(method.name, defaultdict(list))
+                for step, value in _traced_request(client, method).items():
+                    steps[step].append(value)
+    return {name: {step: 1000 * median(v) for step, v in steps.items()} for name, steps in seconds.items()}
+
+
+def _traced_request(client: httpx.Client, method: Method) -> dict[str, float]:
+    has_memory = method.name != BASE_METHOD
+    xargs = method.xargs | ({"inducekv_trace": 1} if has_memory else {})
+    body = chat_body(method.model, method.messages(), 1, xargs) | {"stream": False}
+    del body["stream_options"]
+    start = time.perf_counter()
+    reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    total = time.perf_counter() - start
+    return {"total": total} | (reply["kv_transfer_params"]["inducekv"]["seconds"] if has_memory else {})

@@ -1,0 +1,76 @@
+"""Open-ended load on a server that is already running, with locust's own reports:
+
+    locust -f benchmarks/serving/locustfile.py --host http://127.0.0.1:8000 \\
+        --headless -u 16 -r 4 -t 60s --model-name NAME
+
+`--model-name` is the base model's name (no memory) or a bundle's. Locust lists TTFT and TPOT besides whole requests.
+The side-by-side comparison of methods is `python -m benchmarks.serving.run`; this loads one model with many users.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentParser
+from typing import Any
+
+from locust import HttpUser, constant, events, task
+
+from benchmarks.chat import question_of, user_turn
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.demo.world import examples
+from benchmarks.serving.load import chat_body
+
+PICTURES = 64
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--model-name", default=str(CHECKPOINT), help="the served name: the base model's or a bundle's")
+    parser.add_argument("--task", default="guild", help="the demo task whose test pictures are asked about")
+    parser.add_argument("--output-tokens", type=int, default=32)
+
+
+class VisualQuestionUser(HttpUser):
+    """Asks one question after the other, without a pause."""
+
+    wait_time = constant(0)
+
+    def on_start(self) -> None:
+        self.examples = list(examples(self.environment.parsed_options.task, "test", PICTURES))
+        self.asked = 0
+
+    @task
+    def ask(self) -> None:
+        options = self.environment.parsed_options
+        record, pixels = self.examples[self.asked % len(self.examples)]
+        self.asked += 1
+        messages = [user_turn(pixels, question_of(record))]
+        body = chat_body(options.model_name, messages, options.output_tokens, {})
+        start = time.perf_counter()
+        arrivals = []
+        with self.client.post("/v1/chat/completions", json=body, stream=True, catch_response=True) as response:
+            if response.status_code != 200:
+                response.failure(f"HTTP {response.status_code}: {response.text[:200]}")
+                return
+            for line in response.iter_lines():
+                if line.startswith(b"data: {") and _has_token(json.loads(line[len(b"data: ") :])):
+                    arrivals.append(time.perf_counter())
+        if arrivals:
+            self._report("TTFT", arrivals[0] - start)
+        if len(arrivals) > 1:
+            self._report("TPOT", (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
+
+    def _report(self, name: str, seconds: float) -> None:
+        self.environment.events.request.fire(
+            request_type="stream",
+            name=name,
+            response_time=1000 * seconds,
+            response_length=0,
+            exception=None,
+            context={},
+        )
+
+
+def _has_token(chunk: dict[str, Any]) -> bool:
+    return any(choice.get("token_ids") for choice in chunk.get("choices", []))

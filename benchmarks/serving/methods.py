@@ -1,0 +1,49 @@
+"""The methods that are compared: the model name a request goes under, its options, and how its prompt is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.chat import Message
+from benchmarks.serving.prompts import PromptMaker
+
+BASE_METHOD = "none"
+LONGER_PROMPT = "longer_prompt"
+PROMPT_REPLAY = "prompt_replay"
+BUDGETS = (64, 256)
+TOP_K = 8
+PAYLOAD_TOKENS = 8
+LONGER_BY = 256 * PAYLOAD_TOKENS  # tokens: what the largest memory would cost if it were text
+PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    model: str
+    messages: Callable[[], list[Message]]
+    xargs: dict[str, Any] = field(default_factory=dict)
+
+
+def bundle_name(budget: int) -> str:
+    return f"memory_B{budget}"
+
+
+def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: int) -> list[Method]:
+    """All methods, over prompts of `PROMPT_TOKENS` tokens and a context of `context` tokens."""
+    room = context - output_tokens - PROMPT_TOKENS
+    replayed = min(len(prompts.exemplars), room // prompts.exemplar_tokens())
+
+    def question() -> list[Message]:
+        return prompts.question(PROMPT_TOKENS)
+
+    methods = [Method(BASE_METHOD, base, question)]
+    for budget in BUDGETS:
+        name = bundle_name(budget)
+        methods.append(Method(f"{name}_all", name, question))
+        methods.append(Method(f"{name}_top{TOP_K}", name, question, {"inducekv_top_k": TOP_K}))
+    methods.append(Method(LONGER_PROMPT, base, lambda: prompts.question(PROMPT_TOKENS + LONGER_BY)))
+    methods.append(Method(PROMPT_REPLAY, base, lambda: prompts.replayed(replayed, PROMPT_TOKENS)))
+    return methods

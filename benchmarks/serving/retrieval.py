@@ -1,0 +1,38 @@
+"""How long retrieval takes on its own: exact search, softmax and page terms for one query key, in this process."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import numpy as np
+
+from inducekv_vllm.retrieval import PrefixIndex, page_terms
+
+ENTRIES = 512
+WIDTHS = (256, 768, 4096)  # hidden sizes: the demo model's, the 80M model's, an 8B model's
+TEMPERATURE = 0.07
+
+
+def retrieval_ms(width: int, top_k: int | None, repeats: int = 300) -> float:
+    """Median milliseconds over `ENTRIES` random keys of `width` numbers."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((ENTRIES, width), dtype=np.float32)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    index = PrefixIndex(keys)
+    times = []
+    for query in keys[rng.integers(ENTRIES, size=repeats)]:
+        start = time.perf_counter()
+        found = index.search(query, TEMPERATURE, top_k)
+        page_terms(found, "sqrt", payload_tokens=8, num_entries=ENTRIES, remainder=True)
+        times.append(time.perf_counter() - start)
+    return 1000 * median(times)
+
+
+def measure() -> dict[str, float]:
+    """Median milliseconds by width, for all entries and for the nearest eight."""
+    return {
+        f"d{width}_{'all' if top_k is None else f'top{top_k}'}": retrieval_ms(width, top_k)
+        for width in WIDTHS
+        for top_k in (None, 8)
+    }

@@ -1,0 +1,156 @@
+"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
+
+What is compared and how is told in `benchmarks/serving/__init__.py`. Prints a table for each concurrency, the targets,
+where the time of a request with memory goes, and one JSON object as the last line; the same object, with hardware and
+versions, goes to `benchmarks/results/serving_MODEL.json` (not with --smoke).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoConfig
+
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.demo.world import write_task
+from benchmarks.machine import describe_machine
+from benchmarks.server_process import serving
+from benchmarks.serving import breakdown, report, retrieval
+from benchmarks.serving.load import Block, chat_body, send_block
+from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
+from benchmarks.serving.models import save_80m
+from benchmarks.serving.prompts import PromptMaker, read_exemplars
+
+RESULTS = Path(__file__).parents[1] / "results"
+TASK = "guild"  # the stream task whose examples fill the bundles
+SEED = 11
+
+
+def main() -> int:
+    args = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = resolve_model(args.model, work)
+        tasks = write_exemplars(work)
+        bundles = build_bundles(model, tasks, args.weighting, work)
+        prompts = PromptMaker(model, read_exemplars(tasks), SEED)
+        context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
+        with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
+            methods = make_methods(prompts, base_name(url), context, args.output_tokens)
+            measured = measure(url, methods, args, console)
+            parts = breakdown.measure(url, methods, args.rounds)
+    result = {
+        "benchmark": "serving",
+        "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
+        "model": args.model,
+        "weighting": args.weighting,
+        "output_tokens": args.output_tokens,
+        "smoke": args.smoke,
+        "retrieval_ms": retrieval.measure(),
+        "breakdown_ms": parts,
+        "concurrency": report.tabulate(measured),
+        "machine": describe_machine(),
+    }
+    result["targets"] = report.check_targets(result["concurrency"]["1"]) + report.check_retrieval(
+        result["retrieval_ms"]
+    )
+    report.show(result, console)
+    if not args.smoke:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"serving_{Path(args.model).name}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
+    parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="must include 1")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each method at concurrency 1")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--smoke", action="store_true", help="one short round: shows that it runs, measures nothing")
+    parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the server, last of all")
+    args = parser.parse_args()
+    if 1 not in args.concurrency or min(args.concurrency) < 1:
+        parser.error("--concurrency takes positive numbers, 1 among them")
+    if args.rounds < 1 or args.output_tokens < 2:
+        parser.error("--rounds must be at least 1 and --output-tokens at least 2")
+    if args.smoke:
+        args.rounds, args.output_tokens, args.concurrency = 1, 4, [1, 2]
+    return args
+
+
+def resolve_model(name: str, work: Path) -> Path:
+    if name == "80m":
+        return save_80m(work / "model_80m")
+    return CHECKPOINT if name == "demo" else Path(name)
+
+
+def write_exemplars(work: Path) -> Path:
+    """Task data enough for the largest bundle; returns the JSONL."""
+    write_task(work / TASK, TASK, {"train": max(BUDGETS)})
+    return work / TASK / "train.jsonl"
+
+
+def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[str, Path]:
+    """One bundle a budget, by the command a user would run."""
+    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in BUDGETS}
+    for budget, path in zip(BUDGETS, bundles.values(), strict=True):
+        command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
+        command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
+        subprocess.run([sys.executable, "-m", "selector.bundle_cli", *map(str, command)], check=True, stdout=sys.stderr)
+    return bundles
+
+
+def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
+    memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
+    limits = ["--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
+    pictures = ["--limit-mm-per-prompt", json.dumps({"image": max(BUDGETS) + 1})]
+    return [str(model), *memories, *limits, *pictures, *args.serve_args]
+
+
+def base_name(url: str) -> str:
+    models = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"]
+    return str(next(model["id"] for model in models if not model.get("parent")))
+
+
+def measure(url: str, methods: list[Method], args: argparse.Namespace, console: Console) -> report.Measured:
+    """All methods in turn, round after round, at each concurrency, after one round that warms up and is dropped."""
+    measured: report.Measured = {concurrency: defaultdict(list) for concurrency in args.concurrency}
+    # More requests a round at higher concurrency, so fewer rounds give as many timings.
+    rounds = {concurrency: max(1 if args.smoke else 2, args.rounds // concurrency) for concurrency in args.concurrency}
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring", total=(1 + sum(rounds.values())) * len(methods))
+        for method in methods:
+            send(url, method, 1, args.output_tokens)
+            progress.advance(task)
+        for concurrency in args.concurrency:
+            for _ in range(rounds[concurrency]):
+                for method in methods:
+                    measured[concurrency][method.name].append(send(url, method, concurrency, args.output_tokens))
+                    progress.advance(task)
+    return measured
+
+
+def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Block:
+    """One block: a single request alone, otherwise two requests for each place."""
+    number = 1 if concurrency == 1 else 2 * concurrency
+    bodies = [chat_body(method.model, method.messages(), output_tokens, method.xargs) for _ in range(number)]
+    return asyncio.run(send_block(url, bodies, concurrency))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
