@@ -24,6 +24,7 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
     Raises:
         UnsupportedModel: the configuration or the tokenizer cannot be loaded, or is not that of a decoder model.
     """
+    require_model_folder(model)
     try:
         config = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(str(model), revision=revision, trust_remote_code=False)
@@ -31,6 +32,16 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedModel(f"{model}: cannot load the configuration and tokenizer: {reason}") from error
     return fingerprint_of(config, tokenizer)
+
+
+def require_model_folder(model: str | Path) -> None:
+    """Say that a folder is missing, where the Hugging Face library would complain about the form of an id.
+
+    Raises:
+        UnsupportedModel: `model` is written as a path, and there is no such folder.
+    """
+    if (isinstance(model, Path) or model.startswith((".", "/", "~"))) and not Path(model).is_dir():
+        raise UnsupportedModel(f"{model}: no such model folder")
 
 
 def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneFingerprint:

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from inducekv_vllm.bundle import BackboneFingerprint
-from inducekv_vllm.errors import TaskDataError, UnsupportedModel
-from inducekv_vllm.fingerprint import fingerprint_of
+from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
+from inducekv_vllm.fingerprint import fingerprint_of, require_model_folder
 
 from .data import Example
 from .injection import ATTENTION_NAME, TOKEN_INPUTS
@@ -45,14 +45,20 @@ class Backbone:
 
         Raises:
             UnsupportedModel: it cannot be loaded, or its attention is of a kind memory cannot be injected into.
+            ConfigError: there is no such device.
         """
+        require_model_folder(model)
         try:
             processor: Any = AutoProcessor.from_pretrained(str(model), trust_remote_code=False)  # type: ignore[no-untyped-call]
             network: Any = AutoModelForImageTextToText.from_pretrained(str(model), dtype=dtype, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UnsupportedModel(f"{model}: cannot load the model: {reason}") from error
-        network.to(device).eval().requires_grad_(False)
+        try:
+            network.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"cannot use the device {str(device)!r}: {str(error).splitlines()[0]}") from error
+        network.eval().requires_grad_(False)
         text = network.config.get_text_config(decoder=True)
         _require_full_attention(network, text, str(model))
         # The vision tower keeps its own attention.
