@@ -111,8 +111,9 @@ def _entries(trace: dict[str, Any]) -> str:
 
 def _times(plain: Reply, memory: Reply) -> str:
     assert memory.trace is not None
-    passes = [f"{name}: {1000 * value:.1f}" for name, value in memory.trace["seconds"].items()]
-    return "\n".join([f"no memory: {1000 * plain.seconds:.1f}", f"memory: {1000 * memory.seconds:.1f}", *passes])
+    steps = {name.removesuffix("_ms"): value for name, value in memory.trace["timings"].items() if name.endswith("_ms")}
+    passes = [f"  {name.replace('_', ' ')} {value:.2f}" for name, value in steps.items()]
+    return "\n".join([f"no memory {1000 * plain.seconds:.1f}", f"memory {1000 * memory.seconds:.1f}", *passes])
 
 
 def main() -> int:

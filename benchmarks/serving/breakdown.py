@@ -15,18 +15,18 @@ from benchmarks.serving.methods import BASE_METHOD, Method
 def measure(url: str, methods: list[Method], rounds: int) -> dict[str, dict[str, float]]:
     """Median milliseconds a step, over one-token requests sent one by one, the methods in turn.
 
-    `total` is what the client saw; the steps are the server's, and what they leave of the total is HTTP, chat template
-    and image processing.
+    `total_ms` is what the client saw; the steps are the server's, and what they leave of the total is HTTP, chat
+    template and image processing.
     """
-    seconds: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     traced = [method for method in methods if method.name == BASE_METHOD or method.name.startswith("memory_")]
     with httpx.Client(base_url=url, timeout=REQUEST_SECONDS) as client:
         for _ in range(rounds):
             for method in traced:
-                steps = seconds.setdefault(method.name, defaultdict(list))
+                steps = found.setdefault(method.name, defaultdict(list))
                 for step, value in _traced_request(client, method).items():
                     steps[step].append(value)
-    return {name: {step: 1000 * median(v) for step, v in steps.items()} for name, steps in seconds.items()}
+    return {name: {step: median(values) for step, values in steps.items()} for name, steps in found.items()}
 
 
 def _traced_request(client: httpx.Client, method: Method) -> dict[str, float]:
@@ -36,5 +36,9 @@ def _traced_request(client: httpx.Client, method: Method) -> dict[str, float]:
     del body["stream_options"]
     start = time.perf_counter()
     reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-    total = time.perf_counter() - start
-    return {"total": total} | (reply["kv_transfer_params"]["inducekv"]["seconds"] if has_memory else {})
+    total = {"total_ms": 1000 * (time.perf_counter() - start)}
+    if not has_memory:
+        return total
+    timings = reply["kv_transfer_params"]["inducekv"]["timings"]
+    assert timings["key_source"] == "computed", "a prompt was not unique: its key came from the cache"
+    return total | {step: value for step, value in timings.items() if step.endswith("_ms")}

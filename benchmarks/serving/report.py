@@ -102,7 +102,9 @@ def show(result: dict[str, Any], console: Console) -> None:
         verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
         console.print(f"{target['target']}: {target['reached']:.2f} (at most {target['limit']}) {verdict}")
     for method, parts in result["breakdown_ms"].items():
-        console.print(f"{method}: " + ", ".join(f"{part} {value:.2f} ms" for part, value in parts.items()))
+        console.print(
+            f"{method}: " + ", ".join(f"{part.removesuffix('_ms')} {value:.2f} ms" for part, value in parts.items())
+        )
 
 
 def table(concurrency: str, rows: dict[str, dict[str, float]]) -> Table:
