@@ -1,0 +1,242 @@
+"""`inducekv-serve`: `vllm serve` with the flags that memory needs, and `--memory NAME=PATH`.
+
+It only prepares: everything that serves is vLLM's own command, run in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from inducekv_vllm.config import CONFIG_KEY, InduceKVConfig
+from inducekv_vllm.errors import ConfigError
+
+PLUGIN = "inducekv"
+WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"
+DEFAULT_HOST = "127.0.0.1"
+# The variable VLLM_PLUGINS filters these groups; unset, it lets every plugin in.
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+class UsageError(ValueError):
+    """A command line that cannot be served; the message is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `inducekv-serve`; ends with status 2 on a command line that cannot be served."""
+    cli = parser()
+    own, rest = cli.parse_known_args(argv)
+    try:
+        if own.print_demo_model:
+            print(demo_model())
+            return
+        arguments = vllm_arguments(own, rest)
+        plugins = plugin_list(os.environ)
+    except UsageError as error:
+        cli.exit(2, f"{cli.prog}: error: {error}\n")
+    set_environment(os.environ, plugins, is_demo=arguments[0] == str(demo_path("checkpoint")))
+    run_vllm(arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Our own flags; whatever else is given belongs to vLLM."""
+    cli = argparse.ArgumentParser(
+        prog="inducekv-serve",
+        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]",
+        description="vLLM's OpenAI server with memory bundles. Without MODEL it serves the demo model.",
+        epilog="For all other flags see: vllm serve --help=all",
+        allow_abbrev=False,
+    )
+    cli.add_argument(
+        "--memory", metavar="NAME=PATH", action="append", default=[], help="serve the bundle at PATH as model NAME"
+    )
+    cli.add_argument(
+        "--memory-top-k", metavar="K", type=int, help="retrieve the K nearest entries for a request (default: all)"
+    )
+    cli.add_argument(
+        "--no-memory-remainder",
+        action="store_true",
+        help="with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax",
+    )
+    cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
+    return cli
+
+
+def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The arguments of `vllm serve`: the model, what the user gave, and what memory needs.
+
+    Raises:
+        UsageError: a memory that is not NAME=PATH or does not exist, a duplicate name, settings out of range, a demo
+            model that is not there.
+    """
+    from_file = config_file(rest)
+    given, rest = take(rest, "--additional-config")
+    settings = settings_of(own)
+    if rest and not rest[0].startswith("-"):
+        model, rest = rest[0], rest[1:]
+    elif "model" in from_file or has_flag(rest, "--model"):
+        model = None
+    else:
+        model = str(demo_model())
+        if not settings["bundles"] and demo_path("bundles", "demo.safetensors").is_file():
+            settings["bundles"] = {"demo": str(demo_path("bundles", "demo.safetensors"))}
+
+    additional = merged(additional_config(given, from_file), settings)
+    arguments = [] if model is None else [model]
+    if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
+        arguments += ["--host", DEFAULT_HOST]
+    if not (has_flag(rest, "--worker-cls") or "worker-cls" in from_file):
+        arguments += ["--worker-cls", WORKER_CLS]
+    return [*arguments, *rest, "--additional-config", json.dumps(additional)]
+
+
+def settings_of(own: argparse.Namespace) -> dict[str, Any]:
+    """Our flags as `InduceKVConfig` takes them, the bundles always among them."""
+    bundles: dict[str, str] = {}
+    for given in own.memory:
+        name, separator, path = given.partition("=")
+        if not (name and separator and path):
+            raise UsageError(f"--memory must be NAME=PATH, found {given!r}")
+        if name in bundles:
+            raise UsageError(f"--memory gives the name {name!r} twice")
+        if not Path(path).is_file():
+            raise UsageError(f"--memory {name}: no such file: {path}")
+        bundles[name] = str(Path(path).absolute())
+    settings: dict[str, Any] = {"bundles": bundles}
+    if own.memory_top_k is not None:
+        settings["top_k"] = own.memory_top_k
+    if own.no_memory_remainder:
+        settings["remainder"] = False
+    return settings
+
+
+def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The user's additional config with our settings in it; where both set something, they must not differ."""
+    theirs = additional.get(CONFIG_KEY, {})
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("bundles", {}), dict):
+        raise UsageError(f"--additional-config: {CONFIG_KEY!r} must be an object, and its bundles another")
+    if twice := sorted(theirs.get("bundles", {}).keys() & settings["bundles"].keys()):
+        raise UsageError(f"the name {twice[0]!r} is given by --memory and by --additional-config")
+    if both := sorted(theirs.keys() & settings.keys() - {"bundles"}):
+        raise UsageError(f"{both[0]!r} is given by a flag and by --additional-config")
+    ours = {**theirs, **settings, "bundles": {**theirs.get("bundles", {}), **settings["bundles"]}}
+    try:
+        InduceKVConfig.parse(ours)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    return {**additional, CONFIG_KEY: ours}
+
+
+def additional_config(given: str | None, from_file: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave as vLLM's additional config: the flag goes before the file, as in vLLM."""
+    try:
+        value = from_file.get("additional-config", {}) if given is None else json.loads(given)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--additional-config must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"--additional-config must be a JSON object, found {value!r}")
+    return value
+
+
+def config_file(rest: list[str]) -> dict[str, Any]:
+    """The settings in the YAML file that vLLM's --config names, by their flags' names without dashes before them."""
+    path, _ = take(rest, "--config")
+    if path is None:
+        return {}
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise UsageError(f"--config {path}: expected a mapping of settings")
+    return {str(name).replace("_", "-"): value for name, value in settings.items()}
+
+
+def take(rest: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag that may be given once, and the arguments without it."""
+    value, left, position = None, [], 0
+    while position < len(rest):
+        name, separator, inline = rest[position].partition("=")
+        name = normal(name)
+        position += 1
+        if name.startswith(f"{flag}."):
+            raise UsageError(f"give {flag} as one JSON object, not as {name}")
+        if name != flag:
+            left.append(rest[position - 1])
+            continue
+        if value is not None:
+            raise UsageError(f"{flag} is given twice")
+        if not separator and position == len(rest):
+            raise UsageError(f"{flag} needs a value")
+        value = inline if separator else rest[position]
+        position += not separator
+    return value, left
+
+
+def has_flag(rest: list[str], flag: str) -> bool:
+    return any(normal(argument.partition("=")[0]) == flag for argument in rest)
+
+
+def normal(name: str) -> str:
+    """vLLM takes underscores for dashes in the names of flags."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def demo_path(*parts: str) -> Path:
+    """A path in the demo's folder, found without importing it."""
+    spec = importlib.util.find_spec("benchmarks")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError("the demo is not installed (package benchmarks); give a MODEL")
+    return Path(next(iter(spec.submodule_search_locations)), "demo", *parts)
+
+
+def demo_model() -> Path:
+    if not demo_path("checkpoint", "config.json").is_file():
+        raise UsageError(f"the demo model is not there: {demo_path('checkpoint')}; train it, or give a MODEL")
+    return demo_path("checkpoint")
+
+
+def plugin_list(environment: MutableMapping[str, str]) -> str:
+    """VLLM_PLUGINS with ours in it, and every plugin that would have been loaded without us."""
+    if PLUGIN not in entry_points(group="vllm.endpoint_plugins").names:
+        raise UsageError("the distribution inducekv is not installed here, so vLLM cannot find its plugin")
+    if "VLLM_PLUGINS" in environment:
+        names = [name.strip() for name in environment["VLLM_PLUGINS"].split(",") if name.strip()]
+    else:
+        names = sorted({point.name for group in PLUGIN_GROUPS for point in entry_points(group=group)})
+    return ",".join(dict.fromkeys([*names, PLUGIN]))
+
+
+def set_environment(environment: MutableMapping[str, str], plugins: str, *, is_demo: bool) -> None:
+    environment["VLLM_PLUGINS"] = plugins
+    if is_demo:
+        # The demo model needs a few MiB; left to itself vLLM takes a share of the machine's memory on a CPU.
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def run_vllm(arguments: list[str]) -> None:
+    """`vllm serve` in this process."""
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and serves without it
+
+    sys.argv = ["vllm", "serve", *arguments]
+    vllm_main()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

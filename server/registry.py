@@ -1,0 +1,253 @@
+"""The bundles this server has loaded: names, versions, and who still uses them.
+
+A *version* is one content (digest), resident on the workers once however many names stand for it. A request leases the
+version its name stands for when it begins, and ends on it; a version without names is released with its last lease.
+Names live in vLLM's own table of adapters, so that every OpenAI route lists and accepts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.renderers.chat_utils import MM_PARSER_MAP
+
+from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
+from inducekv_vllm.engine import Lease, MemoryRequest
+from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.memory import Memory
+
+from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
+
+logger = init_logger(__name__)
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+# vLLM applies an adapter named like a kind of message part ("image", "text") to every request that has such a part.
+PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
+# A request that a stop string ends is over for this process a moment before the engine hears of it.
+RELEASE_DELAY_S = 0.05
+
+
+@dataclass(eq=False)
+class _Version:
+    memory: Memory
+    resident_bytes: int
+    names: set[str] = field(default_factory=set)
+    active: int = 0  # leases
+
+
+class BundleRegistry:
+    """See the module's head. All of it belongs to the server's event loop; changes happen one at a time."""
+
+    def __init__(self, client: EngineClient, models: OpenAIServingModels, backbone: BackboneFingerprint) -> None:
+        self._client = client
+        self._models = models
+        self._backbone = backbone
+        self._versions: dict[str, _Version] = {}  # by digest
+        self._named: dict[str, _Version] = {}
+        self._change = asyncio.Lock()
+        self._releases: set[asyncio.Task[None]] = set()
+
+    # ---- changes -----------------------------------------------------------------------------------------------
+
+    async def load(self, name: str, path: str, *, replace: bool = False) -> MemoryBundleCard:
+        """Check a bundle, make it resident on every rank, and let `name` stand for it from now on.
+
+        Loading the very content that `name` stands for already changes nothing. Where it fails, nothing has changed.
+
+        Raises:
+            ConfigError: the name is not usable, or taken.
+            BundleError: the file is not a sound bundle, or one for another backbone.
+            UnsupportedModel: the bundle and the server do not agree about a LoRA adapter.
+            CapacityError: a worker could not take it.
+        """
+        async with self._change:
+            self._check_name(name, replace)
+            memory = await asyncio.to_thread(self._read, name, path)
+            self._check_adapter(name, memory)
+            version = self._versions.get(memory.digest)
+            if version is None:
+                version = _Version(memory, await self._make_resident(memory))
+                self._versions[memory.digest] = version
+            try:
+                self._check_name(name, replace)  # an adapter may have taken it meanwhile
+            except ConfigError:
+                self._release_if_unused(version)
+                raise
+            self._point(name, version, memory.path)
+            logger.info("memory bundle %s: %d entries, digest %.12s", name, memory.num_entries, memory.digest)
+            return self._card(name)
+
+    async def unload(self, name: str) -> str:
+        """Take a name away and return its digest; requests that run under it end undisturbed.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+        """
+        async with self._change:
+            version = self._version(name)
+            del self._named[name]
+            del self._models.lora_requests[name]
+            version.names.discard(name)
+            self._release_if_unused(version)
+            return version.memory.digest
+
+    def _point(self, name: str, version: _Version, path: str) -> None:
+        """The swap: without an await, so no request sees half of it."""
+        previous = self._named.get(name)
+        handle = MemoryRequest(
+            lora_name=name,
+            lora_int_id=self._models.lora_id_counter.inc(1),  # never sent to the engine, but no adapter may share it
+            lora_path=path,
+            base_model_name=self._models.base_model_paths[0].name,
+        )
+        self._named[name] = version
+        self._models.lora_requests[name] = handle
+        version.names.add(name)
+        if previous is not None and previous is not version:
+            previous.names.discard(name)
+            self._release_if_unused(previous)
+
+    def _read(self, name: str, path: str) -> Memory:
+        """The whole check of a file; runs in a thread."""
+        absolute = os.path.abspath(os.path.expanduser(path))
+        bundle = read_bundle(absolute)
+        bundle.require_backbone(self._backbone, f"bundle {name!r} ({path})")
+        try:
+            return Memory.from_bundle(bundle, absolute)
+        except OSError as error:
+            raise BundleError(f"{path}: the file was removed while it was loaded") from error
+
+    async def _make_resident(self, memory: Memory) -> int:
+        """Bytes on one rank. Raises CapacityError when a rank refuses; the others then forget the bundle again."""
+        answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+        refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
+        if refusals:
+            await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
+            raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
+        return int(answers[0]["bytes"])
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _check_name(self, name: str, replace: bool) -> None:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ConfigError(
+                f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
+                f"digit; found {name!r}"
+            )
+        if name.lower() in PART_KINDS:
+            raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
+        if self._models.is_base_model(name):
+            raise ConfigError(f"the name {name!r} is taken by the served model")
+        if name in self._models.lora_requests and name not in self._named:
+            raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
+        if name in self._named and not replace:
+            raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
+
+    def _check_adapter(self, name: str, memory: Memory) -> None:
+        lora_on = self._client.vllm_config.lora_config is not None
+        if memory.adapter is None and lora_on:
+            raise UnsupportedModel(
+                f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
+                "without one"
+            )
+        if memory.adapter is not None:
+            self._adapter(name, memory.adapter)
+
+    def _adapter(self, name: str, adapter: str) -> LoRARequest:
+        request = self._models.lora_requests.get(adapter)
+        if request is None or isinstance(request, MemoryRequest):
+            loaded = sorted(n for n, r in self._models.lora_requests.items() if not isinstance(r, MemoryRequest))
+            raise UnsupportedModel(
+                f"bundle {name!r} needs the LoRA adapter {adapter!r}; loaded are: {', '.join(loaded) or 'none'}"
+            )
+        return request
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lease(self, name: str) -> Iterator[Lease]:
+        """The version `name` stands for now, kept resident until the context ends.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+            UnsupportedModel: its adapter has gone.
+        """
+        version = self._version(name)
+        adapter = version.memory.adapter
+        lease = Lease(version.memory, self._adapter(name, adapter) if adapter is not None else None)
+        version.active += 1
+        try:
+            yield lease
+        finally:
+            version.active -= 1
+            self._release_if_unused(version)
+
+    def _version(self, name: str) -> _Version:
+        try:
+            return self._named[name]
+        except KeyError:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded") from None
+
+    # ---- release -----------------------------------------------------------------------------------------------
+
+    def _release_if_unused(self, version: _Version) -> None:
+        if not version.names and not version.active:
+            task = asyncio.get_running_loop().create_task(self._release(version))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, version: _Version) -> None:
+        await asyncio.sleep(RELEASE_DELAY_S)
+        async with self._change:
+            digest = version.memory.digest
+            if version.names or version.active or self._versions.get(digest) is not version:
+                return  # loaded again meanwhile, or released by another task
+            del self._versions[digest]
+            try:
+                await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
+            except Exception as error:  # the engine is gone, and the bundle with it
+                logger.warning("could not unload memory bundle %.12s: %r", digest, error)
+
+    # ---- reports -----------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._named
+
+    def users_of_adapter(self, adapter: str) -> list[str]:
+        """The names of bundles that need this LoRA adapter."""
+        return sorted(name for name, version in self._named.items() if version.memory.adapter == adapter)
+
+    def list(self) -> MemoryBundleList:
+        draining = [v for v in self._versions.values() if not v.names]
+        return MemoryBundleList(
+            data=[self._card(name) for name in self._named],
+            draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
+        )
+
+    def _card(self, name: str) -> MemoryBundleCard:
+        version = self._named[name]
+        memory = version.memory
+        facts: dict[str, Any] = {
+            field: getattr(memory, field)
+            for field in ("digest", "budget", "payload_tokens", "weighting", "file_bytes", "adapter")
+        }
+        return MemoryBundleCard(
+            name=name,
+            path=self._models.lora_requests[name].lora_path,
+            entries=memory.num_entries,
+            tasks=dict(Counter(entry.task for entry in memory.entries)),
+            resident_bytes=version.resident_bytes,
+            active_requests=version.active,
+            **facts,
+        )
