@@ -61,7 +61,19 @@ def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a Hugging Face `config.json`; the whole of it where nothing is nested."""
+    """The language model's part of a Hugging Face `config.json`; the whole of it where nothing is nested.
+
+    A file may leave out what equals a default of its own configuration class (LLaVA 1.5 states hardly any size), so
+    one whose class transformers has is completed by it.
+    """
+    from transformers import CONFIG_MAPPING  # here, as it takes seconds and most users of this module do not need it
+
+    if config.get("model_type") in CONFIG_MAPPING:
+        try:
+            complete = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UnsupportedModel(f"transformers refuses the {config['model_type']} configuration: {error}") from error
+        return dict(complete.get_text_config(decoder=True).to_dict())
     for key in _TEXT_CONFIG_KEYS:
         if isinstance(config.get(key), Mapping):
             return dict(config[key])

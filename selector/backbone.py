@@ -94,8 +94,11 @@ class Backbone:
             images: in the order of the image parts.
 
         Raises:
-            TaskDataError: the chat template or the processor refuses the messages.
+            TaskDataError: more or fewer images than image parts, or the model's processor refuses the messages.
         """
+        places = sum(part["type"] == "image" for message in messages for part in message["content"])
+        if places != len(images):
+            raise TaskDataError(f"the messages have {places} places for images, found {len(images)} images")
         try:
             prompt = self.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
             # Chat templates write the special tokens themselves, and vLLM adds none to them either.

@@ -1,0 +1,46 @@
+"""Small bundles of random content for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord
+
+L, J, D, d = 3, 2, 8, 16
+
+FINGERPRINT = BackboneFingerprint(
+    architecture="TinyForConditionalGeneration/tiny",
+    num_layers=L,
+    num_kv_heads=J,
+    head_dim=D,
+    hidden_size=d,
+    rope={"rope_theta": 10000.0, "rope_type": "default"},
+    norm={"eps": 1e-6, "k_norm": True},
+    tokenizer_digest="0" * 64,
+)
+
+
+def random_bundle(num_entries: int = 5, payload_tokens: int = 4, seed: int = 0, **changes: Any) -> Bundle:
+    """A consistent bundle; `changes` replace arguments of `Bundle.create`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    arguments: dict[str, Any] = {
+        "retrieval_keys": torch.nn.functional.normalize(draw(num_entries, d), dim=1),
+        "payload_keys": draw(L, num_entries, J, payload_tokens, D),
+        "payload_values": draw(L, num_entries, J, payload_tokens, D),
+        "temperature": 0.07,
+        "value_gates": torch.full((L,), 0.5),
+        "layer_bias": torch.zeros(L),
+        "backbone": FINGERPRINT,
+        "budget": num_entries,
+        "entries": tuple(EntryRecord(id=f"e{i}", task="t", source_digest="ab") for i in range(num_entries)),
+        "weighting": "sqrt",
+        "recipe": "build",
+        "settings": {"seed": seed, "policy": "random"},
+    }
+    return Bundle.create(**(arguments | changes))

@@ -1,0 +1,315 @@
+"""The bundle file: what is written comes back, and nothing that is wrong gets in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, bundle_digest, read_bundle, write_bundle
+from inducekv_vllm.errors import BundleError, FingerprintMismatch
+from inducekv_vllm.footprint import footprint_bytes
+
+from .bundles import FINGERPRINT, D, J, L, d, random_bundle
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "memory.safetensors"
+
+
+def raw(bundle: Bundle) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and metadata of a bundle, to be written again with something wrong in them."""
+    return bundle.tensors(), bundle.metadata.model_dump(mode="json")
+
+
+def save_raw(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+    safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: json.dumps(metadata)})
+
+
+def resealed(bundle: Bundle, **tensors: torch.Tensor) -> Bundle:
+    """The bundle with some tensors replaced, unchecked, and the digest right for them."""
+    changed = replace(bundle, **tensors)
+    return replace(changed, metadata=changed.metadata.model_copy(update={"digest": bundle_digest(changed)}))
+
+
+def test_round_trip_keeps_every_bit(path: Path) -> None:
+    bundle = random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": "Größe \u2028 \"x\""}, adapter="lora-a")
+    write_bundle(bundle, path)
+    again = read_bundle(path)
+    assert again.metadata == bundle.metadata
+    assert again.digest == bundle.digest
+    for name, tensor in bundle.tensors().items():
+        assert again.tensors()[name].dtype == tensor.dtype
+        assert torch.equal(again.tensors()[name], tensor), name
+    assert (again.num_entries, again.num_layers, again.payload_tokens) == (5, L, 4)
+
+
+def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
+    write_bundle(random_bundle(seed=4), tmp_path / "a")
+    write_bundle(random_bundle(seed=4), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_file_is_footprint_header_and_calibration(path: Path) -> None:
+    write_bundle(random_bundle(num_entries=7, payload_tokens=8), path)
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    calibration = 4 + 4 * L + 4 * L
+    assert path.stat().st_size == 8 + header + calibration + footprint_bytes(B=7, d=d, L=L, J=J, m=8, D=D)
+
+
+def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
+    write_bundle(random_bundle(), path)
+    bundle = read_bundle(path)
+    path.write_bytes(b"\0" * path.stat().st_size)  # in place: a memory map would show it
+    assert torch.equal(bundle.payload_keys, random_bundle().payload_keys)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weighting": "prior"},
+        {"temperature": 0.08},
+        {"value_gates": torch.tensor([0.5, 0.5, 0.6])},
+        {"layer_bias": torch.tensor([0.0, 0.0, 1e-3])},
+        {"adapter": "a"},
+        {"parent_digest": "f" * 64},
+        {"budget": 6},
+        {"backbone": FINGERPRINT.model_copy(update={"tokenizer_digest": "1" * 64})},
+        {"entries": tuple(EntryRecord(id=f"x{i}", task="t", source_digest="ab") for i in range(5))},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_difference_changes_the_digest(changes: dict[str, Any]) -> None:
+    assert random_bundle(**changes).digest != random_bundle().digest
+
+
+def test_keys_and_values_exchanged_change_the_digest() -> None:
+    bundle = random_bundle()
+    exchanged = random_bundle(payload_keys=bundle.payload_values, payload_values=bundle.payload_keys)
+    assert exchanged.digest != bundle.digest
+
+
+def test_created_tensors_are_copies() -> None:
+    payload = torch.randn(L, 5, J, 4, D).half()
+    bundle = random_bundle(payload_keys=payload)
+    before = bundle.payload_keys.clone()
+    payload.zero_()
+    assert torch.equal(bundle.payload_keys, before)
+
+
+def test_every_flipped_bit_is_found(path: Path) -> None:
+    write_bundle(random_bundle(num_entries=2, payload_tokens=1), path)
+    content = path.read_bytes()
+    for position in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        try:
+            bundle = read_bundle(path)
+        except BundleError as error:
+            assert str(path) in str(error)
+        else:
+            # Some bits of the header mean nothing, such as the order of white space; no content may differ.
+            assert bundle.digest == random_bundle(num_entries=2, payload_tokens=1).digest, position
+
+
+def test_every_truncation_is_found(path: Path) -> None:
+    write_bundle(random_bundle(num_entries=2, payload_tokens=1), path)
+    content = path.read_bytes()
+    for length in [*range(0, 64), *range(64, len(content), 101), len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(BundleError, match=r"truncated|empty"):
+            read_bundle(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(BundleError, match="trailing bytes"):
+        read_bundle(path)
+
+
+def test_files_that_are_no_bundles(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no such file"):
+        read_bundle(path)
+    with pytest.raises(BundleError, match="not a regular file"):
+        read_bundle(tmp_path)
+    for content, problem in [
+        (b"", "the file is empty"),
+        (b"{}", "truncated"),
+        (b"not a safetensors file, but long enough to have a length", "the header claims"),
+        ((5).to_bytes(8, "little") + b"hello", "not JSON"),
+        ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
+        ((2).to_bytes(8, "little") + b"{}", "not a memory bundle"),
+        ((20000).to_bytes(8, "little") + b"[" * 20000, "not JSON"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(BundleError, match=problem) as error:
+            read_bundle(path)
+        assert str(path) in str(error.value)
+
+
+def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write((2**40).to_bytes(8, "little"))
+        file.truncate(2**41)  # sparse: reading it would be noticed
+    with pytest.raises(BundleError, match="at most 16777216"):
+        read_bundle(path)
+
+
+def test_metadata_that_cannot_be_used(path: Path) -> None:
+    tensors, good = raw(random_bundle())
+    for change, problem in [
+        ({"format_version": 2}, "format version 2 is not supported, expected 1"),
+        ({"format_version": None}, "format version None"),
+        ({"weighting": "cube"}, "weighting"),
+        ({"budget": 4}, "5 entries exceed the budget of 4"),
+        ({"budget": 0}, "budget"),
+        ({"entries": []}, "entries"),
+        ({"entries": [good["entries"][0]] * 5}, "'e0' occurs more than once"),
+        ({"entries": good["entries"][:4]}, "retrieval_keys must be F16 [4, 16], found F16 [5, 16]"),
+        ({"payload_tokens": 8}, "payload_keys must be F16 [3, 5, 2, 8, 8]"),
+        ({"surprise": 1}, "surprise"),
+        ({"backbone": good["backbone"] | {"num_layers": 10**30}}, "metadata"),
+    ]:
+        save_raw(path, tensors, good | change)
+        with pytest.raises(BundleError) as error:
+            read_bundle(path)
+        assert problem in str(error.value)
+        assert str(path) in str(error.value)
+    safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: "{no json"})
+    with pytest.raises(BundleError, match="not JSON"):
+        read_bundle(path)
+    safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: "[1]"})
+    with pytest.raises(BundleError, match="format version None"):
+        read_bundle(path)
+
+
+def test_tensors_that_cannot_be_used(path: Path) -> None:
+    good, metadata = raw(random_bundle())
+    cases: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({k: v for k, v in good.items() if k != "layer_bias"}, "tensors are missing: layer_bias"),
+        (good | {"extra": torch.zeros(1)}, "unknown tensors: extra"),
+        (good | {"payload_keys": good["payload_keys"].float()}, "payload_keys must be F16"),
+        (good | {"temperature": good["temperature"][None]}, r"temperature must be F32 \[\], found F32 \[1\]"),
+        (good | {"value_gates": torch.full((L + 1,), 0.5)}, "value_gates must be F32"),
+        (good | {"payload_values": good["payload_values"][:, :, :1].contiguous()}, "payload_values must be F16"),
+    ]
+    for tensors, problem in cases:
+        save_raw(path, tensors, metadata)
+        for verify in (True, False):
+            with pytest.raises(BundleError, match=problem):
+                read_bundle(path, verify=verify)
+
+
+BAD_VALUES: dict[str, tuple[Callable[[Bundle], dict[str, torch.Tensor]], str]] = {
+    "NaN payload": (lambda b: {"payload_keys": b.payload_keys.clone().fill_(float("nan"))}, "NaN or infinite"),
+    "infinite payload": (lambda b: {"payload_values": b.payload_values / 0}, "NaN or infinite"),
+    "NaN key": (lambda b: {"retrieval_keys": b.retrieval_keys * float("nan")}, "NaN or infinite"),
+    "long key": (lambda b: {"retrieval_keys": b.retrieval_keys * 1.01}, "must have norm 1, found 1.01"),
+    "zero key": (lambda b: {"retrieval_keys": b.retrieval_keys * torch.eye(5)[0][:, None].half()}, "norm 1, found 0"),
+    "zero temperature": (lambda b: {"temperature": torch.tensor(0.0)}, "temperature must be above 0"),
+    "negative temperature": (lambda b: {"temperature": torch.tensor(-0.1)}, "temperature must be above 0"),
+    "NaN temperature": (lambda b: {"temperature": torch.tensor(float("nan"))}, "NaN or infinite"),
+    "gate of 0": (lambda b: {"value_gates": torch.tensor([0.5, 0.0, 0.5])}, "value_gates must be above 0"),
+    "gate above 1": (lambda b: {"value_gates": torch.tensor([0.5, 1.1, 0.5])}, "at most 1"),
+    "infinite bias": (lambda b: {"layer_bias": torch.tensor([0.0, -float("inf"), 0.0])}, "NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_values_that_cannot_be_used(case: str, path: Path) -> None:
+    change, problem = BAD_VALUES[case]
+    bundle = resealed(random_bundle(), **change(random_bundle()))
+    with pytest.raises(BundleError, match=problem):
+        write_bundle(bundle, path)
+    assert not path.exists()
+    save_raw(path, *raw(bundle))
+    with pytest.raises(BundleError, match=problem) as error:
+        read_bundle(path)
+    assert str(path) in str(error.value)
+
+
+def test_create_refuses_what_the_file_could_not_hold() -> None:
+    with pytest.raises(BundleError, match="payload_values contains NaN or infinite"):
+        random_bundle(payload_values=torch.full((L, 5, J, 4, D), 1e6))  # beyond float16
+    with pytest.raises(BundleError, match="settings must be JSON values"):
+        random_bundle(settings={"rate": float("nan")})
+    with pytest.raises(BundleError, match="5 entries exceed the budget of 4"):
+        random_bundle(budget=4)
+    with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):
+        random_bundle(payload_keys=torch.zeros(L, 5, J, 3, D))
+
+
+def test_a_stale_digest_is_not_written(path: Path) -> None:
+    bundle = random_bundle()
+    bundle.payload_keys[0, 0, 0, 0, 0] += 1
+    with pytest.raises(BundleError, match="does not match its digest"):
+        write_bundle(bundle, path)
+    assert not path.exists()
+
+
+def test_writing_replaces_the_old_file_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundle(random_bundle(seed=1), path)
+    before = path.read_bytes()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(BundleError, match="No space left"):
+        write_bundle(random_bundle(seed=2), path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+    monkeypatch.undo()
+    write_bundle(random_bundle(seed=2), path)
+    assert read_bundle(path).digest == random_bundle(seed=2).digest
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_full_disk_leaves_nothing_behind(path: Path) -> None:
+    """A file-size limit makes the write itself fail half way, as a full disk does."""
+    program = (
+        "import resource, sys; from tests.inducekv_vllm.bundles import random_bundle;"
+        "from inducekv_vllm.bundle import write_bundle; from inducekv_vllm.errors import BundleError\n"
+        "bundle = random_bundle(num_entries=64, payload_tokens=8)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "try: write_bundle(bundle, sys.argv[1])\n"
+        "except BundleError as error: print('refused', error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "refused" in result.stdout
+    assert str(path) in result.stdout
+    assert os.listdir(path.parent) == []
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="nowhere"):
+        write_bundle(random_bundle(), tmp_path / "nowhere" / "m.safetensors")
+
+
+def test_an_interruption_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(random_bundle(), path)
+    assert os.listdir(path.parent) == []
+
+
+def test_another_backbone_is_refused_with_every_difference() -> None:
+    bundle = random_bundle()
+    bundle.require_backbone(FINGERPRINT)
+    served = FINGERPRINT.model_copy(update={"num_layers": 9, "tokenizer_digest": "1" * 64})
+    with pytest.raises(FingerprintMismatch, match=r"num_layers: 3, other 9; tokenizer_digest"):
+        bundle.require_backbone(served, "memory")
+    assert FINGERPRINT.differences(FINGERPRINT) == []

@@ -1,0 +1,104 @@
+"""The footprint formula and its table, against the figures the paper prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.footprint import TextGeometry, footprint_bytes, plan, read_config, text_geometry
+
+
+def qwen3_text(hidden_size: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+
+
+def deepseek(layers: int, hidden_size: int, heads: int) -> dict[str, Any]:
+    language = {
+        "model_type": "deepseek_v2",
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "v_head_dim": 0,
+        "kv_lora_rank": None,
+    }
+    return {"model_type": "deepseek_vl_v2", "vision_config": {"model_type": "vision"}, "language_config": language}
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "LLaVA-OneVision-1.5-4B": (
+        {"model_type": "llavaonevision1_5", "text_config": {"model_type": "LLaVAOneVision1_5_text"} | qwen3_text(2560)},
+        (72.31, 144.62, 289.25, 578.50),
+    ),
+    "LLaVA-OneVision-1.5-8B": (
+        {"model_type": "llavaonevision1_5", "text_config": qwen3_text(4096)},
+        (72.50, 145.00, 290.00, 580.00),
+    ),
+    "Qwen3-VL-4B": (
+        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | qwen3_text(2560)},
+        (72.31, 144.62, 289.25, 578.50),
+    ),
+    "Qwen3-VL-8B": (
+        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | qwen3_text(4096)},
+        (72.50, 145.00, 290.00, 580.00),
+    ),
+    "DeepSeek-VL2-tiny": (deepseek(12, 1280, 10), (30.16, 60.31, 120.62, 241.25)),
+    "DeepSeek-VL2-small": (deepseek(27, 2048, 16), (108.25, 216.50, 433.00, 866.00)),
+}
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_the_table_of_the_paper(model: str) -> None:
+    config, mebibytes = CONFIGS[model]
+    rows = plan(text_geometry(config))
+    assert [row.budget for row in rows] == [64, 128, 256, 512]
+    assert [row.tokens for row in rows] == [512, 1024, 2048, 4096]
+    assert [f"{row.mebibytes:.2f}" for row in rows] == [f"{size:.2f}" for size in mebibytes]
+
+
+def test_footprint_counts_every_float16() -> None:
+    B, d, L, J, m, D = 3, 16, 2, 4, 5, 8
+    numbers = B * d + 2 * (B * L * J * m * D)
+    assert footprint_bytes(B=B, d=d, L=L, J=J, m=m, D=D) == 2 * numbers
+
+
+def test_sizes_left_to_the_configuration_class_are_completed() -> None:
+    """LLaVA 1.5's file names the text model and hardly a size; transformers knows its class."""
+    config = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert text_geometry(config) == TextGeometry(num_layers=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
+
+
+def test_a_text_model_alone_needs_no_nesting() -> None:
+    flat = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert text_geometry(flat) == TextGeometry(num_layers=2, num_kv_heads=4, head_dim=16, hidden_size=64)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, "36", True, 1.5])
+def test_sizes_are_not_guessed(value: Any) -> None:
+    config = {"text_config": qwen3_text(64) | {"num_hidden_layers": value}}
+    with pytest.raises(UnsupportedModel, match=f"num_hidden_layers .* found {value!r}"):
+        text_geometry(config)
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(UnsupportedModel, match="cannot read"):
+        read_config(path)
+    path.write_text("{")
+    with pytest.raises(UnsupportedModel, match="not JSON"):
+        read_config(path)
+    path.write_text("[]")
+    with pytest.raises(UnsupportedModel, match="found list"):
+        read_config(path)
+    path.write_text(json.dumps({"a": 1}))
+    assert read_config(path) == {"a": 1}

@@ -1,0 +1,208 @@
+"""Retrieval and page terms against brute force in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.retrieval import PageTerms, PrefixIndex, Retrieval, page_terms
+
+
+def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:
+    keys = np.random.default_rng(seed).standard_normal((count, d))
+    return (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(np.float32)
+
+
+def brute_force(
+    keys: npt.NDArray[Any], query: npt.NDArray[Any], temperature: float, top_k: int | None
+) -> dict[int, float]:
+    scores = keys.astype(np.float64) @ query.astype(np.float64)
+    retrieved = sorted(range(len(keys)), key=lambda i: (-scores[i], i))[:top_k]
+    exponentials = {i: math.exp((scores[i] - scores.max()) / temperature) for i in retrieved}
+    total = sum(exponentials.values())
+    return {i: value / total for i, value in exponentials.items()}
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 7, 64, 1000])
+@pytest.mark.parametrize("temperature", [0.01, 0.07, 3.0])
+def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: float) -> None:
+    keys, queries = unit_keys(64, 48, seed=1), unit_keys(5, 48, seed=2)
+    index = PrefixIndex(keys)
+    for query in queries:
+        expected = brute_force(keys, query, temperature, top_k)
+        found = index.search(query, temperature, top_k)
+        assert found.entries.tolist() == list(expected)
+        assert found.entries.dtype == np.int64
+        assert found.weights.dtype == np.float32
+        np.testing.assert_allclose(found.weights, list(expected.values()), rtol=2e-7 / temperature, atol=1e-30)
+        assert math.isclose(found.weights.sum(), 1, rel_tol=1e-5)
+
+
+def test_ties_go_to_the_first_entry() -> None:
+    keys = np.repeat(unit_keys(1, 32, seed=3), 40, axis=0)
+    index = PrefixIndex(keys)
+    for top_k in (None, 1, 3, 17, 39):
+        found = index.search(keys[0], 0.07, top_k)
+        assert found.entries.tolist() == list(range(top_k or 40))
+        np.testing.assert_allclose(found.weights, 1 / (top_k or 40), rtol=1e-6)
+
+
+def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
+    keys = unit_keys(16, 8, seed=4)
+    found = PrefixIndex(keys).search(keys[5], 1e-6)
+    assert found.entries[0] == 5
+    assert found.weights[0] == 1
+    assert np.isfinite(found.weights).all()
+
+
+def test_float16_keys_are_searched_in_float32() -> None:
+    keys = unit_keys(16, 32, seed=5).astype(np.float16)
+    query = unit_keys(1, 32, seed=6)[0]
+    expected = brute_force(keys, query, 0.07, 4)
+    np.testing.assert_allclose(PrefixIndex(keys).search(query, 0.07, 4).weights, list(expected.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)], ids=["flat", "B=0", "d=0", "NaN"]
+)
+def test_bad_keys(keys: npt.NDArray[Any]) -> None:
+    with pytest.raises(ConfigError, match="retrieval keys"):
+        PrefixIndex(keys)
+
+
+@pytest.mark.parametrize(
+    ("query", "temperature", "top_k", "problem"),
+    [
+        (np.ones(3), 0.07, None, "query key"),
+        (np.ones((1, 4)), 0.07, None, "query key"),
+        (np.full(4, np.nan), 0.07, None, "query key"),
+        (np.ones(4), 0.0, None, "temperature"),
+        (np.ones(4), -1.0, None, "temperature"),
+        (np.ones(4), float("nan"), None, "temperature"),
+        (np.ones(4), float("inf"), None, "temperature"),
+        (np.ones(4), 0.07, 0, "top_k"),
+        (np.ones(4), 0.07, -2, "top_k"),
+    ],
+)
+def test_bad_queries(query: npt.NDArray[Any], temperature: float, top_k: int | None, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        PrefixIndex(unit_keys(3, 4, seed=0)).search(query, temperature, top_k)
+
+
+def attention(query: npt.NDArray[Any], keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Plain softmax attention of one query [D] over tokens [n, D] in float64."""
+    logits = keys @ query
+    share = np.exp(logits - logits.max())
+    return np.asarray(share @ values / share.sum())
+
+
+def injected(
+    terms: PageTerms,
+    query: npt.NDArray[Any],
+    self_keys: npt.NDArray[Any],
+    self_values: npt.NDArray[Any],
+    payload_keys: npt.NDArray[Any],  # [B, m, D]
+    payload_values: npt.NDArray[Any],
+) -> npt.NDArray[Any]:
+    """Attention over [memory ; remainder ; self] by the definition of `PageTerms`, one head, gate 1, layer bias 0."""
+    logits, values = list(self_keys @ query), list(self_values)
+    for page, entry in enumerate(terms.entries):
+        for key, value in zip(payload_keys[entry], payload_values[entry], strict=True):
+            logits.append(float(terms.key_scale[page]) * float(query @ key) + float(terms.log_weight[page]))
+            values.append(float(terms.value_scale[page]) * value)
+    logits.append(terms.log_remainder)
+    values.append(np.zeros_like(values[0]))
+    share = np.exp(np.array(logits) - max(logits))
+    return np.asarray(share @ np.array(values) / share.sum())
+
+
+@pytest.fixture
+def scene() -> dict[str, npt.NDArray[Any]]:
+    rng = np.random.default_rng(7)
+    return {
+        "query": rng.standard_normal(8),
+        "self_keys": rng.standard_normal((5, 8)),
+        "self_values": rng.standard_normal((5, 8)),
+        "payload_keys": rng.standard_normal((6, 3, 8)),
+        "payload_values": rng.standard_normal((6, 3, 8)),
+    }
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_sqrt_terms_are_scaled_cache_tokens(scene: dict[str, npt.NDArray[Any]], top_k: int | None) -> None:
+    """Eq. inject_rewrite: the memory's keys and values times sqrt(alpha), appended; left-out entries have alpha 0."""
+    keys = unit_keys(6, 16, seed=8)
+    found = PrefixIndex(keys).search(keys[2], 0.3, top_k)
+    terms = page_terms(found, "sqrt", payload_tokens=3, num_entries=6, remainder=top_k is not None)
+    alpha = np.zeros(6)
+    alpha[found.entries] = found.weights
+    scale = np.sqrt(alpha)[:, None, None]
+    expected = attention(
+        scene["query"],
+        np.concatenate([scene["self_keys"], (scale * scene["payload_keys"]).reshape(18, 8)]),
+        np.concatenate([scene["self_values"], (scale * scene["payload_values"]).reshape(18, 8)]),
+    )
+    np.testing.assert_allclose(injected(terms, **scene), expected, rtol=1e-6)
+    if top_k:
+        without = page_terms(found, "sqrt", payload_tokens=3, num_entries=6)
+        assert not np.allclose(injected(without, **scene), expected, rtol=1e-3)
+
+
+def test_prior_terms_weigh_the_softmax(scene: dict[str, npt.NDArray[Any]]) -> None:
+    keys = unit_keys(6, 16, seed=8)
+    found = PrefixIndex(keys).search(keys[2], 0.3)
+    terms = page_terms(found, "prior", payload_tokens=3, num_entries=6)
+    weights = [1.0] * 5
+    tokens, values = list(scene["self_keys"]), list(scene["self_values"])
+    for entry, alpha in zip(found.entries, found.weights, strict=True):
+        weights += [float(alpha)] * 3
+        tokens += list(scene["payload_keys"][entry])
+        values += list(scene["payload_values"][entry])
+    share = np.array(weights) * np.exp(np.array(tokens) @ scene["query"])
+    np.testing.assert_allclose(injected(terms, **scene), share @ np.array(values) / share.sum(), rtol=1e-6)
+
+
+def test_prior_drops_entries_of_weight_zero() -> None:
+    found = Retrieval(np.array([3, 0, 1]), np.array([1, 1e-30, 0], dtype=np.float32))
+    terms = page_terms(found, "prior", payload_tokens=3, num_entries=6)
+    assert terms.entries.tolist() == [3, 0]
+    assert np.isfinite(terms.log_weight).all()
+    assert page_terms(found, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
+
+
+def test_the_remainder_counts_the_tokens_left_out() -> None:
+    found = Retrieval(np.array([3, 0]), np.array([0.75, 0.25], dtype=np.float32))
+    terms = page_terms(found, "sqrt", payload_tokens=8, num_entries=10, remainder=True)
+    assert terms.log_remainder == pytest.approx(math.log((10 - 2) * 8))
+    assert page_terms(found, "sqrt", payload_tokens=8, num_entries=10).log_remainder == -math.inf
+    all_retrieved = page_terms(found, "sqrt", payload_tokens=8, num_entries=4, remainder=True)
+    assert all_retrieved.log_remainder == pytest.approx(math.log(16))
+    pair = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
+    assert page_terms(pair, "sqrt", payload_tokens=8, num_entries=2, remainder=True).log_remainder == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("entries", "weights", "keywords", "problem"),
+    [
+        ([0, 1], [0.5, 0.5], {"weighting": "cube"}, "weighting"),
+        ([0, 1], [0.5, 0.5], {"weighting": "prior", "remainder": True}, "remainder"),
+        ([0, 1], [0.5, 0.5], {"payload_tokens": 0}, "payload_tokens"),
+        ([0, 1], [0.5], {}, "k entries and k weights"),
+        ([], [], {}, "k entries and k weights"),
+        ([0, 1, 2, 3, 4], [0.2] * 5, {}, "k entries and k weights"),
+        ([0, 4], [0.5, 0.5], {}, "from 0 to 3"),
+        ([-1, 0], [0.5, 0.5], {}, "from 0 to 3"),
+        ([1, 1], [0.5, 0.5], {}, "distinct"),
+        ([0, 1], [0.5, np.nan], {}, "finite"),
+        ([0, 1], [1.5, -0.5], {}, "not negative"),
+    ],
+)
+def test_bad_terms(entries: list[int], weights: list[float], keywords: dict[str, Any], problem: str) -> None:
+    found = Retrieval(np.array(entries, dtype=np.int64), np.array(weights, dtype=np.float32))
+    with pytest.raises(ConfigError, match=problem):
+        page_terms(found, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
