@@ -78,7 +78,7 @@ def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: Prefill
     else:
         assert span.causal_mask is not None
         seen = packed_keys(kv_cache)[span.blocks]  # [K, J, D, C]
-        keys = seen.permute(1, 0, 3, 2).reshape(J, -1, D)[:, : span.causal_mask.shape[1]]  # [J, T, D]
+        keys = seen.permute(1, 0, 3, 2).contiguous().view(J, -1, D)[:, : span.causal_mask.shape[1]]  # [J, T, D]
         mask = span.causal_mask[None, None]
     expanded = keys[:, None].expand(-1, G, -1, -1)  # [J, G, T, D]
     rows = query.view(R, J, G, D).permute(1, 2, 0, 3)  # [J, G, R, D]
@@ -126,6 +126,8 @@ def _fused_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Output [N, h, R, D] and log-sum-exp [N, h, R] of query [N, h, R, D] over keys and values [N, h, S, D]."""
+    # The kernel reads each head vector as contiguous, and does not check.
+    assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
     )

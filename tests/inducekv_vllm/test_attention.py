@@ -1,0 +1,175 @@
+"""The CPU kernels, the step plan and the merge, against one plain softmax in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from inducekv_vllm.attention import cpu
+from inducekv_vllm.attention.backend import probe_packed_layout
+from inducekv_vllm.attention.merge import merge_memory
+from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
+from inducekv_vllm.attention.reference import attention_with_memory
+from inducekv_vllm.attention.step import plan_step
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.retrieval import Retrieval, Weighting, page_terms
+
+current_platform.import_kernels()
+
+J, G, D, m, B, C = 2, 3, 64, 4, 6, 32
+H, SCALE = J * G, 0.2
+CONDITIONS = [("sqrt", None, False), ("sqrt", 2, False), ("sqrt", 2, True), ("prior", None, False), ("prior", 2, False)]
+
+
+def _bundle(dtype: torch.dtype, weighting: Weighting, seed: int) -> ResidentBundle:
+    rng = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(J, B * m, D, generator=rng).to(dtype) for _ in range(2))
+    return ResidentBundle(f"digest-{seed}", B, m, weighting, (LayerPages(keys, values, gate=0.7, bias=-0.4),))
+
+
+def _memory(bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int) -> RequestMemory:
+    rng = np.random.default_rng(seed)
+    entries = rng.permutation(B)[:top_k]
+    weights = rng.dirichlet(np.ones(len(entries))).astype(np.float32)
+    terms = page_terms(
+        Retrieval(entries, weights), bundle.weighting, payload_tokens=m, num_entries=B, remainder=remainder
+    )
+    return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
+
+
+def _cache(keys: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each request's keys [T, J, D] in shuffled blocks, written by vLLM's own function; returns cache, block table."""
+    needed = [-(-len(k) // C) for k in keys]
+    order = iter(torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).tolist())
+    # NaN wherever nothing was written: what is read by mistake shows.
+    cache = torch.full((sum(needed), J, C, 2 * D), math.nan, dtype=dtype)
+    table = torch.zeros(len(keys), max(needed), dtype=torch.int32)
+    for row, (k, blocks) in enumerate(zip(keys, needed, strict=True)):
+        table[row, :blocks] = torch.tensor(list(itertools.islice(order, blocks)))
+        slots = table[row, torch.arange(len(k)) // C] * C + torch.arange(len(k)) % C
+        key_cache, value_cache = cache.view(len(cache), J, 2 * C, D).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            k, k, key_cache, value_cache, slots.long(), "vec", k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+    return cache.nan_to_num(0.0), table
+
+
+def _self_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[R, H, D] float64: what the base kernel leaves for the last R of T tokens."""
+    R, T = len(query), len(keys)
+    visible = torch.arange(T) <= torch.arange(T - R, T)[:, None]
+    logits = torch.einsum("rjgd,tjd->jgrt", query.double().view(R, J, G, D), keys.double()) * SCALE
+    share = logits.masked_fill(~visible, -math.inf).softmax(-1)
+    return torch.einsum("jgrt,tjd->rjgd", share, values.double()).reshape(R, H, D)
+
+
+def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory | None]]) -> float:
+    """One step over (rows, tokens in all, memory) requests; the largest deviation from the reference, relative."""
+    rng = torch.Generator().manual_seed(3)
+    keys = [torch.randn(T, J, D, generator=rng).to(dtype) for _, T, _ in requests]
+    values = [torch.randn(T, J, D, generator=rng).to(dtype) for _, T, _ in requests]
+    queries = [torch.randn(R, H, D, generator=rng).to(dtype) for R, _, _ in requests]
+    kv_cache, table = _cache(keys, dtype)
+    starts = list(itertools.accumulate((R for R, _, _ in requests), initial=0))
+    step = plan_step([memory for *_, memory in requests], starts, [T for _, T, _ in requests], table, C)
+    assert step is not None
+
+    query = torch.cat(queries)
+    key = torch.cat([k[len(k) - R :] for k, (R, _, _) in zip(keys, requests, strict=True)])
+    output = torch.cat([_self_attention(*qkv) for qkv in zip(queries, keys, values, strict=True)])
+    touched = []
+    for span in step.prefills:
+        pages = span.memory.bundle.layers[0]
+        memory_out, memory_lse = cpu.prefill_memory_attention(query[span.rows], pages, span.memory, SCALE)
+        lse = cpu.prefill_self_lse(query[span.rows], key[span.rows], kv_cache, span, SCALE)
+        remainder = span.memory.log_remainder if span.memory.has_remainder else None
+        output[span.rows] = merge_memory(
+            output[span.rows], lse, memory_out, memory_lse, pages.gate, pages.bias, remainder
+        ).double()
+        touched += list(range(span.rows.start, span.rows.stop))
+    for batch in step.decodes:
+        pages = batch.bundle.layers[0]
+        memory_out, memory_lse = cpu.decode_memory_attention(query[batch.rows], pages, batch, SCALE)
+        lse = cpu.decode_self_lse(query[batch.rows], kv_cache, batch, SCALE)
+        output[batch.rows] = merge_memory(
+            output[batch.rows], lse, memory_out, memory_lse, pages.gate, pages.bias, batch.log_remainder
+        ).double()
+        touched += torch.arange(len(query))[batch.rows].tolist()
+    expected_rows = [
+        row for (R, _, memory), start in zip(requests, starts, strict=False) if memory for row in range(start, start + R)
+    ]
+    assert sorted(touched) == expected_rows
+
+    worst = 0.0
+    for (R, _, memory), start, q, k, v in zip(requests, starts, queries, keys, values, strict=False):
+        if memory is None:
+            expected = _self_attention(q, k, v)
+        else:
+            expected = attention_with_memory(q, k, v, memory.bundle.layers[0], memory, SCALE)
+        worst = max(worst, float((output[start : start + R] - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(("weighting", "top_k", "remainder"), CONDITIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_a_mixed_step_equals_one_softmax(
+    dtype: torch.dtype, tolerance: float, weighting: Weighting, top_k: int | None, remainder: bool
+) -> None:
+    bundle, other = _bundle(dtype, weighting, 0), _bundle(dtype, "prior", 1)
+    mine = [_memory(bundle, top_k, remainder, seed) for seed in range(4)]
+    theirs = _memory(other, None, False, 9)
+    requests = [
+        (40, 40, mine[0]),  # a whole prompt
+        (1, 70, mine[1]),  # decode, several blocks
+        (1, 5, None),
+        (17, 80, mine[2]),  # a later chunk of a prompt
+        (1, 33, mine[3]),  # decode, not beside the first one
+        (3, 3, None),
+        (1, 1, theirs),
+        (2, 50, theirs),
+        (14, 30, theirs),  # a later chunk, within one block
+    ]
+    assert _run_step(dtype, requests) < tolerance
+
+
+def test_decodes_with_different_numbers_of_pages_are_batched_apart() -> None:
+    bundle = _bundle(torch.float32, "sqrt", 0)
+    requests = [(1, 20 + k, _memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6)]
+    assert _run_step(torch.float32, requests) < 2e-6
+
+
+def test_one_entry_has_neutral_terms_and_is_still_attended_to() -> None:
+    bundle = _bundle(torch.float32, "prior", 0)
+    memory = _memory(bundle, 1, False, 0)
+    assert memory.log_weight is None
+    assert _run_step(torch.float32, [(1, 9, memory), (8, 8, memory)]) < 2e-6
+
+
+def test_no_row_with_memory_needs_no_plan() -> None:
+    assert plan_step([None, None], [0, 3, 4], [3, 9], torch.zeros(2, 1, dtype=torch.int32), C) is None
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_packing_is_the_one_that_is_read(isa: str, dtype: torch.dtype) -> None:
+    probe_packed_layout(isa, dtype, head_size=64, block_size=32)
+
+
+def test_another_packing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "packed_keys", lambda cache: cache[..., : cache.shape[-1] // 2].transpose(2, 3))
+    with pytest.raises(UnsupportedModel, match="'vec' packs its key blocks"):
+        probe_packed_layout("vec", torch.float32, head_size=64, block_size=32)
+
+
+def test_kv_heads_are_shared_out_as_vllm_does() -> None:
+    assert [kv_heads_of_rank(8, rank, 4) for rank in (0, 3)] == [slice(0, 2), slice(6, 8)]
+    assert [kv_heads_of_rank(2, rank, 4) for rank in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    with pytest.raises(UnsupportedModel, match="3 KV heads"):
+        kv_heads_of_rank(3, 0, 2)
