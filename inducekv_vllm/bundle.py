@@ -249,8 +249,9 @@ def read_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
     if set(tensors) != set(_DTYPES):
         raise BundleError(f"{source}: the file changed while it was read")
     bundle = Bundle(**tensors, metadata=metadata)
+    _check_structure(bundle, str(source))
     if verify:
-        check_bundle(bundle, str(source))
+        _check_values(bundle, str(source))
     return bundle
 
 
@@ -274,6 +275,11 @@ def check_bundle(bundle: Bundle, name: str) -> None:
     Raises:
         BundleError: the first rule broken.
     """
+    _check_structure(bundle, name)
+    _check_values(bundle, name)
+
+
+def _check_structure(bundle: Bundle, name: str) -> None:
     _check_entries(bundle.metadata, name)
     for tensor_name, shape in expected_shapes(bundle.metadata).items():
         tensor = bundle.tensors()[tensor_name]
@@ -282,6 +288,10 @@ def check_bundle(bundle: Bundle, name: str) -> None:
                 f"{name}: {tensor_name} must be {_DTYPES[tensor_name]} {list(shape)}, "
                 f"found {tensor.dtype} {list(tensor.shape)}"
             )
+
+
+def _check_values(bundle: Bundle, name: str) -> None:
+    for tensor_name, tensor in bundle.tensors().items():
         if not torch.isfinite(tensor).all():
             raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
     norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]

@@ -22,7 +22,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, plan, read_config, text_geometry
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
-# Results are for people and pipes alike: never wrapped or shortened to the width of a terminal.
+# Results are for people and pipes alike: never wrapped to the width of a terminal.
 _output = Console(soft_wrap=True, highlight=False)
 
 
@@ -46,9 +46,9 @@ def inspect(options: argparse.Namespace) -> int:
     for name, value in _summary(bundle).items():
         _output.print(f"[bold]{name:<16}[/bold]{escape(str(value))}")
     if options.entries:
-        _output.print("\n[bold]entry\tid\ttask\tsource digest[/bold]")
+        print("\nentry\tid\ttask\tsource digest")
         for number, entry in enumerate(bundle.metadata.entries):
-            _output.print(escape(f"{number}\t{entry.id}\t{entry.task}\t{entry.source_digest}"))
+            print(number, entry.id, entry.task, entry.source_digest, sep="\t")
     return SUCCESS
 
 
@@ -59,7 +59,7 @@ def verify(options: argparse.Namespace) -> int:
         from inducekv_vllm.fingerprint import backbone_fingerprint
 
         bundle.require_backbone(backbone_fingerprint(options.model), options.path)
-    _output.print(escape(f"{options.path}: good, {bundle.num_entries} entries, digest {bundle.digest}"))
+    print(f"{options.path}: good, {bundle.num_entries} entries, digest {bundle.digest}")
     return SUCCESS
 
 
@@ -67,10 +67,10 @@ def diff(options: argparse.Namespace) -> int:
     """List how two bundles differ: metadata, entries, tensors."""
     old, new = read_bundle(options.old), read_bundle(options.new)
     if old.digest == new.digest:
-        _output.print(f"identical, digest {old.digest}")
+        print(f"identical, digest {old.digest}")
         return SUCCESS
     for line in _differences(old, new):
-        _output.print(escape(line))
+        print(line)
     return DIFFERENT
 
 
@@ -81,7 +81,7 @@ def show_plan(options: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, found {value}")
     geometry = text_geometry(read_config(options.config))
-    _output.print(
+    print(
         f"layers {geometry.num_layers}, KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}, "
         f"hidden size {geometry.hidden_size}, payload tokens {m}"
     )
@@ -122,9 +122,7 @@ def build(options: argparse.Namespace) -> int:
     backbone = Backbone.load(options.model, device=options.device)
     bundle = build_bundle(backbone, examples, settings, progress=True)
     write_bundle(bundle, options.output)
-    _output.print(
-        escape(f"{options.output}: {bundle.num_entries} entries of {len(examples)} examples, digest {bundle.digest}")
-    )
+    print(f"{options.output}: {bundle.num_entries} entries of {len(examples)} examples, digest {bundle.digest}")
     return SUCCESS
 
 

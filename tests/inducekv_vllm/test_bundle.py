@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def resealed(bundle: Bundle, **tensors: torch.Tensor) -> Bundle:
 
 
 def test_round_trip_keeps_every_bit(path: Path) -> None:
-    bundle = random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": "Größe \u2028 \"x\""}, adapter="lora-a")
+    bundle = random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": 'Größe \u2028 "x"'}, adapter="lora-a")
     write_bundle(bundle, path)
     again = read_bundle(path)
     assert again.metadata == bundle.metadata
@@ -114,19 +115,15 @@ def test_every_flipped_bit_is_found(path: Path) -> None:
         damaged = bytearray(content)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
-        try:
-            bundle = read_bundle(path)
-        except BundleError as error:
-            assert str(path) in str(error)
-        else:
-            # Some bits of the header mean nothing, such as the order of white space; no content may differ.
-            assert bundle.digest == random_bundle(num_entries=2, payload_tokens=1).digest, position
+        # No bit is without meaning: not the length, not the header, not the tensors.
+        with pytest.raises(BundleError, match=re.escape(str(path))):
+            read_bundle(path)
 
 
 def test_every_truncation_is_found(path: Path) -> None:
     write_bundle(random_bundle(num_entries=2, payload_tokens=1), path)
     content = path.read_bytes()
-    for length in [*range(0, 64), *range(64, len(content), 101), len(content) - 1]:
+    for length in [*range(64), *range(64, len(content), 101), len(content) - 1]:
         path.write_bytes(content[:length])
         with pytest.raises(BundleError, match=r"truncated|empty"):
             read_bundle(path)

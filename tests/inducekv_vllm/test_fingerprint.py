@@ -78,10 +78,10 @@ def test_a_changed_chat_template_is_another_backbone(copy: Path, llava: Path) ->
     assert line.startswith("tokenizer_digest")
 
 
-@pytest.mark.parametrize(("key", "value", "field"), [("rms_norm_eps", 1e-5, "norm"), ("num_hidden_layers", 4, "num_layers")])
-def test_a_changed_setting_is_another_backbone(
-    copy: Path, llava: Path, key: str, value: float, field: str
-) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "field"), [("rms_norm_eps", 1e-5, "norm"), ("num_hidden_layers", 4, "num_layers")]
+)
+def test_a_changed_setting_is_another_backbone(copy: Path, llava: Path, key: str, value: float, field: str) -> None:
     path = copy / "config.json"
     config = json.loads(path.read_text())
     config["text_config"][key] = value

@@ -68,7 +68,9 @@ def test_float16_keys_are_searched_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)], ids=["flat", "B=0", "d=0", "NaN"]
+    "keys",
+    [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)],
+    ids=["flat", "B=0", "d=0", "NaN"],
 )
 def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     with pytest.raises(ConfigError, match="retrieval keys"):

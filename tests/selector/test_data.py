@@ -22,9 +22,7 @@ def test_json_lines_are_read(task_file: Path) -> None:
     assert [example.id for example in examples] == [f"e{number}" for number in range(12)]
     first = examples[0]
     assert (first.task, first.answer) == ("colours", "answer 0")
-    assert first.messages == (
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTIONS[0]}]},
-    )
+    assert first.messages == ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTIONS[0]}]},)
     assert first.images == (task_file.parent / "images" / "0.png",)
     assert first.load_images()[0].tobytes() == picture(0).tobytes()
 
@@ -163,24 +161,29 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         read_task(path)
 
 
+def conversation(*turns: tuple[str, str], **more: Any) -> list[dict[str, Any]]:
+    """One LLaVA item with turns of (from, value)."""
+    return [{"id": "a", "conversations": [{"from": who, "value": said} for who, said in turns]} | more]
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         ("", "holds no examples"),
-        ("[]", "holds no examples"),
-        ("{}", "expected a JSON array"),
         ("[", "malformed JSON"),
-        ("[3]", "item 1: expected a JSON object"),
-        ('[{"id": "a", "conversations": []}]', "item 1: 'conversations'"),
-        ('[{"id": "a", "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]}]', "more"),
-        ('[{"id": "a", "image": "x.png", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}]', "no <image> mark"),
-        ('[{"id": "a", "conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "x"}]}]', "last turn"),
-        ('[{"id": "a", "conversations": [{"from": "bot", "value": "a"}, {"from": "gpt", "value": "x"}]}]', "each turn"),
+        ([], "holds no examples"),
+        ({}, "expected a JSON array"),
+        ([3], "item 1: expected a JSON object"),
+        (conversation(), "item 1: 'conversations'"),
+        (conversation(("human", "<image>"), ("gpt", "x")), "more <image> marks than images"),
+        (conversation(("human", "a"), ("gpt", "x"), image="x.png"), "no <image> mark"),
+        (conversation(("gpt", "a"), ("human", "x")), "last turn"),
+        (conversation(("bot", "a"), ("gpt", "x")), "each turn"),
     ],
-)  # fmt: skip
-def test_bad_llava_files_are_named(tmp_path: Path, content: str, problem: str) -> None:
+)
+def test_bad_llava_files_are_named(tmp_path: Path, content: Any, problem: str) -> None:
     path = tmp_path / "task.json"
-    path.write_text(content)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(TaskDataError, match=problem) as error:
         read_task(path)
     assert str(path) in str(error.value)

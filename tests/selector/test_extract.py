@@ -17,7 +17,7 @@ from selector.extract import extract, extract_keys, pooling_matrices
 
 def segments(T: int, m: int) -> list[list[int]]:
     """The tokens of each segment, by the words of the design."""
-    if T < m:
+    if m > T:
         return [[s * T // m] for s in range(m)]
     size = T // m
     bounds = [s * size for s in range(m)] + [T]
