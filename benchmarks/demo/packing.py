@@ -11,7 +11,7 @@ Letters: N rows, L tokens a row, P pictures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ class Batch:
     mask: torch.Tensor  # [N, 1, L, L] bool, True where a row's token may look
     targets: torch.Tensor  # [N, L] int64: the token to predict at each place, -100 where none
     spans: list[tuple[str, int]]  # family and number of targets of every question, in the order of the targets
+
+    def to(self, device: str | torch.device) -> Batch:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spans"}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def normalise(pictures: Sequence[np.ndarray]) -> torch.Tensor:

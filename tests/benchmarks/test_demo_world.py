@@ -35,10 +35,7 @@ def having(scene, wanted):
 
 def the_one(scene, ref):
     place = re.fullmatch(r"the object at the (.+)", ref, re.I)
-    if place:
-        found = [t for t in scene.things if POSITIONS[t.cell] == place[1]]
-    else:
-        found = having(scene, singular(ref[4:]))
+    found = [t for t in scene.things if POSITIONS[t.cell] == place[1]] if place else having(scene, singular(ref[4:]))
     assert len(found) == 1, f"{ref!r} is ambiguous"
     return found[0]
 
@@ -147,7 +144,7 @@ def solve_stream(task, content, q):
         value = int(streams.load_digits_once()[1][content.index])
         if task == "code_digit":
             return streams.DIGIT_CODES[("even", "odd")[value % 2]]
-        return "zero one two three four five six seven eight nine".split()[value]
+        return ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"][value]
     if task == "code_shape":
         (thing,) = content.things
         return streams.SHAPE_CODES[thing.colour]
@@ -206,7 +203,8 @@ def test_same_seed_same_world_other_seed_other_world():
 def test_known_example_does_not_drift():
     record, pixels = next(world.examples("base", "test", 1))
     assert record["messages"][0]["content"][1]["text"].startswith("The large object has which colour?")
-    assert pixels.shape == (48, 48, 3) and pixels.dtype == np.uint8
+    assert pixels.shape == (48, 48, 3)
+    assert pixels.dtype == np.uint8
 
 
 def test_both_code_tasks_ask_the_same_question_with_different_answers():
@@ -230,12 +228,15 @@ def test_written_task_data_has_the_schema_and_its_pictures(tmp_path):
         assert len(lines) == number
         for line in lines:
             record = json.loads(line)
-            assert set(record) == {"id", "task", "family", "messages", "answer"} and record["task"] == "digit"
+            assert set(record) == {"id", "task", "family", "messages", "answer"}
+            assert record["task"] == "digit"
             (message,) = record["messages"]
             image, text = message["content"]
-            assert message["role"] == "user" and (image["type"], text["type"]) == ("image_url", "text")
+            assert message["role"] == "user"
+            assert (image["type"], text["type"]) == ("image_url", "text")
             with Image.open(tmp_path / "digit" / image["image_url"]["url"]) as picture:
-                assert picture.size == (48, 48) and picture.mode == "RGB"
+                assert picture.size == (48, 48)
+                assert picture.mode == "RGB"
     assert not list(tmp_path.rglob("*.tmp"))
 
 
