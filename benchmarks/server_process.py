@@ -80,5 +80,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _tail(log: Path, lines: int = 25) -> str:
+def _tail(log: Path, lines: int = 80) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -31,6 +31,7 @@ from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_n
 from benchmarks.serving.models import save_80m
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 
+KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
 SEED = 11
@@ -118,8 +119,8 @@ def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
     limits = ["--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
-    pictures = ["--limit-mm-per-prompt", json.dumps({"image": max(BUDGETS) + 1})]
-    return [str(model), *memories, *limits, *pictures, *args.serve_args]
+    limits += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--limit-mm-per-prompt", json.dumps({"image": 257})]
+    return [str(model), *memories, *limits, *args.serve_args]
 
 
 def base_name(url: str) -> str:
