@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ STOP_SECONDS = 30.0
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or did not answer in time; the message ends in the last lines of its log."""
+    """The server ended, or did not answer in time; the message ends in what its log says."""
 
 
 def free_port() -> int:
@@ -59,14 +60,14 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise ServerFailed(f"the server ended with exit status {process.returncode}; its last lines:\n{_tail(log)}")
+            raise ServerFailed(f"the server ended with exit status {process.returncode}; from its log:\n{_reason(log)}")
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise ServerFailed(f"the server did not answer within {START_SECONDS:.0f} s; its last lines:\n{_tail(log)}")
+    raise ServerFailed(f"the server did not answer within {START_SECONDS:.0f} s; from its log:\n{_reason(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -80,5 +81,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _tail(log: Path, lines: int = 80) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _reason(log: Path) -> str:
+    """The log's lines that name an error (the cause is often logged early, by another process), and its end."""
+    lines = log.read_text(errors="replace").splitlines()
+    named = dict.fromkeys(line for line in lines if re.search(r"\w(Error|Exception|Model|error): ", line))
+    return "\n".join([*list(named)[-6:], "...", *lines[-15:]])

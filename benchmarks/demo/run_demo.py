@@ -116,6 +116,11 @@ def _times(plain: Reply, memory: Reply) -> str:
     return "\n".join([f"no memory {1000 * plain.seconds:.1f}", f"memory {1000 * memory.seconds:.1f}", *passes])
 
 
+def server_arguments(model: Path, bundle: Path) -> list[str]:
+    limits = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(256 << 20)]  # plenty for one question at a time
+    return [str(model), "--memory", f"{MEMORY}={bundle}", *limits]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
@@ -131,7 +136,7 @@ def main() -> int:
         console.print(f"starting inducekv-serve on {args.model} with {args.bundle} ...")
         start = time.perf_counter()
         try:
-            with serving([str(args.model), "--memory", f"{MEMORY}={args.bundle}"], Path(folder) / "server.log") as url:
+            with serving(server_arguments(args.model, args.bundle), Path(folder) / "server.log") as url:
                 console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
                 client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
                 run(client, list(args.tasks), args.questions, console)
