@@ -39,9 +39,9 @@ def declare_operators() -> None:
 
     if torch.version.cuda is not None or _libraries:
         return
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for schema in _SCHEMAS:
-        library.define(schema)
+        library.define(schema)  # type: ignore[no-untyped-call]
     _libraries.append(library)
 
 

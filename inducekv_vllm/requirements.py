@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedModel
 
@@ -37,7 +37,7 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
 
 
-def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl]]) -> None:
+def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
     """Refuse attention that memory cannot be merged into exactly.
 
     Args:

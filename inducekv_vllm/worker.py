@@ -47,13 +47,20 @@ class InduceKVWorker(CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if InduceKVConfig.from_vllm(vllm_config) is None:
             # The attention backend takes this key's presence for "this engine serves memory".
-            vllm_config.additional_config = {**(vllm_config.additional_config or {}), CONFIG_KEY: {}}
+            given = vllm_config.additional_config
+            vllm_config.additional_config = {**(given if isinstance(given, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         self.resident: dict[str, ResidentBundle] = {}  # by digest
         self.query_keys = QueryKeys()
         self.memory_of_requests: MemoryOfRequests | None = None
         self._step: SchedulerOutput | None = None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" before it starts a worker
+        return dtype
 
     # ---- start -------------------------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class InduceKVWorker(CPUWorker):
                 assert isinstance(builder, InduceKVCPUMetadataBuilder)
                 if builder.block_size != kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size:
                     raise UnsupportedModel("InduceKV cannot serve memory: KV-cache blocks are split for the kernel")
-                probe_packed_layout(builder.isa, builder.dtype, builder.head_dim, builder.block_size)
+                probe_packed_layout(builder.isa, self._dtype, builder.head_dim, builder.block_size)
                 builder.memory_of_requests = self.memory_of_requests
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -82,7 +89,8 @@ class InduceKVWorker(CPUWorker):
         self._follow_schedule(scheduler_output)
         self._step = scheduler_output
         try:
-            return super().execute_model(scheduler_output)
+            output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
+            return output
         finally:
             self._step = None
 
@@ -158,7 +166,7 @@ class InduceKVWorker(CPUWorker):
             bundle,
             tp_rank=get_tensor_model_parallel_rank(),
             tp_size=get_tensor_model_parallel_world_size(),
-            dtype=self.model_config.dtype,
+            dtype=self._dtype,
             device=torch.device("cpu"),
         )
 

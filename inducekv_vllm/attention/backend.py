@@ -115,7 +115,9 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
     ) -> None:
         for span in step.prefills:
             pages = span.memory.bundle.layers[layer_index]
-            output[span.rows] = self._prefill(span, pages, query[span.rows], key[span.rows], kv_cache, output[span.rows])
+            output[span.rows] = self._prefill(
+                span, pages, query[span.rows], key[span.rows], kv_cache, output[span.rows]
+            )
         for batch in step.decodes:
             pages = batch.bundle.layers[layer_index]
             output[batch.rows] = self._decode(batch, pages, query[batch.rows], kv_cache, output[batch.rows])

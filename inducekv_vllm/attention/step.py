@@ -86,9 +86,7 @@ def plan_step(
     return StepMemory(tuple(prefills), tuple(decodes))
 
 
-def _prefill_span(
-    memory: RequestMemory, rows: slice, seq_len: int, block_row: Tensor, block_size: int
-) -> PrefillSpan:
+def _prefill_span(memory: RequestMemory, rows: slice, seq_len: int, block_row: Tensor, block_size: int) -> PrefillSpan:
     num_rows = rows.stop - rows.start
     context = seq_len - num_rows
     if context == 0:

@@ -103,7 +103,7 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
         ).double()
         touched += torch.arange(len(query))[batch.rows].tolist()
     expected_rows = [
-        row for (R, _, memory), start in zip(requests, starts, strict=False) if memory for row in range(start, start + R)
+        row for (R, _, mine), start in zip(requests, starts, strict=False) if mine for row in range(start, start + R)
     ]
     assert sorted(touched) == expected_rows
 

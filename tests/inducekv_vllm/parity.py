@@ -1,0 +1,175 @@
+"""What the parity tests share: tiny models, bundles of them, prompts with pictures, engines, and the comparison.
+
+The reference is `selector.injection` in transformers, float32: it shares no attention code with the plugin.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from vllm import LLM, SamplingParams
+
+from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
+from inducekv_vllm.memory import Memory
+from inducekv_vllm.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.retrieval import Weighting
+from selector.backbone import Backbone
+from selector.extract import extract
+from selector.injection import reference_logprobs, score
+
+TOLERANCE = 1e-4  # on every token's log-probability, float32
+NEW_TOKENS = 16
+WORKER = "inducekv_vllm.worker.InduceKVWorker"
+QUESTIONS = (
+    "What colour is the circle?",
+    "How many squares are there?",
+    "Is the red triangle left of the blue one? Answer with one word.",
+    "yes no 1 2 3",
+    "Answer in a sentence. The picture shows two green stars and a yellow ring. How many stars are there?",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question about one random picture."""
+
+    image: Image.Image
+    question: str
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """In the form of a chat template, for transformers."""
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.question}]}]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """In OpenAI's form, for vLLM."""
+        buffer = io.BytesIO()
+        self.image.save(buffer, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [
+        Prompt(Image.fromarray(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
+        for i in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, its reference, and the bundles that were extracted with it."""
+
+    model: Path
+    backbone: Backbone
+    bundles: dict[str, Bundle]
+    paths: dict[str, Path]
+
+
+def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens: int = 6) -> World:
+    """Bundles "sqrt" and "prior" of the same entries, "other" of different ones; gates and biases differ by layer."""
+    backbone = Backbone.load(model)
+    bundles, paths = {}, {}
+    weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
+    for seed, (name, weighting) in enumerate(weightings.items()):
+        prefixes = prompts(num_entries, seed=100 if name != "other" else 200)
+        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: [p.image]) for p in prefixes]
+        extraction = extract(backbone, examples, payload_tokens)
+        bundles[name] = Bundle.create(
+            retrieval_keys=extraction.keys,
+            payload_keys=extraction.payload_keys,
+            payload_values=extraction.payload_values,
+            temperature=0.07,
+            value_gates=torch.linspace(0.3, 0.9, backbone.num_layers),
+            layer_bias=torch.linspace(-0.5, 0.5, backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=num_entries,
+            entries=tuple(EntryRecord(id=str(i), task=name, source_digest=f"{seed}-{i}") for i in range(num_entries)),
+            weighting=weighting,
+            recipe="build",
+            settings={},
+        )
+        paths[name] = folder / f"{name}.safetensors"
+        write_bundle(bundles[name], paths[name])
+    return World(model, backbone, bundles, paths)
+
+
+@contextmanager
+def engine(
+    model: Path, *, memory: bool = True, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[LLM]:
+    """A real vLLM engine on the CPU, ended afterwards; `memory=False` starts vLLM without the plugin."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    if memory:
+        options = {"worker_cls": WORKER, "additional_config": {"inducekv": {}}, **options}
+    llm = None
+    try:
+        llm = LLM(**{"model": str(model), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options})
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0, **options})
+
+
+def served_logprobs(completion: Any) -> tuple[list[int], Tensor]:
+    """The tokens of one completion and their log-probabilities [tokens]."""
+    tokens = list(completion.token_ids)
+    return tokens, torch.tensor([step[t].logprob for step, t in zip(completion.logprobs, tokens, strict=True)])
+
+
+def deviation(
+    world: World, prompt: Prompt, completion: Any, bundle: Bundle | None, *, top_k: int | None, remainder: bool
+) -> float:
+    """Largest |log p(vLLM) - log p(transformers)| over a completion's tokens."""
+    tokens, served = served_logprobs(completion)
+    inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
+    if bundle is None:
+        expected = score(world.backbone, [inputs], [tokens])[0]
+    else:
+        remainder = remainder and top_k is not None and bundle.metadata.weighting == "sqrt"
+        expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
+    return float((served - expected).abs().max())
+
+
+def check_answers(
+    world: World,
+    asked: Sequence[Prompt],
+    answers: Sequence[MemoryAnswer],
+    bundles: Sequence[Bundle | None],
+    *,
+    top_k: int | None = None,
+    remainder: bool = False,
+    new_tokens: int = NEW_TOKENS,
+) -> None:
+    for prompt, answer, bundle in zip(asked, answers, bundles, strict=True):
+        for completion in answer.output.outputs:
+            assert len(completion.token_ids) >= new_tokens
+            assert deviation(world, prompt, completion, bundle, top_k=top_k, remainder=remainder) <= TOLERANCE
+
+
+def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, Memory]]:
+    offline = MemoryLLM(llm)
+    return offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}

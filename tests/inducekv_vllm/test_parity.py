@@ -1,0 +1,169 @@
+"""vLLM with memory against transformers with memory, on real engines: every token's log-probability, to 1e-4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from inducekv_vllm.memory import Memory
+from inducekv_vllm.offline import MemoryLLM
+from tests.inducekv_vllm.parity import (
+    TOLERANCE,
+    World,
+    check_answers,
+    deviation,
+    engine,
+    greedy,
+    load_all,
+    make_world,
+    prompts,
+    served_logprobs,
+)
+from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
+
+Served = tuple[World, MemoryLLM, dict[str, Memory]]
+CONDITIONS = [("sqrt", None, False), ("sqrt", 3, False), ("sqrt", 3, True), ("prior", None, False), ("prior", 3, False)]
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("llava")
+    return make_world(save_tiny_llava(folder / "model"), folder)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("qwen")
+    return make_world(save_tiny_qwen3_vl(folder / "model"), folder)
+
+
+@pytest.fixture(scope="class")
+def compiled(llava: World) -> Iterator[Served]:
+    small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 12, "block_size": 32}
+    with engine(llava.model, disable_log_stats=False, **small) as llm:
+        yield llava, *load_all(llava, llm)
+
+
+@pytest.fixture(scope="class")
+def eager_qwen(qwen: World) -> Iterator[Served]:
+    with engine(qwen.model, enforce_eager=True) as llm:
+        yield qwen, *load_all(qwen, llm)
+
+
+class TestCompiled:
+    """LLaVA under torch.compile (the default), prompts in chunks, prefix caching on, too few blocks."""
+
+    @pytest.mark.parametrize(("name", "top_k", "remainder"), CONDITIONS)
+    def test_parity(self, compiled: Served, name: str, top_k: int | None, remainder: bool) -> None:
+        world, offline, memories = compiled
+        asked = prompts(8, seed=1)
+        assert max(len(world.backbone.encode(p.chat_messages, [p.image])["input_ids"][0]) for p in asked) > 40  # chunks
+        answers = offline.chat(
+            [p.messages for p in asked], greedy(), memory=memories[name], top_k=top_k, remainder=remainder
+        )
+        check_answers(world, asked, answers, [world.bundles[name]] * 8, top_k=top_k, remainder=remainder)
+
+    def test_bundles_and_none_in_one_batch_under_preemption(self, compiled: Served) -> None:
+        world, offline, memories = compiled
+        names = [("sqrt", "prior", None, "other")[i % 4] for i in range(24)]
+        asked = prompts(24, seed=2)
+        answers = offline.chat(
+            [p.messages for p in asked], greedy(max_tokens=40), memory=[n and memories[n] for n in names]
+        )
+        check_answers(world, asked, answers, [n and world.bundles[n] for n in names])
+        preempted = next(m for m in offline.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert preempted.value > 0  # type: ignore[union-attr]
+
+    def test_prefix_cache_is_reused_and_never_crossed(self, compiled: Served) -> None:
+        world, offline, memories = compiled
+        asked = [p for p in prompts(5, seed=3) if len(p.question) > 80]
+        for name, cached in (("sqrt", False), ("sqrt", True), ("prior", False), (None, True), ("other", False)):
+            # Without memory it is the key passes of the earlier rounds that filled the cache.
+            memory = name and memories[name]
+            answers = offline.chat([p.messages for p in asked], greedy(), memory=memory)
+            check_answers(world, asked, answers, [name and world.bundles[name]] * len(asked))
+            assert [bool(a.output.num_cached_tokens) for a in answers] == [cached] * len(asked)
+
+    def test_samples_of_one_request(self, compiled: Served) -> None:
+        world, offline, memories = compiled
+        asked = prompts(2, seed=4)
+        params = greedy(n=3, temperature=1.0, seed=5)
+        answers = offline.chat([p.messages for p in asked], params, memory=memories["sqrt"])
+        assert all(len({tuple(c.token_ids) for c in a.output.outputs}) == 3 for a in answers)
+        check_answers(world, asked, answers, [world.bundles["sqrt"]] * 2)
+
+    def test_structured_output(self, compiled: Served) -> None:
+        world, offline, memories = compiled
+        asked = prompts(2, seed=6)
+        params = greedy(structured_outputs=StructuredOutputsParams(regex="[a-z ]{12,20}"), ignore_eos=False)
+        answers = offline.chat([p.messages for p in asked], params, memory=memories["prior"])
+        assert all(set(a.output.outputs[0].text) <= set("abcdefghijklmnopqrstuvwxyz ") for a in answers)
+        check_answers(world, asked, answers, [world.bundles["prior"]] * 2, new_tokens=2)
+
+    def test_nothing_is_left_behind(self, compiled: Served) -> None:
+        world, offline, _ = compiled
+        for _ in range(2):  # the scheduler reports finished requests one step late
+            offline.chat([prompts(1, seed=7)[0].messages], greedy(max_tokens=2))
+        stats = offline.llm.collective_rpc("inducekv_stats")[0]
+        assert stats["slots_used"] == 0
+        assert stats["keys_pending"] == 0
+        assert stats["resident"].keys() == {b.digest for b in world.bundles.values()}
+
+
+class TestEagerQwen:
+    """Qwen3-VL without compilation: M-RoPE, deepstack, a merged patch grid."""
+
+    @pytest.mark.parametrize(("name", "top_k", "remainder"), CONDITIONS)
+    def test_parity(self, eager_qwen: Served, name: str, top_k: int | None, remainder: bool) -> None:
+        world, offline, memories = eager_qwen
+        asked = prompts(5, seed=1)
+        answers = offline.chat(
+            [p.messages for p in asked], greedy(), memory=memories[name], top_k=top_k, remainder=remainder
+        )
+        check_answers(world, asked, answers, [world.bundles[name]] * 5, top_k=top_k, remainder=remainder)
+
+    def test_no_memory_is_vllm_to_the_bit(self, eager_qwen: Served) -> None:
+        world, offline, _ = eager_qwen
+        conversations = [p.messages for p in prompts(6, seed=8)]
+        mine = offline.llm.chat(conversations, greedy(), use_tqdm=False)
+        with engine(world.model, memory=False, enforce_eager=True) as plain:
+            theirs = plain.chat(conversations, greedy(), use_tqdm=False)
+        for a, b in zip(mine, theirs, strict=True):
+            assert served_logprobs(a.outputs[0])[0] == served_logprobs(b.outputs[0])[0]
+            assert torch.equal(served_logprobs(a.outputs[0])[1], served_logprobs(b.outputs[0])[1])
+
+
+def test_two_tensor_parallel_ranks(llava: World) -> None:
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "max_num_batched_tokens": 40}
+    with engine(llava.model, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **options) as llm:
+        offline, memories = load_all(llava, llm)
+        names = ["sqrt", "prior", None, "other"]
+        asked = prompts(4, seed=9)
+        for top_k in (None, 3):
+            answers = offline.chat(
+                [p.messages for p in asked], greedy(), memory=[n and memories[n] for n in names], top_k=top_k
+            )
+            check_answers(llava, asked, answers, [n and llava.bundles[n] for n in names], top_k=top_k, remainder=True)
+
+
+def test_bfloat16_is_as_close_as_it_is_without_memory(llava: World) -> None:
+    """Against the float32 reference: no token more than twice as far off as the farthest token without memory."""
+    asked = prompts(8, seed=10)
+    with engine(llava.model, dtype="bfloat16", enforce_eager=True) as llm:
+        offline, memories = load_all(llava, llm)
+
+        def worst(name: str | None, top_k: int | None = None) -> float:
+            answers = offline.chat([p.messages for p in asked], greedy(), memory=name and memories[name], top_k=top_k)
+            bundle = name and llava.bundles[name]
+            return max(
+                deviation(llava, p, a.output.outputs[0], bundle, top_k=top_k, remainder=True)
+                for p, a in zip(asked, answers, strict=True)
+            )
+
+        bound = 2 * worst(None)
+        assert TOLERANCE < bound < 0.5  # the plain model does round in bfloat16, and is not nonsense
+        for name, top_k, _ in CONDITIONS:
+            assert worst(name, top_k) <= bound, (name, top_k)

@@ -1,0 +1,151 @@
+"""Registration, configuration, what travels between the processes, and what is refused at start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
+from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.plugin import check_vllm_version, register
+from inducekv_vllm.requirements import check_attention, check_engine
+from inducekv_vllm.wire import KeyOrder, MemoryOrder, parse_order
+
+
+def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> None:
+    register()
+    register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is InduceKVCPUBackend
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.1+cpu"])
+def test_supported_versions(version: str) -> None:
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"supports vLLM >=0.32,<0.33, found {version}"):
+        check_vllm_version(version)
+
+
+def test_settings() -> None:
+    config = InduceKVConfig.parse({"bundles": {"a": "a.safetensors"}, "top_k": 4})
+    assert (config.top_k, config.remainder) == (4, True)
+    assert InduceKVConfig.from_vllm(SimpleNamespace(additional_config={})) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"topk": 4}, "topk: Extra inputs are not permitted .found 4"),
+        ({"top_k": 0}, "top_k: .* greater than or equal to 1 .found 0"),
+        ({"top_k": "4"}, "top_k: .* valid integer .found '4'"),
+        ({"bundles": ["a"]}, "bundles: .* dictionary"),
+        ("bundles", "inducekv: .*"),
+    ],
+)
+def test_wrong_settings_are_named(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InduceKVConfig.parse(settings)
+
+
+def test_orders_survive_the_journey() -> None:
+    memory = MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True)
+    assert parse_order({"inducekv": memory.to_extra_args(), "other": 1}) == memory
+    assert parse_order({"inducekv": KeyOrder("k").to_extra_args()}) == KeyOrder("k")
+    assert parse_order(None) is parse_order({}) is parse_order({"other": 1}) is None
+    with pytest.raises(ValueError, match=r"neither a key order nor a memory order: \{'bundle': 'x'\}"):
+        parse_order({"inducekv": {"bundle": "x"}})
+
+
+def test_orders_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
+    base = MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True)
+    others = [
+        MemoryOrder("other", (3, 1), (0.75, 0.25), remainder=True),
+        MemoryOrder("digest", (3, 2), (0.75, 0.25), remainder=True),
+        MemoryOrder("digest", (3, 1), (0.75, 0.25 + 2**-40), remainder=True),
+        MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=False),
+        MemoryOrder("digest", (31,), (0.75, 0.25), remainder=True),
+    ]
+    assert len({base.content, *(other.content for other in others)}) == 6
+    assert base.content == MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True).content
+
+
+def _engine(**changes: Any) -> Any:
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
+    model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
+    top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
+    for settings in (parallel, model, top):
+        settings.update({name: value for name, value in changes.items() if name in settings})
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **top)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"kv_transfer_config": object()}, "KV transfer"),
+        ({"use_v2_model_runner": True}, "V2 model runner"),
+        ({"use_mla": True}, "multi-head latent attention"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"runner_type": "pooling"}, "'pooling' runner"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+    ],
+)
+def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason: str) -> None:
+    check_engine(_engine())
+    with pytest.raises(UnsupportedModel, match=reason):
+        check_engine(_engine(**change))
+
+
+def _impl(**changes: Any) -> Any:
+    impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
+    fields = {
+        "sliding_window": -1,
+        "alibi_slopes": None,
+        "sinks": None,
+        "logits_soft_cap": 0,
+        "is_fp8_kv_cache": False,
+        "kv_sharing_target_layer_name": None,
+    }
+    for name, value in (fields | changes).items():
+        setattr(impl, name, value)
+    return impl
+
+
+def _cache(kind: type, **options: Any) -> Any:
+    spec = kind.__new__(kind)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, **options)])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sliding_window": 128}, "layer x has sliding-window attention .128 tokens"),
+        ({"alibi_slopes": object()}, "layer x has ALiBi"),
+        ({"sinks": object()}, "layer x has attention sinks"),
+        ({"logits_soft_cap": 30.0}, "layer x has a soft cap"),
+        ({"is_fp8_kv_cache": True}, "layer x has a quantised KV cache"),
+        ({"kv_sharing_target_layer_name": "y"}, "layer x has a KV cache shared between layers"),
+    ],
+)
+def test_attention_that_memory_cannot_be_merged_into_is_refused(change: dict[str, Any], reason: str) -> None:
+    check_attention(_cache(FullAttentionSpec), [("x", _impl())])
+    with pytest.raises(UnsupportedModel, match=reason):
+        check_attention(_cache(FullAttentionSpec), [("y", _impl()), ("x", _impl(**change))])
+
+
+def test_other_caches_and_backends_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"found KV caches of .'SlidingWindowSpec'"):
+        check_attention(_cache(SlidingWindowSpec), [])
+    with pytest.raises(UnsupportedModel, match="layer x uses object, not InduceKV's"):
+        check_attention(_cache(FullAttentionSpec), [("x", object())])  # type: ignore[list-item]
