@@ -17,7 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError, VLLMValidationError
@@ -98,11 +98,13 @@ class TwoPassEngine:
             VLLMNotFoundError: likewise: the bundle has been unloaded since the request was accepted.
         """
         if not isinstance(lora_request, MemoryRequest):
-            refuse_options(sampling_params)
+            with self._forgetting_pictures(prompt):
+                refuse_options(sampling_params)
             return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-        rendered = require_rendered(prompt)
-        with self._lease(lora_request.lora_name) as lease:
-            memory_options = read_options(sampling_params, lease.memory.num_entries)
+        with self._forgetting_pictures(prompt):
+            rendered = require_rendered(prompt)
+            with self._lease(lora_request.lora_name) as lease:
+                memory_options = read_options(sampling_params, lease.memory.num_entries)
         return self._generate_with_memory(
             lora_request.lora_name, rendered, sampling_params, memory_options, request_id, options
         )
@@ -119,7 +121,8 @@ class TwoPassEngine:
         with self._lease(name) as lease:
             memory = lease.memory
             started = time.perf_counter()
-            lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
+            with self._forgetting_pictures(prompt):
+                lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
             top_k = memory_options.top_k or self._config.top_k
             order = order_memory(memory, memory.retrieve(lookup.key, top_k), self._config.remainder)
@@ -205,6 +208,28 @@ class TwoPassEngine:
         task = asyncio.get_running_loop().create_task(drop())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    def forget_pictures(self, prompt: Any) -> None:
+        """For a rendered prompt that the engine never gets.
+
+        Rendering has noted its new pictures as cached in the engine; another prompt with one of them would be sent
+        without the data, and fail. To forget a picture that did arrive costs one more transfer.
+        """
+        cache = self._client.renderer.mm_processor_cache
+        if cache is None or not isinstance(prompt, dict) or prompt.get("type") != "multimodal":
+            return
+        for modality, index in mm_items(cast(EngineInput, prompt)):
+            if prompt["mm_kwargs"][modality][index] is not None:
+                cache.invalidate(prompt["mm_hashes"][modality][index])
+
+    @contextlib.contextmanager
+    def _forgetting_pictures(self, prompt: Any) -> Iterator[None]:
+        """Forgets the prompt's pictures when the block ends by an error or a cancellation."""
+        try:
+            yield
+        except BaseException:
+            self.forget_pictures(prompt)
+            raise
 
     def _mirror_second_use(self, prompt: EngineInput) -> None:
         """Keep vLLM's cache of processed pictures in step with its mirror in the engine process.

@@ -68,7 +68,7 @@ class InduceKVEndpoint:
         engine = TwoPassEngine(engine_client, registry, config)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
-        refuse_beam_search(state)
+        refuse_beam_search(state, engine)
         state.inducekv_registry, state.inducekv_engine = registry, engine
 
 
@@ -120,12 +120,13 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
     models.unload_lora_adapter = guarded(models.unload_lora_adapter)  # type: ignore[method-assign]
 
 
-def refuse_beam_search(state: State) -> None:
+def refuse_beam_search(state: State, engine: TwoPassEngine) -> None:
     """Beam search prompts the engine anew with every token, so each step would have another query key."""
 
     def guarded(search: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_search(*args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
             if isinstance(lora_request, MemoryRequest):
+                engine.forget_pictures(kwargs.get("prompt"))
                 raise VLLMValidationError(
                     "beam search cannot be used with a memory bundle", parameter="use_beam_search"
                 )

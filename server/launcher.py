@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inducekv_vllm.config import CONFIG_KEY, InduceKVConfig
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError
 
 PLUGIN = "inducekv"
 WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"
@@ -113,6 +113,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--memory gives the name {name!r} twice")
         if not Path(path).is_file():
             raise UsageError(f"--memory {name}: no such file: {path}")
+        check_bundle(name, path)
         bundles[name] = str(Path(path).absolute())
     settings: dict[str, Any] = {"bundles": bundles}
     if own.memory_top_k is not None:
@@ -120,6 +121,16 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
     if own.no_memory_remainder:
         settings["remainder"] = False
     return settings
+
+
+def check_bundle(name: str, path: str) -> None:
+    """Read the whole bundle once before the engine starts: a damaged file is told in seconds, not in minutes."""
+    from inducekv_vllm.bundle import read_bundle
+
+    try:
+        read_bundle(path)
+    except BundleError as error:
+        raise UsageError(f"--memory {name}: {error}") from error
 
 
 def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

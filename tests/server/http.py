@@ -1,0 +1,45 @@
+"""What the HTTP tests share: asking, and reading answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import torch
+
+from inducekv_vllm.bundle import Bundle
+from selector.injection import reference_logprobs
+from selector.injection import score as score_without_memory
+from tests.inducekv_vllm.parity import Prompt, World
+
+TRACED = {"vllm_xargs": {"inducekv_trace": 1}}
+
+
+def ask(client: openai.OpenAI, model: str, prompt: Prompt, *, max_tokens: int = 16, **options: Any) -> Any:
+    """A greedy chat completion with the log-probabilities of its tokens."""
+    extra = {"ignore_eos": True, "return_tokens_as_token_ids": True, **options.pop("extra_body", {})}
+    settings = {"temperature": 0, "max_tokens": max_tokens, "logprobs": True, **options}
+    return client.chat.completions.create(model=model, messages=prompt.messages, extra_body=extra, **settings)  # type: ignore[call-overload]
+
+
+def tokens_and_logprobs(response: Any, choice: int = 0) -> tuple[list[int], list[float]]:
+    content = response.choices[choice].logprobs.content
+    return [int(step.token.removeprefix("token_id:")) for step in content], [step.logprob for step in content]
+
+
+def trace_of(response: Any) -> dict[str, Any]:
+    return response.model_extra["kv_transfer_params"]["inducekv"]  # type: ignore[no-any-return]
+
+
+def deviation(
+    world: World, response: Any, prompt: Prompt, bundle: Bundle | None, *, top_k: int | None = None, choice: int = 0
+) -> float:
+    """Largest |log p(server) - log p(transformers)| over the tokens of one choice."""
+    tokens, served = tokens_and_logprobs(response, choice)
+    inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
+    if bundle is None:
+        expected = score_without_memory(world.backbone, [inputs], [tokens])[0]
+    else:
+        remainder = top_k is not None and bundle.metadata.weighting == "sqrt"  # the server's default
+        expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
+    return float((torch.tensor(served) - expected).abs().max())

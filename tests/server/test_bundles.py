@@ -1,0 +1,249 @@
+"""Loading, replacing and unloading bundles over HTTP, also while requests run, and every bad bundle."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from tests.inducekv_vllm.bundles import random_bundle
+from tests.inducekv_vllm.parity import TOLERANCE, World, prompts
+from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
+
+
+class Bundles:
+    """The memory routes of a server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def load(self, name: str, path: Path | str, **options: Any) -> httpx.Response:
+        body = {"name": name, "path": str(path), **options}
+        return httpx.post(f"{self._url}/v1/load_memory_bundle", json=body, timeout=60)
+
+    def unload(self, name: str) -> httpx.Response:
+        return httpx.post(f"{self._url}/v1/unload_memory_bundle", json={"name": name}, timeout=60)
+
+    def list(self) -> dict[str, Any]:
+        return httpx.get(f"{self._url}/v1/memory_bundles", timeout=60).json()  # type: ignore[no-any-return]
+
+    def digests(self) -> dict[str, str]:
+        return {card["name"]: card["digest"] for card in self.list()["data"]}
+
+
+@pytest.fixture
+def bundles(server: str) -> Bundles:
+    return Bundles(server)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_the_list_says_what_is_loaded(bundles: Bundles, world: World) -> None:
+    cards = {card["name"]: card for card in bundles.list()["data"]}
+    assert cards.keys() == {"sqrt", "prior"}
+    card, bundle = cards["sqrt"], world.bundles["sqrt"]
+    assert card["digest"] == bundle.digest
+    assert (card["entries"], card["budget"], card["payload_tokens"]) == (12, 12, 6)
+    assert card["tasks"] == {"sqrt": 12}
+    assert card["file_bytes"] == world.paths["sqrt"].stat().st_size
+    assert card["resident_bytes"] > 0
+    assert card["active_requests"] == 0
+
+
+def test_load_use_and_unload(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
+    loaded = bundles.load("late", world.paths["other"])
+    assert loaded.status_code == 200, loaded.text
+    assert loaded.json()["digest"] == world.bundles["other"].digest
+    assert "late" in {model.id for model in client.models.list()}
+    (prompt,) = prompts(1, seed=11)
+    assert deviation(world, ask(client, "late", prompt), prompt, world.bundles["other"]) <= TOLERANCE
+    assert bundles.unload("late").json() == {
+        "name": "late",
+        "digest": world.bundles["other"].digest,
+        "unloaded": True,
+    }
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "late", prompt)
+    wait_until(lambda: not bundles.list()["draining"])
+
+
+def test_one_content_under_two_names_stays_until_both_are_gone(
+    bundles: Bundles, client: openai.OpenAI, world: World
+) -> None:
+    (prompt,) = prompts(1, seed=12)
+    for name in ("one", "two"):
+        assert bundles.load(name, world.paths["other"]).status_code == 200
+    bundles.unload("one")
+    time.sleep(0.3)  # longer than a release takes
+    assert deviation(world, ask(client, "two", prompt), prompt, world.bundles["other"]) <= TOLERANCE
+    bundles.unload("two")
+    wait_until(lambda: not bundles.list()["draining"])
+
+
+def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
+    bundles: Bundles, client: openai.OpenAI, world: World, tmp_path: Path
+) -> None:
+    """Neither keys, nor prefix blocks, nor resident pages of the old content answer for the new one."""
+    path = tmp_path / "m.safetensors"
+    (prompt,) = prompts(1, seed=13)
+    for round_number, name in enumerate(("sqrt", "other", "prior", "other")):
+        shutil.copy(world.paths[name], path)
+        assert bundles.load("m", path, replace=round_number > 0).status_code == 200
+        response = ask(client, "m", prompt, extra_body=TRACED)
+        assert trace_of(response)["digest"] == world.bundles[name].digest
+        assert deviation(world, response, prompt, world.bundles[name]) <= TOLERANCE
+    bundles.unload("m")
+
+
+def test_a_request_ends_on_the_bundle_it_began_with(
+    bundles: Bundles, client: openai.OpenAI, world: World, tmp_path: Path
+) -> None:
+    asked = prompts(6, seed=14)
+    bundles.load("moving", world.paths["other"])
+    streams = [ask(client, "moving", prompt, stream=True, max_tokens=120, extra_body=TRACED) for prompt in asked]
+    received = [[next(stream)] for stream in streams]  # every request runs
+
+    assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200
+    draining = bundles.list()["draining"]
+    late = ask(client, "moving", asked[0], extra_body=TRACED)
+    for parts, stream in zip(received, streams, strict=True):
+        parts.extend(stream)
+
+    assert draining == [{"digest": world.bundles["other"].digest, "active_requests": len(asked)}]
+    assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
+    for prompt, parts in zip(asked, received, strict=True):
+        (trace,) = httpx.get(f"{client.base_url}memory_trace/{parts[0].id}").json()["traces"]
+        assert trace["digest"] == world.bundles["other"].digest
+        tokens = [step.token for part in parts for c in part.choices if c.logprobs for step in c.logprobs.content]
+        bundles.load("alone", world.paths["other"], replace=True)
+        alone = ask(client, "alone", prompt, max_tokens=120)
+        assert tokens == [f"token_id:{token}" for token in tokens_and_logprobs(alone)[0]]
+    for name in ("moving", "alone"):
+        bundles.unload(name)
+    wait_until(lambda: not bundles.list()["draining"])
+
+
+def test_an_aborted_request_frees_its_bundle(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
+    bundles.load("short", world.paths["other"])
+    streams = [ask(client, "short", prompt, stream=True, max_tokens=150) for prompt in prompts(4, seed=15)]
+    for stream in streams:
+        next(stream)
+    bundles.unload("short")
+    assert bundles.list()["draining"][0]["active_requests"] == 4
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: not bundles.list()["draining"])
+
+
+def test_loading_the_same_content_again_changes_nothing(bundles: Bundles, world: World) -> None:
+    before = bundles.list()
+    assert bundles.load("sqrt", world.paths["sqrt"], replace=True).status_code == 200
+    after = bundles.list()
+    assert sorted(after["data"], key=str) == sorted(before["data"], key=str)
+    assert after["draining"] == []
+
+
+class TestRefusals:
+    """Each is a 4xx that names the problem, leaves what is loaded as it is, and the server serving."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_changes(self, bundles: Bundles, client: openai.OpenAI) -> Any:
+        before = bundles.list()
+        yield
+        assert bundles.list() == before
+        assert ask(client, "sqrt", prompts(1, seed=16)[0]).choices
+
+    def refused(self, response: httpx.Response, message: str, status: int = 400) -> None:
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert message in error["message"]
+        assert error["code"] == status
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("sqrt", "loaded already"),
+            ("base", "taken by the served model"),
+            ("image", "kind of message content"),
+            ("Text", "kind of message content"),
+            ("", "at most 128"),
+            ("a name", "at most 128"),
+            ("x" * 129, "at most 128"),
+        ],
+    )
+    def test_of_names(self, bundles: Bundles, world: World, name: str, message: str) -> None:
+        self.refused(bundles.load(name, world.paths["other"]), message)
+
+    def test_of_a_file_that_is_not_there(self, bundles: Bundles, tmp_path: Path) -> None:
+        self.refused(bundles.load("new", tmp_path / "nothing.safetensors"), "nothing.safetensors")
+        self.refused(bundles.load("new", tmp_path), "not a regular file")
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda data: b"", "empty"),
+            (lambda data: data[: len(data) // 2], "truncated"),
+            (lambda data: (1 << 40).to_bytes(8, "little") + data[8:], "header"),
+            (lambda data: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:], "digest"),
+            (lambda data: b"GIF89a" + data[6:], "header"),
+        ],
+        ids=["empty", "truncated", "oversized header", "bit flip", "another format"],
+    )
+    @pytest.mark.parametrize("replacing", [False, True])
+    def test_of_damaged_files(
+        self, bundles: Bundles, world: World, tmp_path: Path, damage: Any, message: str, replacing: bool
+    ) -> None:
+        path = tmp_path / "damaged.safetensors"
+        path.write_bytes(damage(world.paths["other"].read_bytes()))
+        name = "sqrt" if replacing else "new"
+        self.refused(bundles.load(name, path, replace=replacing), message)
+
+    def test_of_another_backbone(self, bundles: Bundles, tmp_path: Path) -> None:
+        path = tmp_path / "foreign.safetensors"
+        write_bundle(random_bundle(), path)
+        self.refused(bundles.load("new", path), "hidden_size")
+
+    def test_of_an_adapter_the_server_has_not(self, bundles: Bundles, world: World, tmp_path: Path) -> None:
+        bundle = world.bundles["other"]
+        path = tmp_path / "adapted.safetensors"
+        fields = {name: getattr(bundle.metadata, name) for name in ("backbone", "budget", "entries", "weighting")}
+        tensors = bundle.tensors()
+        write_bundle(type(bundle).create(**tensors, **fields, recipe="build", settings={}, adapter="style"), path)
+        self.refused(bundles.load("new", path), "LoRA adapter 'style'")
+
+    def test_of_bodies(self, bundles: Bundles, server: str, world: World) -> None:
+        url = f"{server}/v1/load_memory_bundle"
+        for body in ({"name": "new"}, {"name": "new", "path": 3}, {"name": "new", "path": "p", "force": True}, []):
+            assert 400 <= httpx.post(url, json=body).status_code < 500
+        assert 400 <= httpx.post(url, content=b"{", headers={"content-type": "application/json"}).status_code < 500
+
+    def test_of_an_unknown_bundle_to_unload(self, bundles: Bundles) -> None:
+        self.refused(bundles.unload("nobody"), "nobody", status=404)
+
+
+def test_a_name_loaded_twice_at_once_is_loaded_once(bundles: Bundles, world: World) -> None:
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(bundles.load("race", world.paths["other"]).status_code))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [200, 400, 400, 400]
+    bundles.unload("race")
+    wait_until(lambda: not bundles.list()["draining"])

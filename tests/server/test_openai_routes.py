@@ -1,0 +1,222 @@
+"""vLLM's own OpenAI routes with a bundle as the model, through the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.inducekv_vllm.parity import TOLERANCE, World, prompts
+from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
+
+
+def test_a_bundle_is_a_model(client: openai.OpenAI, world: World) -> None:
+    models = {model.id: model.model_extra for model in client.models.list()}
+    assert models["base"]["parent"] is None
+    for name in ("sqrt", "prior"):
+        assert models[name]["parent"] == "base"
+        assert models[name]["root"] == str(world.paths[name])
+
+
+@pytest.mark.parametrize(("name", "top_k"), [("sqrt", None), ("sqrt", 3), ("prior", None), ("prior", 3)])
+def test_answers_equal_the_reference(client: openai.OpenAI, world: World, name: str, top_k: int | None) -> None:
+    for prompt in prompts(3, seed=1):
+        extra = {"vllm_xargs": {} if top_k is None else {"inducekv_top_k": top_k}}
+        response = ask(client, name, prompt, extra_body=extra)
+        assert response.model == name
+        assert deviation(world, response, prompt, world.bundles[name], top_k=top_k) <= TOLERANCE
+
+
+def test_the_base_name_is_the_model_without_memory(client: openai.OpenAI, world: World) -> None:
+    for prompt in prompts(3, seed=1):
+        response = ask(client, "base", prompt)
+        assert deviation(world, response, prompt, None) <= TOLERANCE
+        # Far from every memory: the tests above would fail if memory were left out, and this one if it leaked in.
+        assert deviation(world, response, prompt, world.bundles["sqrt"]) > 100 * TOLERANCE
+
+
+class TestTrace:
+    def test_says_what_was_used(self, client: openai.OpenAI, server: str, world: World) -> None:
+        (prompt,) = prompts(1, seed=2)
+        response = ask(client, "sqrt", prompt, extra_body=TRACED)
+        trace = trace_of(response)
+        bundle = world.bundles["sqrt"]
+        assert (trace["bundle"], trace["digest"], trace["weighting"]) == ("sqrt", bundle.digest, "sqrt")
+        weights = [entry["weight"] for entry in trace["entries"]]
+        assert len(weights) == bundle.num_entries
+        assert sum(weights) == pytest.approx(1, abs=1e-5)
+        assert weights == sorted(weights, reverse=True)
+        for entry in trace["entries"]:
+            record = bundle.metadata.entries[entry["index"]]
+            assert (entry["id"], entry["task"]) == (record.id, record.task)
+        assert trace["timings"]["key_source"] == "computed"
+        for name in ("key_pass_ms", "retrieval_ms", "answer_pass_ms"):
+            assert trace["timings"][name] > 0
+        assert httpx.get(f"{server}/v1/memory_trace/{response.id}").json()["traces"] == [trace]
+
+    def test_a_repeated_prompt_needs_no_second_key_pass(self, client: openai.OpenAI) -> None:
+        (prompt,) = prompts(1, seed=3)
+        first, second = (trace_of(ask(client, name, prompt, extra_body=TRACED)) for name in ("sqrt", "prior"))
+        assert (first["timings"]["key_source"], second["timings"]["key_source"]) == ("computed", "cached")
+
+    def test_of_a_stream(self, client: openai.OpenAI, server: str) -> None:
+        (prompt,) = prompts(1, seed=4)
+        *_, last = ask(
+            client, "prior", prompt, stream=True, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}}
+        )
+        (trace,) = httpx.get(f"{server}/v1/memory_trace/{last.id}").json()["traces"]
+        assert len(trace["entries"]) == 2
+        assert trace["bundle"] == "prior"
+
+    def test_of_a_completion_with_two_prompts(self, client: openai.OpenAI, server: str) -> None:
+        response = client.completions.create(
+            model="sqrt", prompt=["How many squares?", "yes no"], max_tokens=4, extra_body=TRACED
+        )
+        assert trace_of(response)["bundle"] == "sqrt"
+        assert len(httpx.get(f"{server}/v1/memory_trace/{response.id}").json()["traces"]) == 2
+
+    def test_only_on_request(self, client: openai.OpenAI, server: str) -> None:
+        response = ask(client, "sqrt", prompts(1, seed=2)[0])
+        assert (response.model_extra or {}).get("kv_transfer_params") is None
+        missing = httpx.get(f"{server}/v1/memory_trace/{response.id}")
+        assert missing.status_code == 404
+        assert response.id in missing.json()["error"]["message"]
+
+    def test_top_k_renormalises_and_keeps_the_remainder(self, client: openai.OpenAI) -> None:
+        (prompt,) = prompts(1, seed=2)
+        extra = {"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 3}}
+        for name, remainder in (("sqrt", True), ("prior", False)):
+            trace = trace_of(ask(client, name, prompt, extra_body=extra))
+            assert len(trace["entries"]) == 3
+            assert sum(entry["weight"] for entry in trace["entries"]) == pytest.approx(1, abs=1e-5)
+            assert trace["remainder"] is remainder
+
+
+class TestEveryKindOfAnswer:
+    def test_a_stream_says_the_same(self, client: openai.OpenAI) -> None:
+        for prompt in prompts(2, seed=5):
+            whole = ask(client, "sqrt", prompt)
+            parts = [part for part in ask(client, "sqrt", prompt, stream=True) if part.choices]
+            assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+            assert {part.model for part in parts} == {"sqrt"}
+
+    def test_several_samples(self, client: openai.OpenAI, world: World) -> None:
+        (prompt,) = prompts(1, seed=6)
+        response = ask(client, "prior", prompt, n=3, temperature=1.0, seed=7)
+        assert len(response.choices) == 3
+        assert len({tuple(tokens_and_logprobs(response, i)[0]) for i in range(3)}) > 1
+        for choice in range(3):
+            assert deviation(world, response, prompt, world.bundles["prior"], choice=choice) <= TOLERANCE
+
+    def test_structured_output(self, client: openai.OpenAI) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"count": {"enum": [1, 2]}},
+            "required": ["count"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        response = ask(
+            client, "sqrt", prompts(1, seed=7)[0], response_format=form, extra_body={"ignore_eos": False}, max_tokens=64
+        )
+        assert response.choices[0].finish_reason == "stop"
+        assert json.loads(response.choices[0].message.content)["count"] in (1, 2)
+
+    def test_prompt_logprobs_change_with_memory(self, client: openai.OpenAI) -> None:
+        extra = {"prompt_logprobs": 0}
+        base, memory = (
+            client.completions.create(model=name, prompt="How many squares are there?", max_tokens=1, extra_body=extra)
+            for name in ("base", "sqrt")
+        )
+        of_base, of_memory = (r.choices[0].model_extra["prompt_logprobs"] for r in (base, memory))
+        assert len(of_base) == len(of_memory) > 2
+        assert of_base != of_memory
+
+    @pytest.mark.parametrize("path", ["responses", "messages"])
+    def test_other_protocols(self, server: str, path: str) -> None:
+        question: dict[str, Any] = {"model": "sqrt", "temperature": 0, "vllm_xargs": {"inducekv_trace": 1}}
+        if path == "responses":
+            question |= {"input": "How many squares are there?", "max_output_tokens": 8}
+        else:
+            question |= {"messages": [{"role": "user", "content": "How many squares are there?"}], "max_tokens": 8}
+        response = httpx.post(f"{server}/v1/{path}", json=question, timeout=300)
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == "sqrt"
+        (trace,) = httpx.get(f"{server}/v1/memory_trace/{response.json()['id']}").json()["traces"]
+        assert trace["bundle"] == "sqrt"
+
+
+class TestRefusals:
+    """Each is a 4xx with a message that names the problem, also for a stream, and the server serves on."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("model", "xargs", "message"),
+        [
+            ("sqrt", {"inducekv_topk": 2}, "unknown argument 'inducekv_topk'"),
+            ("sqrt", {"inducekv_top_k": 0}, "from 1 to 12"),
+            ("sqrt", {"inducekv_top_k": 13}, "from 1 to 12"),
+            ("sqrt", {"inducekv_top_k": "two"}, "found 'two'"),
+            ("sqrt", {"inducekv_trace": 2}, "must be 0 or 1"),
+            ("sqrt", {"inducekv": "x"}, "reserved"),
+            ("base", {"inducekv": "x"}, "reserved"),
+            ("base", {"inducekv_trace": 1}, "has no memory"),
+        ],
+    )
+    def test_of_arguments(self, client: openai.OpenAI, model: str, xargs: dict, message: str, stream: bool) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(client, model, prompts(1, seed=8)[0], extra_body={"vllm_xargs": xargs}, stream=stream)
+        assert ask(client, "base", prompts(1, seed=8)[0], max_tokens=1).choices
+
+    def test_of_beam_search(self, client: openai.OpenAI) -> None:
+        beams = {"use_beam_search": True}
+        with pytest.raises(openai.BadRequestError, match="beam search"):
+            client.completions.create(model="sqrt", prompt="yes", n=2, max_tokens=3, extra_body=beams)
+        assert client.completions.create(model="base", prompt="yes", n=2, max_tokens=3, extra_body=beams).choices
+
+    def test_of_an_unknown_model(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            ask(client, "nobody", prompts(1, seed=8)[0])
+
+    def test_of_a_prompt_longer_than_the_context(self, client: openai.OpenAI) -> None:
+        messages = []
+        for name in ("base", "sqrt"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(model=name, messages=[{"role": "user", "content": "yes " * 999}])
+            messages.append(refused.value.message)
+        assert messages[0] == messages[1]
+        assert "256" in messages[0]
+
+    @pytest.mark.parametrize("length", [255, 256])
+    def test_of_a_prompt_that_fills_the_context(self, client: openai.OpenAI, length: int) -> None:
+        """One token may still be generated after 255; the engine refuses 256 in pass one as it does without memory."""
+        said = []
+        for name in ("base", "sqrt"):
+            try:
+                response = client.completions.create(model=name, prompt=[[5] * length], max_tokens=1)  # type: ignore[list-item]
+                said.append(response.usage.prompt_tokens)  # type: ignore[union-attr]
+            except openai.BadRequestError as error:
+                said.append(error.message)
+        assert said[0] == said[1]
+        assert (said[0] == 255) is (length == 255)
+
+    @pytest.mark.parametrize(
+        "picture",
+        [
+            {"url": "data:image/png;base64,bm90IGFuIGltYWdl"},
+            {"url": "data:image/png;base64,%%%"},
+            {"url": "http://127.0.0.1:1/nowhere.png"},
+            {"url": ""},
+            {},
+        ],
+        ids=["not a picture", "not base64", "nobody there", "no address", "nothing"],
+    )
+    def test_of_what_is_no_picture(self, client: openai.OpenAI, picture: dict) -> None:
+        parts = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "What is it?"}]
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.chat.completions.create(model="sqrt", messages=[{"role": "user", "content": parts}])  # type: ignore[list-item, misc]
+        assert 400 <= refused.value.status_code < 500
+        assert ask(client, "sqrt", prompts(1, seed=8)[0]).choices
