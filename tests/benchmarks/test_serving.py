@@ -1,0 +1,160 @@
+"""The serving benchmark's own arithmetic and load generator, and its complete smoke run (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.server_process import ServerFailed, serving
+from benchmarks.serving import load, methods, report, retrieval
+from benchmarks.serving.load import Block, Timing
+from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from benchmarks.serving.run import write_exemplars
+
+BODY = load.chat_body("m", [], 3, {})
+
+
+def sse(*chunks: dict) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+def token(*ids: int) -> dict:
+    return {"choices": [{"delta": {"content": ""}, "token_ids": list(ids)}]}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 256, "completion_tokens": 3}}
+
+
+def stream_reply(reply: httpx.Response) -> Timing:
+    async def run() -> Timing:
+        transport = httpx.MockTransport(lambda request: reply)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await load.stream(client, BODY)
+
+    return asyncio.run(run())
+
+
+def test_a_stream_is_timed_by_its_tokens_not_by_its_text() -> None:
+    timing = stream_reply(httpx.Response(200, content=sse({"choices": []}, token(1), token(2), token(3), USAGE)))
+    assert (timing.prompt_tokens, timing.output_tokens) == (256, 3)
+    assert 0 < timing.ttft < 5
+    assert 0 <= timing.tpot < 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (httpx.Response(404, json={"error": {"message": "no model m"}}), "no model m"),
+        (httpx.Response(200, content=sse(token(1), {"error": {"message": "engine died"}})), "engine died"),
+        (httpx.Response(200, content=sse(token(1))), "asked for 3 tokens, got 0"),
+        (httpx.Response(200, content=sse(USAGE)), "asked for 3 tokens"),
+    ],
+)
+def test_a_failed_request_fails_the_benchmark(reply: httpx.Response, message: str) -> None:
+    with pytest.raises(load.RequestFailed, match=message):
+        stream_reply(reply)
+
+
+def block(*ttfts: float, tpot: float = 0.01, seconds: float = 2.0) -> Block:
+    return Block([Timing(ttft, tpot, 256, 10) for ttft in ttfts], seconds)
+
+
+def test_medians_are_over_requests_and_throughput_over_blocks() -> None:
+    row = report.summarize([block(0.1, 0.3, seconds=2.0), block(0.2, 5.0, seconds=4.0)])
+    assert row["requests"] == 4
+    assert row["ttft_ms"] == pytest.approx(250)
+    assert row["tpot_ms"] == pytest.approx(10)
+    assert row["tokens_per_s"] == pytest.approx((10 + 5) / 2)
+
+
+def test_ratios_are_against_the_untouched_model_of_the_same_concurrency() -> None:
+    measured = {1: {"none": [block(0.1)], "memory_B64_all": [block(0.25, tpot=0.012, seconds=4.0)]}}
+    row = report.tabulate(measured)["1"]["memory_B64_all"]
+    assert row["ttft_ratio"] == pytest.approx(2.5)
+    assert row["tpot_ratio"] == pytest.approx(1.2)
+    assert row["throughput_ratio"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("ttft", "met"), [(0.249, True), (0.251, False)])
+def test_targets_are_judged(ttft: float, met: bool) -> None:
+    blocks = {"none": block(0.1), "memory_B64_all": block(ttft), "memory_B256_all": block(1), "longer_prompt": block(3)}
+    reached = report.check_targets(report.tabulate({1: {name: [one] for name, one in blocks.items()}})["1"])
+    assert [target["met"] for target in reached] == [met, True, True]
+    assert reached[2]["reached"] == pytest.approx(1 / 3)
+
+
+def test_one_token_has_no_time_per_output_token() -> None:
+    assert math.isnan(report.summarize([Block([Timing(0.1, float("nan"), 256, 1)], 1.0)])["tpot_ms"])
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptMaker:
+    return PromptMaker(CHECKPOINT, read_exemplars(write_exemplars(tmp_path_factory.mktemp("tasks"))), seed=0)
+
+
+def test_prompts_have_their_exact_length_and_are_unique(prompts: PromptMaker) -> None:
+    made = [prompts.question(methods.PROMPT_TOKENS) for _ in range(20)]
+    assert {prompts.length(messages) for messages in made} == {methods.PROMPT_TOKENS}
+    pictures = {messages[0]["content"][0]["image_url"]["url"] for messages in made}
+    texts = {messages[0]["content"][1]["text"][:40] for messages in made}  # a common start would be a cached prefix
+    assert len(pictures) == len(texts) == len(made)
+
+
+def test_the_length_is_what_the_model_sees(prompts: PromptMaker) -> None:
+    from transformers import AutoProcessor
+
+    messages = prompts.replayed(3, methods.PROMPT_TOKENS)
+    length = prompts.length(messages)  # first, because the processor rewrites the messages it is given
+    processor = AutoProcessor.from_pretrained(CHECKPOINT)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    pictures = [exemplar.pixels.copy() for exemplar in prompts.exemplars[:4]]
+    tokens = processor(images=pictures, text=[text], return_tensors="pt").input_ids  # [1, T]
+    assert tokens.shape[1] == length
+
+
+def test_replay_fills_the_context_and_stays_inside_it(prompts: PromptMaker) -> None:
+    context, output = 4096, 32
+    replay = {m.name: m for m in methods.make_methods(prompts, "base", context, output)}[methods.PROMPT_REPLAY]
+    for _ in range(3):
+        assert 0.85 * context < prompts.length(replay.messages()) + output <= context
+
+
+def test_retrieval_over_512_entries_takes_less_than_a_millisecond() -> None:
+    assert retrieval.retrieval_ms(width=256, top_k=None, repeats=50) < report.RETRIEVAL_LIMIT_MS
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-model.safetensors"
+    with (
+        pytest.raises(ServerFailed, match="no such file"),
+        serving([str(CHECKPOINT), "--memory", f"x={missing}"], tmp_path / "server.log"),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_runs_and_ends_in_one_json_line() -> None:
+    command = [sys.executable, "-m", "benchmarks.serving.run", "--model", "demo", "--smoke"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    result = json.loads(lines[-1])
+    rows = result["concurrency"]["1"]
+    assert list(rows) == [
+        "none",
+        "memory_B64_all",
+        "memory_B64_top8",
+        "memory_B256_all",
+        "memory_B256_top8",
+        "longer_prompt",
+        "prompt_replay",
+    ]
+    lengths = {name: row["prompt_tokens"] for name, row in rows.items()}
+    assert lengths["none"] == lengths["memory_B64_all"] == lengths["memory_B256_top8"] == methods.PROMPT_TOKENS
+    assert lengths["longer_prompt"] == methods.PROMPT_TOKENS + methods.LONGER_BY
