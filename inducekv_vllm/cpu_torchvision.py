@@ -4,8 +4,8 @@ PyPI's torchvision links CUDA: beside a CPU torch its C++ operators never load, 
 because it attaches fake kernels to operators that do not exist ("operator torchvision::nms does not exist").
 vLLM's LLaVA and Qwen3-VL import torchvision but call none of those operators, so declaring their schemas suffices.
 
-It must happen in every process before anything imports torchvision. `python -m inducekv_vllm.cpu_torchvision`
-writes a `.pth` file into the environment that installs an import hook at interpreter start; the hook costs nothing until
+It must happen in every process before anything imports torchvision. `python -m inducekv_vllm.cpu_torchvision` writes
+a `.pth` file into the environment that installs an import hook at interpreter start; the hook costs nothing until
 torchvision is imported, and does nothing on a CUDA torch.
 """
 

@@ -1,7 +1,7 @@
 """The worker: resident bundles, the memory of running requests, and their query keys.
 
-Started by `--worker-cls inducekv_vllm.worker.InduceKVWorker`. The API process talks to it in two ways: by the RPC methods
-`inducekv_*` below, and by `SamplingParams.extra_args["inducekv"]` of each request (`RequestOrder`).
+Started by `--worker-cls inducekv_vllm.worker.InduceKVWorker`. The API process talks to it in two ways: by the RPC
+methods `inducekv_*` below, and by `SamplingParams.extra_args["inducekv"]` of each request (see `wire.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .wire import KeyOrder, MemoryOrder, parse_order
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
-from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402  (importing it off the CPU fails less clearly)
+# Only now: off the CPU this import fails for reasons that say nothing of memory.
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput

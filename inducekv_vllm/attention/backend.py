@@ -80,6 +80,7 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             seq_lens=base.seq_lens.tolist(),
             block_table=base.block_table,
             block_size=self.block_size,
+            heads_per_kv_head=self.num_heads // self.num_kv_heads,
         )
         return MemoryAttentionMetadata(**{f.name: getattr(base, f.name) for f in fields(base)}, memory=step)
 

@@ -31,13 +31,14 @@ def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMe
 
 def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
     """One row of each of n requests over its memory tokens; query [n, H, D]."""
+    if batch.token_index is None and batch.key_scale is None:
+        mask = None if batch.log_weight is None else batch.log_weight[None, None]  # [1, 1, n G, S]
+        return _attend_folded(query, pages.keys, pages.values, mask, scale, rows_first=True)
+
     n, H, D = query.shape
     J = pages.keys.shape[0]
     G = H // J
-    if batch.token_index is None:
-        if batch.key_scale is None and batch.value_scale is None:
-            mask = None if batch.log_weight is None else batch.log_weight.repeat_interleave(G, dim=0)[None, None]
-            return _attend_folded(query, pages.keys, pages.values, mask, scale, rows_first=True)
+    if batch.token_index is None:  # one matrix product over the shared pages for all requests
         keys, values = pages.keys.float(), pages.values.float()  # [J, S, D]
         logits = query.float().view(n, J, G, D).transpose(0, 1).reshape(J, n * G, D) @ keys.transpose(1, 2)
         logits = logits.view(J, n, G, -1).transpose(0, 1)  # [n, J, G, S]
@@ -48,7 +49,7 @@ def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch
 
     logits = logits * (scale if batch.key_scale is None else (batch.key_scale * scale)[:, None, None])
     if batch.log_weight is not None:
-        logits = logits + batch.log_weight[:, None, None]
+        logits = logits + batch.log_weight.view(n, 1, G, -1)
     lse = logits.logsumexp(-1)  # [n, J, G]
     weights = (logits - lse[..., None]).exp_()  # [n, J, G, S]
     if batch.value_scale is not None:
@@ -92,8 +93,7 @@ def decode_self_lse(query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: 
     J = kv_cache.shape[1]
     keys = packed_keys(kv_cache)[batch.blocks].float()  # [n, K, J, D, C]
     logits = query.float().view(n, 1, J, H // J, D) @ keys  # [n, K, J, G, C]
-    logits = logits * scale + batch.self_mask[:, :, None, None]
-    return logits.logsumexp((1, 4)).reshape(n, H)
+    return torch.add(batch.self_mask, logits, alpha=scale).logsumexp((1, 4)).view(n, H)
 
 
 def packed_keys(kv_cache: Tensor) -> Tensor:

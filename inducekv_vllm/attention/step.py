@@ -34,11 +34,11 @@ class DecodeBatch:
     rows: slice | Tensor  # [n] rows of the step's query tensor
     token_index: Tensor | None  # [n, S]
     key_scale: Tensor | None  # [n, S]
-    log_weight: Tensor | None  # [n, S]
+    log_weight: Tensor | None  # [n G, S], every request's row for each of the G query heads of a KV head
     value_scale: Tensor | None  # [n, S]
     log_remainder: Tensor | None  # [n]
     blocks: Tensor  # [n, K] KV-cache blocks of each request, of the longest one K
-    self_mask: Tensor  # [n, K, C] float32, 0 up to each request's own length, -inf beyond
+    self_mask: Tensor  # [n, K, 1, 1, C] float32, 0 up to each request's own length, -inf beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ def plan_step(
     seq_lens: Sequence[int],
     block_table: Tensor,
     block_size: int,
+    heads_per_kv_head: int,
 ) -> StepMemory | None:
     """Sort the step's rows by what they need.
 
@@ -64,6 +65,7 @@ def plan_step(
         seq_lens: [n], tokens of each request when this step is done.
         block_table: [n, at least ceil(max(seq_lens) / C)] KV-cache blocks.
         block_size: C.
+        heads_per_kv_head: G.
 
     Returns:
         None when no row has memory.
@@ -82,7 +84,10 @@ def plan_step(
             prefills.append(_prefill_span(memory, rows, seq_lens[request], block_table[request], block_size))
     if not prefills and not decoding:
         return None
-    decodes = [_decode_batch(r, memories, query_starts, seq_lens, block_table, block_size) for r in decoding.values()]
+    decodes = [
+        _decode_batch(requests, memories, query_starts, seq_lens, block_table, block_size, heads_per_kv_head)
+        for requests in decoding.values()
+    ]
     return StepMemory(tuple(prefills), tuple(decodes))
 
 
@@ -104,6 +109,7 @@ def _decode_batch(
     seq_lens: Sequence[int],
     block_table: Tensor,
     block_size: int,
+    heads_per_kv_head: int,
 ) -> DecodeBatch:
     batch = [memory for r in requests if (memory := memories[r]) is not None]
     rows = [query_starts[r] for r in requests]
@@ -111,17 +117,19 @@ def _decode_batch(
     num_blocks = -(-max(seq_lens[r] for r in requests) // block_size)
     position = torch.arange(num_blocks * block_size, device=block_table.device)  # [K C]
     beyond = (position >= lengths[:, None]).view(len(rows), num_blocks, block_size)  # [n, K, C]
+    self_mask = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -math.inf)
+    log_weight = _stack([m.log_weight for m in batch], batch, neutral=0.0)
     remainders = [m.log_remainder for m in batch]
     return DecodeBatch(
         bundle=batch[0].bundle,
         rows=slice(rows[0], rows[0] + len(rows)) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows),
         token_index=_stack([m.token_index for m in batch], batch),
         key_scale=_stack([m.key_scale for m in batch], batch, neutral=1.0),
-        log_weight=_stack([m.log_weight for m in batch], batch, neutral=0.0),
+        log_weight=None if log_weight is None else log_weight.repeat_interleave(heads_per_kv_head, dim=0),
         value_scale=_stack([m.value_scale for m in batch], batch, neutral=1.0),
         log_remainder=torch.tensor(remainders) if any(m.has_remainder for m in batch) else None,
         blocks=block_table[requests, :num_blocks].long(),
-        self_mask=torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -math.inf),
+        self_mask=self_mask[:, :, None, None],
     )
 
 
