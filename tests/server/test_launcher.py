@@ -1,0 +1,167 @@
+"""`inducekv-serve`: what it hands to vLLM, and what it refuses before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from server import launcher
+from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, parser, plugin_list, set_environment, vllm_arguments
+from tests.inducekv_vllm.bundles import random_bundle
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "b.safetensors"
+    write_bundle(random_bundle(), path)
+    return path
+
+
+def handed(*argv: str) -> list[str]:
+    return vllm_arguments(*parser().parse_known_args(argv))
+
+
+def additional(arguments: list[str]) -> dict:
+    assert arguments.count("--additional-config") == 1
+    return json.loads(arguments[arguments.index("--additional-config") + 1])
+
+
+class TestArguments:
+    def test_of_a_plain_start(self, bundle: Path) -> None:
+        arguments = handed("MODEL", "--memory", f"a={bundle}", f"--memory=b={bundle}", "--port", "1", "-tp", "2")
+        assert arguments[:-2] == [
+            *["MODEL", "--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS],
+            *["--port", "1", "-tp", "2"],
+        ]
+        assert additional(arguments) == {"inducekv": {"bundles": {"a": str(bundle), "b": str(bundle)}}}
+
+    def test_the_model_may_stand_behind_our_flags(self, bundle: Path) -> None:
+        assert handed("--memory", f"a={bundle}", "MODEL", "--port", "1")[0] == "MODEL"
+
+    def test_settings(self) -> None:
+        arguments = handed("MODEL", "--memory-top-k", "4", "--no-memory-remainder")
+        assert additional(arguments) == {"inducekv": {"bundles": {}, "top_k": 4, "remainder": False}}
+
+    @pytest.mark.parametrize("flag", ["--host=0.0.0.0", "--uds=/tmp/s"])
+    def test_never_open_to_the_network_unless_asked(self, flag: str) -> None:
+        assert DEFAULT_HOST in handed("MODEL")
+        assert DEFAULT_HOST not in handed("MODEL", flag)
+
+    @pytest.mark.parametrize("spelling", ["--additional-config", "--additional_config"])
+    def test_a_users_additional_config_is_kept(self, bundle: Path, spelling: str) -> None:
+        theirs = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
+        for given in ([spelling, theirs], [f"{spelling}={theirs}"]):
+            found = additional(handed("MODEL", *given, "--memory", f"a={bundle}"))
+            assert found["other"] == 1
+            assert found["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
+
+    def test_a_users_worker_is_kept(self) -> None:
+        arguments = handed("MODEL", "--worker-cls", "mine.Worker")
+        assert WORKER_CLS not in arguments
+        assert "mine.Worker" in arguments
+
+    def test_a_config_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "serve.yaml"
+        file.write_text("model: MODEL\nhost: 127.0.0.2\nadditional_config: {other: 1}\n")
+        arguments = handed("--config", str(file), "--memory-top-k", "2")
+        assert arguments[:4] == ["--worker-cls", WORKER_CLS, "--config", str(file)]
+        assert additional(arguments) == {"other": 1, "inducekv": {"bundles": {}, "top_k": 2}}
+
+    def test_the_demo_stands_in_for_a_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path
+    ) -> None:
+        monkeypatch.setattr(launcher, "demo_path", lambda *parts: tmp_path.joinpath("demo", *parts))
+        with pytest.raises(UsageError, match="demo model is not there"):
+            handed("--port", "1")
+        for name in ("checkpoint/config.json", "bundles/demo.safetensors"):
+            (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "demo" / name).touch()
+        demo = {"demo": str(tmp_path / "demo/bundles/demo.safetensors")}
+        arguments = handed("--port", "1")
+        assert arguments[0] == str(tmp_path / "demo/checkpoint")
+        assert additional(arguments) == {"inducekv": {"bundles": demo}}
+        assert additional(handed("--memory", f"a={bundle}")) == {"inducekv": {"bundles": {"a": str(bundle)}}}
+        assert additional(handed("MODEL")) == {"inducekv": {"bundles": {}}}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--memory", "a"], "NAME=PATH, found 'a'"),
+            (["--memory", "=p"], "NAME=PATH"),
+            (["--memory", "a="], "NAME=PATH"),
+            (["--memory", "a=/no/such/file"], "no such file: /no/such/file"),
+            (["--memory", "a=BUNDLE", "--memory", "a=BUNDLE"], "'a' twice"),
+            (["--memory", "a=DAMAGED"], "a: .*damaged.safetensors"),
+            (["--memory-top-k", "0"], "top_k"),
+            (["--additional-config", "{"], "must be JSON"),
+            (["--additional-config", "[]"], "must be a JSON object"),
+            (["--additional-config", "{}", "--additional-config={}"], "given twice"),
+            (["--additional-config"], "needs a value"),
+            (["--additional-config.other", "1"], "one JSON object"),
+            (["--additional-config", '{"inducekv": 3}'], "must be an object"),
+            (["--additional-config", '{"inducekv": {"topk": 3}}'], "topk"),
+            (["--additional-config", '{"inducekv": {"bundles": {"a": "b"}}}', "--memory", "a=BUNDLE"], "'a' is given"),
+            (["--additional-config", '{"inducekv": {"top_k": 3}}', "--memory-top-k", "2"], "'top_k' is given"),
+            (["--config", "/no/such.yaml"], "no/such.yaml"),
+        ],
+    )
+    def test_name_the_problem(self, argv: list[str], message: str, bundle: Path) -> None:
+        damaged = bundle.with_name("damaged.safetensors")
+        damaged.write_bytes(bundle.read_bytes()[:-1])
+        argv = [a.replace("BUNDLE", str(bundle)).replace("DAMAGED", str(damaged)) for a in argv]
+        with pytest.raises(UsageError, match=message):
+            handed("MODEL", *argv)
+
+    def test_are_one_line_and_status_2(self) -> None:
+        command = [sys.executable, "-m", "server.launcher", "MODEL", "--memory", "a=/no/such/file"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 2
+        assert ended.stderr == "inducekv-serve: error: --memory a: no such file: /no/such/file\n"
+        assert ended.stdout == ""
+
+
+def test_checks_come_before_anything_heavy() -> None:
+    code = (
+        "import sys; from server.launcher import main\n"
+        "try: main(['MODEL', '--memory', 'a'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'vllm' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.split() == ["2", "False", "False"]
+
+
+def test_help_shows_ours_and_points_to_vllms() -> None:
+    ended = subprocess.run([sys.executable, "-m", "server.launcher", "--help"], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert "--memory NAME=PATH" in ended.stdout
+    assert "vllm serve --help=all" in ended.stdout
+
+
+class TestEnvironment:
+    def test_our_plugin_joins_the_users(self) -> None:
+        assert plugin_list({"VLLM_PLUGINS": "mine"}) == "mine,inducekv"
+        assert plugin_list({"VLLM_PLUGINS": "inducekv,mine"}) == "inducekv,mine"
+        assert plugin_list({"VLLM_PLUGINS": ""}) == "inducekv"
+
+    def test_without_a_list_every_plugin_stays(self) -> None:
+        names = plugin_list({}).split(",")
+        assert names[-1] == "inducekv" or "inducekv" in names
+        assert "lora_filesystem_resolver" in names  # one that vLLM brings
+
+    def test_defaults_are_for_the_demo_and_only_where_nothing_is_set(self) -> None:
+        for before, is_demo, after in (
+            ({}, True, "1"),
+            ({}, False, None),
+            ({"VLLM_CPU_KVCACHE_SPACE": "8"}, True, "8"),
+        ):
+            environment = dict(before)
+            set_environment(environment, "inducekv", is_demo=is_demo)
+            assert environment["VLLM_PLUGINS"] == "inducekv"
+            assert environment.get("VLLM_CPU_KVCACHE_SPACE") == after
