@@ -45,6 +45,7 @@ serve: setup
 
 lint: setup
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 test: lint
