@@ -24,11 +24,13 @@ from benchmarks.serving.load import chat_body
 PICTURES = 64
 
 
-@events.init_command_line_parser.add_listener
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model-name", default=str(CHECKPOINT), help="the served name: the base model's or a bundle's")
     parser.add_argument("--task", default="guild", help="the demo task whose test pictures are asked about")
     parser.add_argument("--output-tokens", type=int, default=32)
+
+
+events.init_command_line_parser.add_listener(add_options)
 
 
 class VisualQuestionUser(HttpUser):

@@ -50,9 +50,10 @@ class PromptMaker:
     def length(self, messages: list[Message]) -> int:
         """Tokens of a whole prompt as the model sees it: chat template, pictures, texts and generation prompt."""
         prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        pictures = sum(part["type"] == "image_url" for m in messages for part in m["content"] if isinstance(part, dict))
+        parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
+        pictures = [part for part in parts if part["type"] == "image_url"]
         ids = self._tokenizer(prompt, add_special_tokens=False).input_ids
-        return len(ids) + pictures * (self._image_tokens - 1)
+        return len(ids) + len(pictures) * (self._image_tokens - 1)
 
     def question(self, tokens: int) -> list[Message]:
         """One user turn with a picture, a prompt of exactly `tokens` tokens."""
