@@ -124,9 +124,9 @@ def make_optimizers(parameters: dict[str, nn.Parameter], muon_lr: float, adam_lr
     return optimizers
 
 
-def set_progress(optimizers: list[torch.optim.Optimizer], step: int, steps: int) -> None:
-    """Linear rise over the first 3% (at most 100 steps), then a flat stretch, then a linear fall over the last 45%."""
-    rise = min(1.0, (step + 1) / max(1, min(100, steps * 0.03)))
+def set_progress(optimizers: list[torch.optim.Optimizer], step: int, steps: int, rise_steps: int) -> None:
+    """Linear rise over the first `rise_steps`, a flat stretch, and a linear fall over the last 45% of the steps."""
+    rise = min(1.0, (step + 1) / rise_steps)
     fall = min(1.0, (steps - step) / (steps * 0.45))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -146,7 +146,7 @@ def warm_up(model, steps: int, rows: int, log) -> None:
         rng = np.random.default_rng([SEED, 1, step])
         scenes = [random_scene(rng, "train", low=1, high=6) for _ in range(rows)]
         cells = torch.from_numpy(np.stack([cell_labels(s) for s in scenes])).to(device)
-        set_progress(optimizers, step, steps)
+        set_progress(optimizers, step, steps, rise_steps=18)
         pixels = normalise([render(s) for s in scenes]).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             loss, right = heads(image_features(model, pixels), cells, pixels)
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="logs and resumable state")
     parser.add_argument("--output", type=Path, default=m.CHECKPOINT, help="where the finished checkpoint goes")
     parser.add_argument("--warm-up-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--check-every", type=int, default=100, help="steps between validation, with the state saved")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=2)
@@ -219,7 +219,7 @@ def main() -> None:
     compute = torch.compile(answer_logits) if args.compile else answer_logits
     for step in range(first, args.steps):
         batch = make_batch(tokenizer, np.random.default_rng([SEED, 2, step]), "train", WEIGHTS, **ROWS).to(args.device)
-        set_progress(optimizers, step, args.steps)
+        set_progress(optimizers, step, args.steps, rise_steps=90)
         with torch.autocast(args.device, torch.bfloat16):
             logits, targets = compute(model, batch)
             loss = F.cross_entropy(logits, targets)
