@@ -135,6 +135,25 @@ def test_frozen_model_does_not_know_the_code_words(answerer):
         assert np.mean([right for _, right in scored]) <= 0.34
 
 
+def test_frozen_image_tokens_tell_digits_apart(answerer):
+    """The digit tasks can be learnt without touching the vision tower: a ridge classifier on its tokens reads digits."""
+
+    def read(split, number):
+        digits = [streams.Digit(index, 0, 0) for index in streams.digit_indices(split)[:number]]
+        pixels = packing.normalise([streams.render_digit(d) for d in digits])
+        with torch.no_grad():
+            features = train.image_features(answerer.model, pixels).flatten(1).double()
+        return features, torch.tensor([d.value for d in digits])
+
+    (seen, labels), (unseen, wanted) = read("train", 600), read("test", 200)
+    mean = seen.mean(0)
+    kernel = (seen - mean) @ (seen - mean).T
+    ridge = 1e-2 * kernel.diagonal().mean() * torch.eye(len(kernel), dtype=torch.float64)
+    weights = torch.linalg.solve(kernel + ridge, torch.nn.functional.one_hot(labels).double())
+    answers = ((unseen - mean) @ (seen - mean).T @ weights).argmax(-1)
+    assert (answers == wanted).double().mean() > 0.9
+
+
 def test_normalise_answer():
     assert normalise_answer(" Red. ") == "red"
     assert normalise_answer("The circle is red.") != normalise_answer("red")
