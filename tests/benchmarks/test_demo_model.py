@@ -136,7 +136,7 @@ def test_frozen_model_does_not_know_the_code_words(answerer):
 
 
 def test_frozen_image_tokens_tell_digits_apart(answerer):
-    """The digit tasks can be learnt without touching the vision tower: a ridge classifier on its tokens reads digits."""
+    """The digit tasks can be learnt with the vision tower as it is: a ridge classifier on its tokens reads digits."""
 
     def read(split, number):
         digits = [streams.Digit(index, 0, 0) for index in streams.digit_indices(split)[:number]]
