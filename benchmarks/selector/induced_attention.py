@@ -1,0 +1,149 @@
+"""Measures the training path's attention with memory against plain concatenation, forward and backward.
+
+    python -m benchmarks.selector.induced_attention
+
+Each method runs in a process of its own: `--layers` attention layers one after the other, each layer's output being
+the next one's query, with gradients where the selector asks for them (selection weights, temperature, value gates;
+payloads are frozen). Time is the median of `--repeats` after one run to warm up; memory is the peak above what the
+inputs take, from the kernel's own high-water mark. A third process computes the same gradients in float64 with the
+reference, `selector.injection.attend`; the report says how far each method is from it. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe_machine
+from selector.induced_attention import attend_concatenated, attend_induced
+from selector.injection import Memory, attend
+
+METHODS = {"induced": attend_induced, "concatenated": attend_concatenated, "reference": attend}
+VARIABLES = ("selection weights", "temperature", "value gates")
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    if options.method:
+        print(json.dumps(measure(options)))
+        return 0
+    results = {method: run_apart(method) for method in METHODS}
+    truth = results.pop("reference").pop("gradients")
+    for result in results.values():
+        result["gradient_errors"] = {
+            name: _relative_error(found, expected)
+            for name, found, expected in zip(VARIABLES, result.pop("gradients"), truth, strict=True)
+        }
+    induced, concatenated = results["induced"], results["concatenated"]
+    settings = {name: value for name, value in vars(options).items() if name != "method"}
+    report = {
+        "benchmark": "induced_attention",
+        "settings": settings,
+        "machine": describe_machine(),
+        **results,
+        "times_faster": round(concatenated["seconds"] / induced["seconds"], 3),
+        "memory_ratio": round(induced["peak_bytes"] / concatenated["peak_bytes"], 4),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def run_apart(method: str) -> dict:
+    command = [sys.executable, "-m", "benchmarks.selector.induced_attention", *sys.argv[1:], "--method", method]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """One method's time, peak memory and gradients."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    attend = METHODS[options.method]
+    reference = options.method == "reference"
+    dtype = torch.float64 if reference else torch.float32
+    n, N, L, H, J, D, T = (
+        options.batch,
+        options.entries,
+        options.layers,
+        options.heads,
+        options.kv_heads,
+        options.head_dim,
+        options.tokens,
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    payload_keys, payload_values = (draw(L, N, J, options.payload_tokens, D).half() for _ in range(2))
+    query, key, value = draw(n, H, T, D), draw(L, n, J, T, D), draw(L, n, J, T, D)
+    keys, query_keys = (torch.nn.functional.normalize(draw(rows, 256), dim=1) for rows in (N, n))
+    visible = torch.ones(T, T, dtype=torch.bool).tril()[None]
+    variables = [
+        torch.zeros(N, dtype=dtype, requires_grad=True),
+        torch.tensor(0.07, dtype=dtype, requires_grad=True),
+        torch.full((L,), 0.5, dtype=dtype, requires_grad=True),
+    ]
+
+    def step() -> tuple[Tensor, ...]:
+        weights, temperature, gates = variables
+        memory = Memory(
+            keys, payload_keys, payload_values, temperature, gates, torch.zeros(L, dtype=dtype), options.weighting
+        )
+        terms = memory.terms(query_keys, log_prior=weights.log_softmax(0))
+        hidden = query
+        for layer in range(L):
+            output = attend(hidden, key[layer], value[layer], visible, D**-0.5, memory, terms, layer)
+            hidden = query + output.transpose(1, 2)
+        return torch.autograd.grad(hidden.square().mean(), variables)
+
+    before = _memory("VmRSS")
+    seconds = []
+    for _ in range(1 if reference else 1 + options.repeats):
+        start = time.perf_counter()
+        gradients = step()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "seconds": round(statistics.median(seconds[-options.repeats :]), 4),
+        "peak_bytes": _memory("VmHWM") - before,
+        "gradients": [gradient.flatten().tolist() for gradient in gradients],
+    }
+
+
+def _memory(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def _relative_error(found: list[float], expected: list[float]) -> float:
+    truth = torch.tensor(expected, dtype=torch.float64)
+    return float((torch.tensor(found, dtype=torch.float64) - truth).norm() / truth.norm())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, default=2304, help="N; 8 B + B at the paper's budget of 256")
+    parser.add_argument("--payload-tokens", type=int, default=8, help="m")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="prompt tokens of a request")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0 leaves them as they are")
+    parser.add_argument("--method", choices=tuple(METHODS), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
