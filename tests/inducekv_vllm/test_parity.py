@@ -90,7 +90,8 @@ class TestCompiled:
     def test_samples_of_one_request(self, compiled: Served) -> None:
         world, offline, memories = compiled
         asked = prompts(2, seed=4)
-        params = greedy(n=3, temperature=1.0, seed=5)
+        # No seed: vLLM on the CPU cannot resume a seeded request that was preempted.
+        params = greedy(n=3, temperature=1.0)
         answers = offline.chat([p.messages for p in asked], params, memory=memories["sqrt"])
         assert all(len({tuple(c.token_ids) for c in a.output.outputs}) == 3 for a in answers)
         check_answers(world, asked, answers, [world.bundles["sqrt"]] * 2)
