@@ -19,19 +19,14 @@ class KeyLookup:
     source: Literal["computed", "shared", "cached"]
 
 
-@dataclass
-class _Flight:
-    task: asyncio.Task[FloatArray]
-    waiters: int = 0
-
-
 class KeyCache:
     """At most `capacity` keys. For one event loop, not for threads."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[bytes, FloatArray] = OrderedDict()
-        self._flights: dict[bytes, _Flight] = {}
+        # What is being computed; the result is None where its caller was cancelled.
+        self._running: dict[bytes, asyncio.Future[FloatArray | None]] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -39,31 +34,36 @@ class KeyCache:
     async def get(self, identity: bytes, compute: Callable[[], Awaitable[FloatArray]]) -> KeyLookup:
         """The key of a prompt, by `compute` where it is not known.
 
-        A caller that is cancelled leaves a running computation to the others that wait for it; when the last one
-        leaves, the computation is cancelled. What `compute` raises reaches every caller and is not remembered.
+        The first caller computes, in its own task: up to its first suspension nothing else runs, so prompts reach the
+        engine in the order of the calls. Later callers wait for it. When it is cancelled, one of them computes instead;
+        what `compute` raises reaches all of them, and is not remembered.
         """
+        while (running := self._running.get(identity)) is not None:
+            if (key := await asyncio.shield(running)) is not None:
+                return KeyLookup(key, "shared")
         if (key := self._keys.get(identity)) is not None:
             self._keys.move_to_end(identity)
             return KeyLookup(key, "cached")
-        source: Literal["computed", "shared"] = "shared"
-        if (flight := self._flights.get(identity)) is None:
-            source = "computed"
-            flight = self._flights[identity] = _Flight(asyncio.create_task(self._run(identity, compute)))
-        flight.waiters += 1
-        try:
-            return KeyLookup(await asyncio.shield(flight.task), source)
-        finally:
-            flight.waiters -= 1
-            if flight.waiters == 0:
-                if self._flights.get(identity) is flight:
-                    del self._flights[identity]
-                if not flight.task.done():
-                    flight.task.cancel()
 
-    async def _run(self, identity: bytes, compute: Callable[[], Awaitable[FloatArray]]) -> FloatArray:
-        key = await compute()
+        running = self._running[identity] = asyncio.get_running_loop().create_future()
+        try:
+            key = await compute()
+        except Exception as error:
+            running.set_exception(error)
+            running.exception()  # there may be nobody to see it
+            raise
+        except BaseException:
+            running.set_result(None)
+            raise
+        else:
+            running.set_result(key)
+        finally:
+            del self._running[identity]
+        self._remember(identity, key)
+        return KeyLookup(key, "computed")
+
+    def _remember(self, identity: bytes, key: FloatArray) -> None:
         if self._capacity:
             self._keys[identity] = key
             if len(self._keys) > self._capacity:
                 self._keys.popitem(last=False)
-        return key

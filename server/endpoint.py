@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import aiohttp
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
@@ -49,6 +51,8 @@ class InduceKVEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        for kind in (aiohttp.ClientError, OSError, RuntimeError):
+            app.add_exception_handler(kind, unreadable_media)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Check the engine, load the configured bundles, and put the two passes under every route.
@@ -137,6 +141,14 @@ def refuse_beam_search(state: State, engine: TwoPassEngine) -> None:
     for serving in vars(state)["_state"].values():
         if isinstance(serving, BeamSearchOnlineMixin):
             serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
+
+
+async def unreadable_media(request: Request, error: Exception) -> JSONResponse:
+    """A picture that cannot be fetched is the client's mistake, but vLLM answers 500; other errors go on to vLLM."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if not any(frame.f_globals.get("__name__", "").startswith("vllm.multimodal.media") for frame, _ in frames):
+        raise error
+    return _error(f"cannot load the picture: {error}")
 
 
 def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ErrorResponse:

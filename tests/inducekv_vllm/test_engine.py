@@ -168,7 +168,7 @@ def test_cancelled_in_the_key_pass(served: Served) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        assert served.engine._keys._flights == {}
+        assert served.engine._keys._running == {}
         await served.answer(await served.render(seed=3))  # its picture is not taken for one the engine has
 
     run(served, test())

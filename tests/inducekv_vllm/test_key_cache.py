@@ -59,27 +59,56 @@ async def test_one_computation_for_all_who_wait() -> None:
 
 
 @in_loop
-async def test_who_leaves_does_not_take_the_key_from_the_others() -> None:
+async def test_it_begins_before_anything_else_runs() -> None:
     cache, compute = KeyCache(4), Computation()
-    first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
+    started: list[int] = []
+
+    async def caller() -> None:
+        asyncio.get_running_loop().call_soon(lambda: started.append(compute.runs))
+        await cache.get(b"p", compute)
+
+    task = asyncio.create_task(caller())
+    await settle()
+    assert started == [1]
+    compute.release.set()
+    await task
+
+
+@in_loop
+async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
+    cache, compute = KeyCache(4), Computation()
+    first, second, third = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(3))
     await settle()
     first.cancel()
     await settle()
-    assert compute.cancelled == 0
+    assert (compute.runs, compute.cancelled) == (2, 1)
     compute.release.set()
-    assert (await second).key.tolist() == [1, 1]
+    found = await asyncio.gather(second, third)
+    assert sorted(lookup.source for lookup in found) == ["computed", "shared"]
     assert first.cancelled()
 
 
 @in_loop
-async def test_when_the_last_one_leaves_the_computation_ends() -> None:
+async def test_who_waits_may_leave() -> None:
+    cache, compute = KeyCache(4), Computation()
+    first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
+    await settle()
+    second.cancel()
+    await settle()
+    compute.release.set()
+    assert (await first).source == "computed"
+    assert (compute.runs, compute.cancelled) == (1, 0)
+
+
+@in_loop
+async def test_when_all_leave_nothing_stays() -> None:
     cache, compute = KeyCache(4), Computation()
     callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
     await settle()
-    for caller in callers:
+    for caller in reversed(callers):
         caller.cancel()
     await settle()
-    assert compute.cancelled == 1
+    assert (compute.runs, compute.cancelled) == (1, 1)
     again = Computation(2.0)
     again.release.set()
     assert (await cache.get(b"p", again)).source == "computed"

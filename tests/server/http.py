@@ -35,11 +35,34 @@ def deviation(
     world: World, response: Any, prompt: Prompt, bundle: Bundle | None, *, top_k: int | None = None, choice: int = 0
 ) -> float:
     """Largest |log p(server) - log p(transformers)| over the tokens of one choice."""
-    tokens, served = tokens_and_logprobs(response, choice)
+    return deviation_of_tokens(world, *tokens_and_logprobs(response, choice), prompt, bundle, top_k=top_k)
+
+
+def deviation_of_tokens(
+    world: World,
+    tokens: list[int],
+    logprobs: list[float],
+    prompt: Prompt,
+    bundle: Bundle | None,
+    *,
+    top_k: int | None = None,
+) -> float:
     inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
     if bundle is None:
         expected = score_without_memory(world.backbone, [inputs], [tokens])[0]
     else:
         remainder = top_k is not None and bundle.metadata.weighting == "sqrt"  # the server's default
         expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
-    return float((torch.tensor(served) - expected).abs().max())
+    return float((torch.tensor(logprobs) - expected).abs().max())
+
+
+def tokens_of_stream(parts: list[Any], choice: int = 0) -> tuple[list[int], list[float]]:
+    """Like `tokens_and_logprobs`, from all parts of a streamed answer."""
+    steps = [
+        step
+        for part in parts
+        for c in part.choices
+        if c.index == choice and c.logprobs is not None
+        for step in c.logprobs.content
+    ]
+    return [int(step.token.removeprefix("token_id:")) for step in steps], [step.logprob for step in steps]
