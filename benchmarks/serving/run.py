@@ -2,7 +2,7 @@
 
 What is compared and how is told in `benchmarks/serving/__init__.py`. Prints a table for each concurrency, the targets,
 where the time of a request with memory goes, and one JSON object as the last line; the same object, with hardware and
-versions, goes to `benchmarks/results/serving_MODEL.json` (not with --smoke).
+versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def main() -> int:
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
         "model": args.model,
+        "dtype": args.dtype,
         "weighting": args.weighting,
         "output_tokens": args.output_tokens,
         "smoke": args.smoke,
@@ -69,7 +70,7 @@ def main() -> int:
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"serving_{Path(args.model).name}.json"
+        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -79,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
     parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
+    # Left to itself vLLM serves a float32 checkpoint in bfloat16.
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="must include 1")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each method at concurrency 1")
     parser.add_argument("--output-tokens", type=int, default=32)
@@ -118,7 +121,7 @@ def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
-    limits = ["--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
+    limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--limit-mm-per-prompt", json.dumps({"image": 257})]
     return [str(model), *memories, *limits, *args.serve_args]
 
