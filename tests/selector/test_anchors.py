@@ -12,7 +12,7 @@ import torch
 
 import selector.anchors as module
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.anchors import AnchorStore, examples_digest, choose_anchors
+from selector.anchors import AnchorStore, choose_anchors, examples_digest
 from selector.data import Example, read_task
 from tests.selector.conftest import record, write_task
 

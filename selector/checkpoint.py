@@ -1,0 +1,104 @@
+"""Progress of a selection on disk: a run that is killed goes on where it was, and ends where it would have ended.
+
+DIR/identity.json       what the run is made from; progress of another run is of no use
+DIR/NAME.safetensors    one optimisation's state after its last complete iteration
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+
+from inducekv_vllm.errors import ConfigError
+
+from .calibration import Calibration
+from .files import replace_file
+from .selection import Measured, SelectionState
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The folder of one run."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
+        """The run's own progress, or none: what another run has left in the folder is removed.
+
+        Args:
+            identity: JSON values that settle every result of the run.
+
+        Returns:
+            The checkpoint, and whether it holds progress of this run.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        path, content = folder / "identity.json", json.dumps(identity, sort_keys=True, indent=1).encode()
+        try:
+            if path.is_file() and path.read_bytes() == content:
+                return cls(folder), True
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            replace_file(path, content)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
+        return cls(folder), False
+
+    def save(self, name: str, state: SelectionState) -> None:
+        """Raises ConfigError: the file cannot be written; the last state stays."""
+        calibration = state.calibration
+        tensors = {
+            "weights": state.weights,
+            "phi": calibration.phi,
+            "mean": calibration.mean,
+            "square": calibration.square,
+        }
+        progress = {
+            "iteration": state.iteration,
+            "steps": calibration.steps,
+            "history": [measured.as_json() for measured in state.history],
+        }
+        data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
+        try:
+            replace_file(self._path(name), data)
+        except OSError as error:
+            raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
+
+    def load(self, name: str) -> SelectionState | None:
+        """The state that was saved last, if any.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            with safetensors.safe_open(str(path), framework="pt") as file:
+                progress = json.loads(file.metadata()["progress"])
+                tensors = {key: file.get_tensor(key) for key in ("weights", "phi", "mean", "square")}
+            history = tuple(Measured(**measured) for measured in progress["history"])
+            calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
+            return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
+        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}") from error
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def identity_digest(identity: dict[str, Any]) -> str:
+    """A run's name: sha256 of what it is made from."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
