@@ -27,7 +27,7 @@ from inducekv_vllm.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.retrieval import PrefixIndex
 from inducekv_vllm.wire import MemoryOrder
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import WORKER, make_world, prompts
+from tests.inducekv_vllm.parity import WORKER, World, make_world, prompts
 from tests.tiny_models import save_tiny_llava
 
 
@@ -94,10 +94,9 @@ class Served:
         return [output async for output in outputs][-1]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("engine")
-    world = make_world(save_tiny_llava(folder / "model"), folder)
+@contextlib.contextmanager
+def serve_world(world: World) -> Iterator[Served]:
+    """An engine with the bundle "sqrt" as its memory "m"."""
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_PLUGINS", "inducekv")
@@ -125,6 +124,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(runner, llm, Memories(m=memory))
         finally:
             llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("engine")
+    with serve_world(make_world(save_tiny_llava(folder / "model"), folder)) as served:
+        yield served
 
 
 def run(served: Served, test: Coroutine[Any, Any, None]) -> None:

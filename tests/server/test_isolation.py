@@ -41,18 +41,16 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
     replaced_by.write_bytes(world.paths["prior"].read_bytes())
     before = preemptions(server)
 
-    async def crowd() -> tuple[list[Any], int]:
+    async def crowd() -> list[Any]:
         many = httpx.Limits(max_connections=None)
         connections = openai.DefaultAsyncHttpxClient(limits=many, timeout=600)
         async with openai.AsyncOpenAI(
             base_url=f"{server}/v1", api_key="none", max_retries=0, http_client=connections
         ) as crowd_client:
-            done = 0
 
             async def one(model: str, messages: Any) -> Any:
-                nonlocal done
                 extra = {"ignore_eos": True, "return_tokens_as_token_ids": True}
-                response = await crowd_client.chat.completions.create(
+                return await crowd_client.chat.completions.create(
                     model=model,
                     messages=messages,
                     temperature=0,
@@ -60,8 +58,6 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
                     logprobs=True,
                     extra_body=extra | (TRACED if model != "base" else {}),
                 )
-                done += 1
-                return response
 
             async def leaves(model: str, index: int) -> None:
                 """A client that hangs up: at once, during the key pass, or in the answer.
@@ -72,20 +68,24 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
                 await asyncio.sleep(0.05 * index)
                 task.cancel()
 
-            async def replace() -> int:
-                while done < len(jobs) // 8:
-                    await asyncio.sleep(0.01)
-                loaded = await asyncio.to_thread(moving.load, "moving", replaced_by, replace=True)
-                assert loaded.status_code == 200, loaded.text
-                return len(jobs) - done
+            def start(some: list[tuple[str, int]]) -> Any:
+                return asyncio.gather(*(one(model, asked[index].messages) for model, index in some))
 
-            answers = asyncio.gather(*(one(model, asked[index].messages) for model, index in jobs))
+            def is_used() -> bool:
+                cards = {card["name"]: card for card in moving.list()["data"]}
+                return cards["moving"]["active_requests"] > 0
+
+            half = len(jobs) // 2
+            first = start(jobs[:half])
             hang_ups = asyncio.gather(*(leaves(MODELS[i % 4], i) for i in range(NUM_PROMPTS)))
-            left, responses, _ = await asyncio.gather(replace(), answers, hang_ups)
-            return responses, left
+            await asyncio.to_thread(wait_until, is_used)
+            loaded = await asyncio.to_thread(moving.load, "moving", replaced_by, replace=True)
+            assert loaded.status_code == 200, loaded.text
+            second = start(jobs[half:])
+            await hang_ups
+            return [*await first, *await second]
 
-    responses, left_at_replacement = asyncio.run(crowd())
-    assert left_at_replacement > len(jobs) // 8
+    responses = asyncio.run(crowd())
     assert preemptions(server) > before
 
     moving.load("before", world.paths["other"])

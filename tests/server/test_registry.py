@@ -1,0 +1,238 @@
+"""The registry over a real engine: versions, leases and releases, step by step, down to the worker's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+
+from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.engine import TwoPassEngine
+from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from server.endpoint import check_server, guard_adapters
+from server.registry import BundleRegistry
+from tests.inducekv_vllm.parity import World
+from tests.inducekv_vllm.test_engine import Served, handle, serve_world
+
+
+class Registered:
+    """A registry on a running engine, fresh for each test; the engine must be empty again afterwards."""
+
+    def __init__(self, served: Served, world: World) -> None:
+        self.llm, self.world = served.llm, world
+        self.models = OpenAIServingModels(served.llm, [BaseModelPath(name="base", model_path=str(world.model))])
+        self.registry = BundleRegistry(served.llm, self.models, world.backbone.fingerprint)
+        self.engine = TwoPassEngine(served.llm, self.registry, InduceKVConfig())
+        self.render = served.render
+
+    def stream(self, name: str, prompt: Any, max_tokens: int = 4) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"inducekv_trace": 1})
+        return self.engine.generate(prompt, params, f"{name}-{id(prompt)}", lora_request=handle(name))
+
+    async def resident(self) -> set[str]:
+        (stats,) = await self.llm.collective_rpc("inducekv_stats")
+        return set(stats["resident"])
+
+    async def released(self) -> set[str]:
+        """What is resident when all releases are done."""
+        while self.registry._releases:
+            await asyncio.gather(*self.registry._releases)
+        return await self.resident()
+
+    def digest(self, name: str) -> str:
+        return self.world.bundles[name].digest
+
+    async def load(self, name: str, content: str, *, replace: bool = False) -> None:
+        await self.registry.load(name, str(self.world.paths[content]), replace=replace)
+
+
+@pytest.fixture(scope="module")
+def served(world: World) -> Iterator[Served]:
+    with serve_world(world) as served:
+        yield served
+
+
+@pytest.fixture
+def registered(served: Served, world: World) -> Iterator[Registered]:
+    registered = served.run(_make(served, world))
+    before = served.run(registered.resident())
+    yield registered
+
+    async def empty() -> None:
+        for card in registered.registry.list().data:
+            await registered.registry.unload(card.name)
+        assert await registered.released() == before
+        assert registered.registry.list().draining == []
+
+    served.run(empty())
+
+
+async def _make(served: Served, world: World) -> Registered:
+    return Registered(served, world)
+
+
+def run(served: Served, test: Coroutine[Any, Any, None]) -> None:
+    served.run(asyncio.wait_for(test, 240))  # type: ignore[arg-type]
+
+
+def test_a_running_request_keeps_its_version_through_a_replacement(served: Served, registered: Registered) -> None:
+    async def test() -> None:
+        await registered.load("m", "other")
+        stream = registered.stream("m", await registered.render(seed=31), max_tokens=100)
+        await anext(stream)  # and now it stands still for as long as we like
+        await registered.load("m", "prior", replace=True)
+        (old,) = registered.registry.list().draining
+        assert (old.digest, old.active_requests) == (registered.digest("other"), 1)
+        assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
+
+        new = [output async for output in registered.stream("m", await registered.render(seed=31))][-1]
+        assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
+        last = [output async for output in stream][-1]
+        assert last.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
+        assert last.finished
+        assert registered.digest("other") not in await registered.released()
+        assert registered.digest("prior") in await registered.resident()
+
+    run(served, test())
+
+
+def test_a_running_request_outlives_its_name(served: Served, registered: Registered) -> None:
+    async def test() -> None:
+        await registered.load("m", "other")
+        ends = registered.stream("m", await registered.render(seed=32), max_tokens=100)
+        is_left = registered.stream("m", await registered.render(seed=33), max_tokens=100)
+        await anext(ends)
+        await anext(is_left)
+        await registered.registry.unload("m")
+        assert "m" not in registered.models.lora_requests
+        assert registered.registry.list().draining[0].active_requests == 2
+        assert [output async for output in ends][-1].finished
+        assert registered.digest("other") in await registered.released()
+        await is_left.aclose()
+        assert registered.digest("other") not in await registered.released()
+        with pytest.raises(UnknownBundle, match="'m'"):
+            await registered.registry.unload("m")
+
+    run(served, test())
+
+
+def test_a_version_comes_back_before_it_is_released(served: Served, registered: Registered) -> None:
+    async def test() -> None:
+        await registered.load("m", "other")
+        await registered.registry.unload("m")
+        await registered.load("n", "other")
+        assert registered.digest("other") in await registered.released()
+
+    run(served, test())
+
+
+def test_a_worker_that_refuses_leaves_everything_as_it_was(
+    served: Served, registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file changes between the check here and the reading there."""
+
+    async def test() -> None:
+        path = tmp_path / "m.safetensors"
+        shutil.copy(registered.world.paths["other"], path)
+        await registered.load("m", "prior")
+        read = registered.registry._read
+
+        def read_and_change(name: str, path: str) -> Any:
+            memory = read(name, path)
+            shutil.copy(registered.world.paths["sqrt"], path)
+            return memory
+
+        monkeypatch.setattr(registered.registry, "_read", read_and_change)
+        before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
+        for name, replacing in (("m", True), ("new", False)):
+            shutil.copy(registered.world.paths["other"], path)
+            with pytest.raises(CapacityError, match="changed while it was loaded"):
+                await registered.registry.load(name, str(path), replace=replacing)
+        assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
+
+    run(served, test())
+
+
+class TestAdapters:
+    """LoRA beside memory: the tables agree, and neither side's routes touch the other's names."""
+
+    @pytest.fixture
+    def adapted(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Registered:
+        """The server has an adapter "style"; every bundle read names it."""
+        registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
+        read = registered.registry._read
+        monkeypatch.setattr(registered.registry, "_read", lambda name, path: replace(read(name, path), adapter="style"))
+        guard_adapters(registered.models, registered.registry)
+        return registered
+
+    def test_a_bundle_runs_with_its_adapter(self, served: Served, adapted: Registered) -> None:
+        async def test() -> None:
+            await adapted.load("m", "other")
+            with adapted.registry.lease("m") as lease:
+                assert lease.adapter is adapted.models.lora_requests["style"]
+
+        run(served, test())
+
+    def test_names_are_not_shared(self, served: Served, adapted: Registered) -> None:
+        async def test() -> None:
+            with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
+                await adapted.load("style", "other")
+
+        run(served, test())
+
+    def test_loras_routes_leave_bundles_and_their_adapters_alone(self, served: Served, adapted: Registered) -> None:
+        async def test() -> None:
+            await adapted.load("m", "other")
+            before = dict(adapted.models.lora_requests)
+            for name in ("m", "style"):
+                body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
+                for change in (adapted.models.load_lora_adapter, adapted.models.unload_lora_adapter):
+                    answer = await change(body)
+                    assert isinstance(answer, ErrorResponse)
+                    assert answer.error.code == 400
+                    assert name in answer.error.message
+            assert adapted.models.lora_requests == before
+
+        run(served, test())
+
+    def test_a_bundle_without_its_adapter_is_refused(self, served: Served, adapted: Registered) -> None:
+        async def test() -> None:
+            del adapted.models.lora_requests["style"]
+            with pytest.raises(UnsupportedModel, match="needs the LoRA adapter 'style'; loaded are: none"):
+                await adapted.load("m", "other")
+
+        run(served, test())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"_api_process_count": 2}, "--api-server-count 2"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
+    ],
+)
+def test_servers_that_cannot_keep_the_books_are_refused(parallel: dict[str, int], message: str) -> None:
+    async def no_such_method(method: str) -> None:
+        raise AttributeError(method)
+
+    settings = {"_api_process_count": 1, "data_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
+    client: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**settings)),
+        model_config=SimpleNamespace(multimodal_config=None),
+        collective_rpc=no_such_method,
+    )
+    with pytest.raises(UnsupportedModel, match=message):
+        asyncio.run(check_server(client))
