@@ -1,0 +1,320 @@
+"""`inducekv-select`: after a task, choose the entries of the next memory bundle.
+
+Reads the task's examples, the previous bundle and the anchors of earlier tasks, and writes the next bundle, the report
+OUTPUT.report.json, and this task's anchors. It may be killed at any moment: run again with the same arguments it goes
+on where it was, and ends with the same bundle.
+
+Exit status: 0 for success, 2 for an error, told in one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
+
+SUCCESS, FAILED = 0, 2
+PROGRAM = "inducekv-select"
+VALIDATION_SHARE = 0.1  # held out of the task's examples where no file of validation examples is given
+API_KEY_VARIABLE = "INDUCEKV_API_KEY"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parser().parse_args([*_config_arguments(given), *given])
+        return run(options)
+    except InduceKVError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; run it again with the same arguments to go on", file=sys.stderr)
+        return FAILED
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, update, write; everything that can be refused is refused before the model is loaded."""
+    if options.recipe == "refined":
+        raise ConfigError("the recipe 'refined' is not available in this version, only 'paper' is")
+    _check_paths(options)
+    previous = read_bundle(options.previous) if options.previous else None
+
+    from .anchors import AnchorStore, choose_anchors, examples_digest
+    from .checkpoint import Checkpoint, identity_digest
+    from .data import read_task
+    from .update import TaskInputs, UpdateSettings, pairs_to_try, update
+
+    settings = UpdateSettings(
+        budget=options.budget if options.budget is not None else previous.metadata.budget if previous else 256,
+        payload_tokens=options.payload_tokens,
+        weighting=options.weighting,
+        beta=options.beta,
+        gamma=options.gamma,
+        iterations=options.iterations,
+        inner_steps=options.inner_steps,
+        hypergradient=options.hypergradient,
+        step_rule=options.step_rule,
+        shortlist=options.shortlist,
+        shortlist_policy=options.shortlist_policy,
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    if options.anchors_per_task < 1:
+        raise ConfigError(f"anchors_per_task must be at least 1, found {options.anchors_per_task}")
+    examples = read_task(options.task)
+    training, validation = _split(examples, options)
+    store = AnchorStore(options.anchors) if options.anchors else None
+
+    identity = {
+        "model": str(options.model),
+        "settings": asdict(settings),
+        "training": examples_digest(training),
+        "validation": examples_digest(validation),
+        "previous": previous.digest if previous else None,
+        "anchor_policy": options.anchor_policy,
+        "anchors_per_task": options.anchors_per_task,
+    }
+    run_name = identity_digest(identity)
+    if store:
+        store.require_new([example.task for example in training], run_name)
+    anchors = store.read(except_run=run_name) if store else []
+    identity["anchors"] = examples_digest(anchors)
+    inputs = TaskInputs(training, validation, anchors, previous)
+    pairs_to_try(inputs, settings)
+
+    backbone = _load(options.model)
+    checkpoint, resumed = Checkpoint.open(_checkpoint_folder(options.output), identity)
+    if resumed:
+        print(f"{PROGRAM}: going on where an earlier run ended", file=sys.stderr)
+    done = update(backbone, inputs, settings, checkpoint, progress=True)
+
+    storage: dict[str, Any] = {"memory_bytes": done.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
+    if store:
+        losses: list[float] = []
+        if options.anchor_policy == "hard":
+            losses = _frozen_losses(backbone, training, settings.batch_size)
+        rows = choose_anchors(
+            training,
+            options.anchors_per_task,
+            options.anchor_policy,
+            options.seed,
+            keys=done.training_keys,
+            losses=losses,
+        )
+        chosen = [training[row] for row in rows]
+        store.append(chosen, run=run_name, policy=options.anchor_policy, seed=options.seed)
+        storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
+    _write_report(options.output, done.report | {"storage": storage})
+    write_bundle(done.bundle, options.output)
+    checkpoint.remove()
+    _tell(done.bundle, done.report, options.output)
+    if options.publish:
+        publish(options.publish, options.output)
+    return SUCCESS
+
+
+def publish(url: str, path: Path) -> None:
+    """Load the finished bundle into a running server, under the file's name without its ending.
+
+    The API key, where the server wants one, is read from INDUCEKV_API_KEY.
+
+    Raises:
+        ConfigError: the server cannot be reached or refuses; the bundle stays on disk.
+    """
+    body = json.dumps({"name": path.stem, "path": str(path.resolve()), "replace": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(API_KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {key}"
+    address = f"{url.rstrip('/')}/v1/load_memory_bundle"
+    try:
+        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            card = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        reason = error.read(2000).decode(errors="replace")
+        raise ConfigError(f"{path} was written, but {address} refused it ({error.code}): {reason}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} was written, but {address} cannot be reached: {error}") from error
+    print(f"published as {card['name']} at {url}")
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"--output {options.output}: the folder {options.output.parent} does not exist")
+    if options.output.is_dir():
+        raise ConfigError(f"--output {options.output} is a folder, expected the name of a file")
+    if options.previous and options.output.resolve() == options.previous.resolve():
+        raise ConfigError(f"--output {options.output} is the previous bundle, which stays as it is: name another file")
+    if options.publish and not options.publish.startswith(("http://", "https://")):
+        raise ConfigError(f"--publish must be an http or https address, found {options.publish!r}")
+
+
+def _split(examples: Sequence[Any], options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """Training and validation examples: of two files, or of one by the seed."""
+    import numpy as np
+
+    from .data import read_task
+
+    if options.validation:
+        validation = read_task(options.validation)
+        seen = {example.source_digest for example in examples}
+        for example in validation:
+            if example.source_digest in seen:
+                raise TaskDataError(
+                    f"{options.validation}: example {example.id!r} is also a training example of {options.task}"
+                )
+        return list(examples), validation
+    if len(examples) < 2:
+        raise TaskDataError(f"{options.task}: a tenth is held out for validation; with one example, use --validation")
+    count = max(1, round(VALIDATION_SHARE * len(examples)))
+    held_out = set(np.random.default_rng((options.seed, 5)).choice(len(examples), count, replace=False).tolist())
+    training = [example for row, example in enumerate(examples) if row not in held_out]
+    return training, [examples[row] for row in sorted(held_out)]
+
+
+def _load(model: str) -> Any:
+    from transformers.utils.logging import disable_progress_bar
+
+    from .backbone import Backbone
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return Backbone.load(model)
+
+
+def _frozen_losses(backbone: Any, examples: Sequence[Any], batch_size: int) -> list[float]:
+    """NLL of each example without memory."""
+    import torch
+
+    from .objective import Scorer
+
+    scorer = Scorer(backbone)
+    losses: list[float] = []
+    with torch.no_grad():
+        for start in range(0, len(examples), batch_size):
+            losses += scorer.losses(examples[start : start + batch_size]).tolist()
+    return losses
+
+
+def _checkpoint_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.progress")
+
+
+def report_path(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.report.json")
+
+
+def _write_report(output: Path, report: dict[str, Any]) -> None:
+    from .files import replace_file
+
+    path = report_path(output)
+    try:
+        replace_file(path, json.dumps(report, indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the report: {error}") from error
+
+
+def _tell(bundle: Bundle, report: dict[str, Any], output: Path) -> None:
+    rounding, losses = report["rounding"], report["validation_nll"]
+    if rounding["collapsed"]:
+        print(
+            f"{PROGRAM}: warning: the selection collapsed onto {rounding['support']} entries; "
+            f"{rounding['selected_without_weight']} of the {rounding['selected']} selected have no weight and stand "
+            "there by their order alone (--step-rule normalized avoids it)",
+            file=sys.stderr,
+        )
+    if losses and losses["deployed"] >= losses["no_memory"]:
+        print(
+            f"{PROGRAM}: warning: on the validation examples the memory is no better than none: "
+            f"NLL {losses['deployed']:.4f} with it, {losses['no_memory']:.4f} without",
+            file=sys.stderr,
+        )
+    tasks = ", ".join(f"{task} ({count})" for task, count in report["composition"]["after"].items())
+    print(f"{output}: {bundle.num_entries} entries, {tasks}, digest {bundle.digest}")
+
+
+def _config_arguments(given: Sequence[str]) -> list[str]:
+    """The settings of `--config FILE` as arguments, to stand before those given, which therefore win."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(list(given))[0].config
+    if path is None:
+        return []
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the settings: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    known = {action.option_strings[0]: action for action in _parser()._actions if action.option_strings}
+    arguments: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in known or flag in ("--config", "--help"):
+            raise ConfigError(f"{path}: unknown setting {name!r}")
+        if known[flag].nargs == 0:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {name} must be true or false, found {value!r}")
+            arguments += [flag] if value else []
+        elif isinstance(value, bool | list | dict):
+            raise ConfigError(f"{path}: {name} must be a number or a string, found {value!r}")
+        else:
+            arguments += [f"{flag}={value}"]
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose complaints are errors like all others."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .anchors import POLICIES
+
+    parser = _Parser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="model folder or Hugging Face id")
+    add("--task", type=Path, required=True, help="the task's training data: .jsonl, or LLaVA's .json")
+    add("--output", type=Path, required=True, help="the bundle to write, replaced if it exists")
+    add("--previous", type=Path, help="the bundle of the tasks before; stays as it is")
+    add("--validation", type=Path, help="validation data (default: a tenth of the task's, held out by the seed)")
+    add("--anchors", type=Path, metavar="DIR", help="the store of anchors: read, and this task's are added")
+    add("--recipe", choices=("paper", "refined"), default="paper")
+    add("--budget", type=int, help="the most entries the memory may have (default: the previous bundle's, else 256)")
+    add("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
+    add("--weighting", choices=("sqrt", "prior"), default="sqrt", help="how weights enter attention (default sqrt)")
+    add("--beta", type=float, help="weight of the anchors (default: as the previous bundle has it, else by the grid)")
+    add("--gamma", type=float, help="weight of the coverage (default: likewise)")
+    add("--iterations", type=int, default=100, help="outer steps (default 100)")
+    add("--inner-steps", type=int, default=10, help="calibration steps before each (default 10)")
+    add("--hypergradient", choices=("alternating", "unrolled"), default="alternating")
+    add("--step-rule", choices=("plain", "normalized"), default="plain", help="plain is the paper's")
+    add("--shortlist", type=int, default=8, metavar="TIMES", help="keep TIMES the budget of candidates (default 8)")
+    add("--full-pool", action="store_const", const=None, dest="shortlist", help="keep all candidates")
+    add("--shortlist-policy", choices=("nearest", "random"), default="nearest", help="random is the control")
+    add("--anchor-policy", choices=POLICIES, default="random")
+    add("--anchors-per-task", type=int, default=64, help="(default 64)")
+    add("--batch-size", type=int, default=8, help="examples of a step (default 8)")
+    add("--seed", type=int, default=0)
+    add("--config", type=Path, help="a TOML file of these settings; arguments given here win")
+    add("--publish", metavar="URL", help=f"load the bundle into this server; {API_KEY_VARIABLE} holds its API key")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

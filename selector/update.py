@@ -1,0 +1,394 @@
+"""One task's update of the memory: Algorithm 1 of the paper, from examples to the next bundle.
+
+Letters: N candidates, B budget, n validation questions, L layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
+from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.retrieval import Weighting
+
+from .backbone import Backbone
+from .calibration import INNER_STEPS
+from .checkpoint import Checkpoint
+from .coverage import Coverage
+from .data import Example
+from .extract import Extraction, extract, extract_keys
+from .induced_attention import induced_attention
+from .injection import Memory
+from .objective import Candidates, Objective, Questions, Scorer, log_prior
+from .report import Phases, composition, diversity, retrieval_divergence, rounding
+from .selection import Hypergradient, SelectionSettings, SelectionState, StepRule, select
+from .shortlist import at_random, nearest, query_rows
+
+RECIPE: Final = "paper"
+# The grid of the paper's "Implementation Details", searched on the first task.
+BETAS: Final = (0.1, 0.3, 0.5, 1.0)
+GAMMAS: Final = (0.0, 0.05, 0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How to update; the paper's values by default. Raises `ConfigError` for values out of range."""
+
+    budget: int = 256  # B
+    payload_tokens: int = 8  # m
+    weighting: Weighting = "sqrt"
+    beta: float | None = None  # None: what the previous memory has fixed, else by the grid
+    gamma: float | None = None
+    iterations: int = 100  # I
+    inner_steps: int = INNER_STEPS  # J
+    outer_step: float = 0.1
+    hypergradient: Hypergradient = "alternating"
+    step_rule: StepRule = "plain"
+    shortlist: int | None = 8  # keep this many times B of the current task's candidates; None: the full pool
+    shortlist_policy: Literal["nearest", "random"] = "nearest"
+    batch_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("payload_tokens", "batch_size", "shortlist"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, found {value}")
+        if self.seed < 0:
+            raise ConfigError(f"the seed must not be negative, found {self.seed}")
+        if self.weighting not in ("sqrt", "prior"):
+            raise ConfigError(f"the weighting must be sqrt or prior, found {self.weighting!r}")
+        if self.shortlist_policy not in ("nearest", "random"):
+            raise ConfigError(f"the shortlist policy must be nearest or random, found {self.shortlist_policy!r}")
+        self.selection(self.beta or 0.0, self.gamma or 0.0)
+
+    def selection(self, beta: float, gamma: float) -> SelectionSettings:
+        return SelectionSettings(
+            budget=self.budget,
+            beta=beta,
+            gamma=gamma,
+            iterations=self.iterations,
+            inner_steps=self.inner_steps,
+            outer_step=self.outer_step,
+            hypergradient=self.hypergradient,
+            step_rule=self.step_rule,
+        )
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """What a task's update is made from."""
+
+    training: Sequence[Example]  # the candidates, and what the calibration is fitted to
+    validation: Sequence[Example]  # never a candidate; may be empty where beta and gamma are given
+    anchors: Sequence[Example]  # of earlier tasks; may be empty
+    previous: Bundle | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """The next memory and what is to be reported about it."""
+
+    bundle: Bundle
+    report: dict[str, Any]
+    training_keys: Tensor  # [number of training examples, d] float32
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """One pair of the grid, optimised and rounded."""
+
+    settings: SelectionSettings
+    state: SelectionState
+    bundle: Bundle
+    validation_loss: float | None  # of the rounded memory
+
+
+def update(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    settings: UpdateSettings,
+    checkpoint: Checkpoint,
+    *,
+    progress: bool = False,
+) -> Update:
+    """Choose the next memory; the same inputs and settings give the same digest, interrupted or not.
+
+    Raises:
+        TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
+        BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
+        ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
+    """
+    phases, scorer = Phases(), Scorer(backbone, batch_size=settings.batch_size)
+    check_previous(backbone, inputs, settings)
+    pairs = pairs_to_try(inputs, settings)
+    with phases.phase("check"):
+        for example in (*inputs.training, *inputs.validation, *inputs.anchors):
+            scorer.require_context(example)
+    with phases.phase("extract"):
+        extraction = extract(
+            backbone,
+            inputs.training,
+            settings.payload_tokens,
+            batch_size=settings.batch_size,
+            payload_dtype=torch.float16,
+            progress=progress,
+        )
+        validation = _questions(backbone, inputs.validation, settings, progress)
+        anchors = _questions(backbone, inputs.anchors, settings, progress)
+    with phases.phase("shortlist"):
+        objective = Objective(
+            scorer=scorer,
+            candidates=_pool(inputs, extraction, settings),
+            current=Questions(inputs.training, extraction.keys),
+            anchors=anchors,
+            budget=settings.budget,
+            weighting=settings.weighting,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+        )
+    with phases.phase("select"):
+        solved = _solve(backbone, inputs, objective, validation, settings, pairs, checkpoint, progress)
+    best = min(solved, key=lambda one: one.validation_loss or 0.0)  # of equal ones the first of the grid
+    with phases.phase("measure"):
+        report = _report(inputs, objective, validation, settings, solved, best)
+    return Update(best.bundle, report | {"phases": phases.records}, extraction.keys)
+
+
+def check_previous(backbone: Backbone, inputs: TaskInputs, settings: UpdateSettings) -> None:
+    """Refuse a previous memory that cannot be continued."""
+    previous = inputs.previous
+    if previous is None:
+        return
+    previous.require_backbone(backbone.fingerprint, "the previous bundle")
+    if previous.payload_tokens != settings.payload_tokens:
+        raise BundleError(
+            f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
+            f"found {settings.payload_tokens} in the settings"
+        )
+    if previous.num_entries > settings.budget:
+        raise ConfigError(
+            f"the budget of {settings.budget} is below the {previous.num_entries} entries the previous tasks hold"
+        )
+    held = {entry.id for entry in previous.metadata.entries}
+    for example in inputs.training:
+        if example.id in held:
+            raise TaskDataError(
+                f"the id {example.id!r} of task {example.task!r} is already that of an entry of the previous bundle"
+            )
+
+
+def pairs_to_try(inputs: TaskInputs, settings: UpdateSettings) -> list[tuple[float, float]]:
+    """(beta, gamma): as given, else as the previous memory has fixed them, else the paper's grid.
+
+    Without anchors beta multiplies nothing, and its first value stands for all.
+    """
+    fixed = inputs.previous.metadata.settings if inputs.previous is not None else {}
+
+    def values(name: str, given: float | None, grid: tuple[float, ...]) -> tuple[float, ...]:
+        if given is not None:
+            return (given,)
+        return (float(fixed[name]),) if isinstance(fixed.get(name), int | float) else grid
+
+    betas = values("beta", settings.beta, BETAS if inputs.anchors else BETAS[:1])
+    pairs = list(itertools.product(betas, values("gamma", settings.gamma, GAMMAS)))
+    if len(pairs) > 1 and not inputs.validation:
+        raise ConfigError("beta and gamma are searched on validation examples, and there are none: give both, or some")
+    return pairs
+
+
+def _questions(backbone: Backbone, examples: Sequence[Example], settings: UpdateSettings, progress: bool) -> Questions:
+    if not examples:
+        return Questions((), torch.empty(0, backbone.hidden_size))
+    return Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress))
+
+
+def _pool(inputs: TaskInputs, extraction: Extraction, settings: UpdateSettings) -> Candidates:
+    """All candidates, or the previous memory and a shortlist of the current task."""
+    pool = Candidates.join(inputs.previous, extraction, inputs.training)
+    if settings.shortlist is None:
+        return pool
+    current, count = pool.keys[pool.num_previous :], settings.shortlist * settings.budget
+    if settings.shortlist_policy == "random":
+        kept = at_random(len(current), count, settings.seed)
+    else:
+        kept = nearest(current, extraction.keys[query_rows(len(current), settings.seed)], count)
+    return pool.take(torch.cat([torch.arange(pool.num_previous), pool.num_previous + kept]))
+
+
+def _solve(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    objective: Objective,
+    validation: Questions,
+    settings: UpdateSettings,
+    pairs: Sequence[tuple[float, float]],
+    checkpoint: Checkpoint,
+    progress: bool,
+) -> list[_Solved]:
+    """Optimise for every pair, going on from what the checkpoint holds."""
+    coverage = Coverage.of_keys(objective.candidates.keys, settings.budget)
+    # Tiles are differentiable once; the unrolled hypergradient needs the reference.
+    attention = contextlib.nullcontext() if settings.hypergradient == "unrolled" else induced_attention(backbone)
+    solved = []
+    with attention, _progress_bar(len(pairs) * settings.iterations, progress) as advance:
+        for number, (beta, gamma) in enumerate(pairs):
+            name, chosen = f"beta-{beta}-gamma-{gamma}", settings.selection(beta, gamma)
+            state = checkpoint.load(name) or SelectionState.initial(
+                len(objective.candidates), settings.budget, backbone.num_layers
+            )
+
+            def keep(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
+                checkpoint.save(name, state)
+                advance(done + state.iteration, state)
+
+            state = select(
+                objective, coverage, chosen, state, has_anchors=len(objective.anchors) > 0, after_iteration=keep
+            )
+            bundle = _deployed(backbone, inputs, objective, settings, chosen, state)
+            loss = _deployed_loss(objective.scorer, validation, bundle) if len(validation) else None
+            solved.append(_Solved(chosen, state, bundle, loss))
+    return solved
+
+
+def _deployed(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    objective: Objective,
+    settings: UpdateSettings,
+    chosen: SelectionSettings,
+    state: SelectionState,
+) -> Bundle:
+    """TopB of the candidates with the calibration they ended with."""
+    selected = objective.candidates.take(state.selected(settings.budget))
+    recorded = asdict(settings) | {"beta": chosen.beta, "gamma": chosen.gamma}
+    return Bundle.create(
+        retrieval_keys=selected.keys,
+        payload_keys=selected.payload_keys,
+        payload_values=selected.payload_values,
+        temperature=state.calibration.temperature,
+        value_gates=state.calibration.value_gates,
+        layer_bias=torch.zeros(backbone.num_layers),
+        backbone=backbone.fingerprint,
+        budget=settings.budget,
+        entries=selected.records,
+        weighting=settings.weighting,
+        recipe=RECIPE,
+        settings=recorded | {"candidates": len(objective.candidates), "anchors": len(objective.anchors)},
+        parent_digest=None if inputs.previous is None else inputs.previous.digest,
+    )
+
+
+def _deployed_loss(scorer: Scorer, questions: Questions, bundle: Bundle) -> float:
+    return scorer.mean_loss(questions, Memory.from_bundle(bundle))
+
+
+def _report(
+    inputs: TaskInputs,
+    objective: Objective,
+    validation: Questions,
+    settings: UpdateSettings,
+    solved: Sequence[_Solved],
+    best: _Solved,
+) -> dict[str, Any]:
+    bundle, state, candidates = best.bundle, best.state, objective.candidates
+    selected = state.selected(settings.budget)
+    relaxed = objective.memory(state.calibration.phi)
+    prior = log_prior(state.weights, settings.budget).float()
+    deployed = Memory.from_bundle(bundle)
+    queries = validation if len(validation) else objective.current
+    log_alpha = (queries.keys @ relaxed.retrieval_keys.T / relaxed.temperature + prior).log_softmax(dim=1)  # [n, N]
+    alpha = (queries.keys @ deployed.retrieval_keys.T / deployed.temperature).softmax(dim=1)  # [n, B]
+    random_rows = np.random.default_rng((settings.seed, 4)).choice(len(candidates), len(selected), replace=False)
+    without_coverage = next((one for one in solved if one.settings.gamma == 0), None)
+
+    report: dict[str, Any] = {
+        "recipe": RECIPE,
+        "digest": bundle.digest,
+        "parent_digest": bundle.metadata.parent_digest,
+        "settings": bundle.metadata.settings,
+        "pool": {
+            "training_examples": len(inputs.training),
+            "candidates": len(candidates),
+            "from_previous": candidates.num_previous,
+            "validation_examples": len(validation),
+            "anchors": len(objective.anchors),
+        },
+        "grid": [
+            {"beta": one.settings.beta, "gamma": one.settings.gamma, "validation_nll": one.validation_loss}
+            for one in solved
+        ],
+        "history": [measured.as_json() for measured in state.history],
+        "calibration": {
+            "temperature": float(bundle.temperature),
+            "value_gates": bundle.value_gates.tolist(),
+            "layer_bias": bundle.layer_bias.tolist(),
+        },
+        "rounding": rounding(state.weights, selected)
+        | {"retrieval_divergence_nats": retrieval_divergence(log_alpha.exp(), alpha, selected)},
+        "diversity": {
+            "selected": diversity(bundle.retrieval_keys.float()),
+            "random": diversity(candidates.keys[torch.from_numpy(np.sort(random_rows))]),
+            "selected_with_gamma_0": without_coverage and diversity(without_coverage.bundle.retrieval_keys.float()),
+        },
+        "composition": {
+            "before": composition(inputs.previous.metadata.entries) if inputs.previous is not None else {},
+            "after": composition(bundle.metadata.entries),
+        },
+        "memory_bytes": _memory_bytes(bundle),
+        "validation_nll": None,
+    }
+    if len(validation):
+        without = objective.scorer.mean_loss(validation)
+        with_relaxed = objective.scorer.mean_loss(validation, relaxed, prior)
+        with_deployed = _deployed_loss(objective.scorer, validation, bundle)
+        report["validation_nll"] = {
+            "no_memory": without,
+            "relaxed": with_relaxed,
+            "deployed": with_deployed,
+            "rounding_gap": with_deployed - with_relaxed,
+        }
+    return report
+
+
+def _memory_bytes(bundle: Bundle) -> int:
+    backbone = bundle.metadata.backbone
+    return footprint_bytes(
+        bundle.num_entries,
+        backbone.hidden_size,
+        backbone.num_layers,
+        backbone.num_kv_heads,
+        bundle.payload_tokens,
+        backbone.head_dim,
+    )
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, shown: bool) -> Any:
+    """Yields a function that says how many iterations are done; time left is shown beside the bar."""
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task("Selecting entries", total=total, loss="")
+
+        def advance(done: int, state: SelectionState) -> None:
+            bar.update(task, completed=done, loss=f"J {state.history[-1].objective:.4f}")
+
+        yield advance
