@@ -1,0 +1,121 @@
+"""Measures the paper's recipe on the first task of a stream against entries chosen without optimisation.
+
+    python -m benchmarks.selector.paper_recipe --data DIR [--model DIR] [--task guild] [--seeds 0 1 2]
+
+DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed: the selected memory (as deployed, and
+relaxed), random and k-center memories of the same budget, each of these with the starting calibration and with the one
+the selection has fitted, and no memory at all; mean NLL on held-out test examples. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.demo.model import CHECKPOINT
+from benchmarks.machine import describe_machine
+from selector.backbone import Backbone
+from selector.build import BuildSettings, build_bundle
+from selector.checkpoint import Checkpoint
+from selector.data import read_task
+from selector.extract import extract_keys
+from selector.injection import Memory
+from selector.objective import Questions, Scorer
+from selector.update import TaskInputs, UpdateSettings, update
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    backbone = Backbone.load(options.model)
+    folder = options.data / options.task
+    test = read_task(folder / "test.jsonl")
+    questions = Questions(test, extract_keys(backbone, test))
+    scorer = Scorer(backbone)
+    runs = []
+    for seed in options.seeds:
+        runs.append(measure(backbone, scorer, questions, folder, seed, options))
+        print(json.dumps(runs[-1]), file=sys.stderr)
+    methods = runs[0]["test_nll"]
+    report = {
+        "benchmark": "paper_recipe",
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "machine": describe_machine(),
+        "runs": runs,
+        "mean_test_nll": {name: statistics.mean(run["test_nll"][name] for run in runs) for name in methods},
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def measure(
+    backbone: Backbone, scorer: Scorer, questions: Questions, folder: Path, seed: int, options: argparse.Namespace
+) -> dict:
+    """One seed."""
+    training, validation = (read_task(folder / f"{split}.jsonl") for split in ("train", "validation"))
+    settings = UpdateSettings(
+        budget=options.budget,
+        beta=0.0,  # the first task has no anchors
+        gamma=options.gamma,
+        iterations=options.iterations,
+        step_rule=options.step_rule,
+        shortlist=None if options.full_pool else 8,
+        seed=seed,
+    )
+    with tempfile.TemporaryDirectory() as progress:
+        checkpoint, _ = Checkpoint.open(Path(progress) / "run", {})
+        done = update(backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=True)
+    selected = Memory.from_bundle(done.bundle)
+    losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
+    for policy in ("random", "k-center"):
+        build = BuildSettings(budget=options.budget, policy=policy, seed=seed)
+        memory = Memory.from_bundle(build_bundle(backbone, training, build))
+        losses[f"{policy}, starting calibration"] = scorer.mean_loss(questions, memory)
+        fitted = replace(memory, temperature=selected.temperature, value_gates=selected.value_gates)
+        losses[f"{policy}, the selection's calibration"] = scorer.mean_loss(questions, fitted)
+    history, report = done.report["history"], done.report
+    return {
+        "seed": seed,
+        "test_nll": losses,
+        "validation_nll": report["validation_nll"],
+        "objective": {
+            "mean_of_first_10": statistics.mean(one["objective"] for one in history[:10]),
+            "mean_of_last_10": statistics.mean(one["objective"] for one in history[-10:]),
+        },
+        "current": {
+            "mean_of_first_10": statistics.mean(one["current"] for one in history[:10]),
+            "mean_of_last_10": statistics.mean(one["current"] for one in history[-10:]),
+        },
+        "rounding": report["rounding"],
+        "calibration": report["calibration"],
+        "phases": report["phases"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--task", default="guild")
+    parser.add_argument("--budget", type=int, default=32)
+    parser.add_argument("--gamma", type=float, default=0.1)
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--step-rule", choices=("plain", "normalized"), default="plain")
+    parser.add_argument("--full-pool", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
