@@ -73,7 +73,7 @@ def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, seed: int = 0) -
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
-            num_attention_heads=1,
+            num_attention_heads=2,  # so that two tensor-parallel ranks can share them
             image_size=PICTURE_SIZE,
             patch_size=12,
             projection_dim=64,
