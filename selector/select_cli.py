@@ -246,7 +246,7 @@ def _tell(bundle: Bundle, report: dict[str, Any], output: Path) -> None:
 
 def _config_arguments(given: Sequence[str]) -> list[str]:
     """The settings of `--config FILE` as arguments, to stand before those given, which therefore win."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = _Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     path = finder.parse_known_args(list(given))[0].config
     if path is None:

@@ -14,7 +14,15 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle
@@ -134,7 +142,10 @@ def update(
     check_previous(backbone, inputs, settings)
     pairs = pairs_to_try(inputs, settings)
     with phases.phase("check"):
-        for example in (*inputs.training, *inputs.validation, *inputs.anchors):
+        everything = (*inputs.training, *inputs.validation, *inputs.anchors)
+        for example in track(
+            everything, "Checking examples", console=Console(stderr=True), disable=not progress, transient=True
+        ):
             scorer.require_context(example)
     with phases.phase("extract"):
         extraction = extract(
@@ -161,7 +172,7 @@ def update(
     with phases.phase("select"):
         solved = _solve(backbone, inputs, objective, validation, settings, pairs, checkpoint, progress)
     best = min(solved, key=lambda one: one.validation_loss or 0.0)  # of equal ones the first of the grid
-    with phases.phase("measure"):
+    with phases.phase("measure"), induced_attention(backbone):
         report = _report(inputs, objective, validation, settings, solved, best)
     return Update(best.bundle, report | {"phases": phases.records}, extraction.keys)
 
@@ -240,9 +251,9 @@ def _solve(
     """Optimise for every pair, going on from what the checkpoint holds."""
     coverage = Coverage.of_keys(objective.candidates.keys, settings.budget)
     # Tiles are differentiable once; the unrolled hypergradient needs the reference.
-    attention = contextlib.nullcontext() if settings.hypergradient == "unrolled" else induced_attention(backbone)
+    unrolled = settings.hypergradient == "unrolled"
     solved = []
-    with attention, _progress_bar(len(pairs) * settings.iterations, progress) as advance:
+    with _progress_bar(len(pairs) * settings.iterations, progress) as advance:
         for number, (beta, gamma) in enumerate(pairs):
             name, chosen = f"beta-{beta}-gamma-{gamma}", settings.selection(beta, gamma)
             state = checkpoint.load(name) or SelectionState.initial(
@@ -253,11 +264,13 @@ def _solve(
                 checkpoint.save(name, state)
                 advance(done + state.iteration, state)
 
-            state = select(
-                objective, coverage, chosen, state, has_anchors=len(objective.anchors) > 0, after_iteration=keep
-            )
+            with contextlib.nullcontext() if unrolled else induced_attention(backbone):
+                state = select(
+                    objective, coverage, chosen, state, has_anchors=len(objective.anchors) > 0, after_iteration=keep
+                )
             bundle = _deployed(backbone, inputs, objective, settings, chosen, state)
-            loss = _deployed_loss(objective.scorer, validation, bundle) if len(validation) else None
+            with induced_attention(backbone):
+                loss = _deployed_loss(objective.scorer, validation, bundle) if len(validation) else None
             solved.append(_Solved(chosen, state, bundle, loss))
     return solved
 
