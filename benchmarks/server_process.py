@@ -39,6 +39,7 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
     port = free_port()
     command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
+        before = signal.signal(signal.SIGTERM, _exit)
         # A session of its own: Ctrl-C reaches us alone, and we then stop the server and its engine together.
         process = subprocess.Popen(
             command,
@@ -54,6 +55,12 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
             yield url
         finally:
             _stop(process)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    """A terminated process stops its server too: as an exception, the signal runs every `finally` on its way out."""
+    sys.exit(128 + number)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
