@@ -29,7 +29,7 @@ from ..request_memory import MemoryOfRequests
 from . import cpu
 from .merge import merge_memory
 from .pages import LayerPages
-from .step import DecodeBatch, PrefillSpan, StepMemory, plan_step
+from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # The kernels whose K blocks are plain [D, C]; the others interleave (VNNI, BFMMLA) and are not read here.
 READABLE_ISAS = ("vec", "vec16")
@@ -74,7 +74,7 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         memories = self.memory_of_requests.of_rows(base.block_table[: common_attn_metadata.num_reqs, 0])
         if memories is None:
             return base
-        step = plan_step(
+        step = ScheduledStep(
             memories,
             query_starts=base.query_start_loc.tolist(),
             seq_lens=base.seq_lens.tolist(),
@@ -82,7 +82,7 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             block_size=self.block_size,
             heads_per_kv_head=self.num_heads // self.num_kv_heads,
         )
-        return MemoryAttentionMetadata(**{f.name: getattr(base, f.name) for f in fields(base)}, memory=step)
+        return MemoryAttentionMetadata(**{f.name: getattr(base, f.name) for f in fields(base)}, memory=plan_step(step))
 
 
 class InduceKVCPUImpl(CPUAttentionBackendImpl):

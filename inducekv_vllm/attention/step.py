@@ -17,6 +17,21 @@ from .pages import RequestMemory, ResidentBundle
 
 
 @dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """What the scheduler put into one step, for n requests."""
+
+    memories: Sequence[RequestMemory | None]  # [n]
+    query_starts: Sequence[int]  # [n + 1], the first row of each request
+    seq_lens: Sequence[int]  # [n], tokens of each request when this step is done
+    block_table: Tensor  # [n, at least ceil(max(seq_lens) / C)] KV-cache blocks
+    block_size: int  # C
+    heads_per_kv_head: int  # G
+
+    def num_rows(self, request: int) -> int:
+        return self.query_starts[request + 1] - self.query_starts[request]
+
+
+@dataclass(frozen=True, eq=False)
 class PrefillSpan:
     """The rows of one request that computes several tokens in this step."""
 
@@ -49,75 +64,44 @@ class StepMemory:
     decodes: tuple[DecodeBatch, ...]
 
 
-def plan_step(
-    memories: Sequence[RequestMemory | None],
-    query_starts: Sequence[int],
-    seq_lens: Sequence[int],
-    block_table: Tensor,
-    block_size: int,
-    heads_per_kv_head: int,
-) -> StepMemory | None:
-    """Sort the step's rows by what they need.
-
-    Args:
-        memories: [n], each request's memory, or None.
-        query_starts: [n + 1], the first row of each request.
-        seq_lens: [n], tokens of each request when this step is done.
-        block_table: [n, at least ceil(max(seq_lens) / C)] KV-cache blocks.
-        block_size: C.
-        heads_per_kv_head: G.
-
-    Returns:
-        None when no row has memory.
-    """
+def plan_step(step: ScheduledStep) -> StepMemory | None:
+    """Sort the step's rows by what they need; None when no row has memory."""
     prefills: list[PrefillSpan] = []
     decoding: dict[tuple[int, int | None], list[int]] = {}  # (bundle, S if pages are picked) -> requests
-    for request, memory in enumerate(memories):
-        num_rows = query_starts[request + 1] - query_starts[request]
-        if memory is None or num_rows == 0:
+    for request, memory in enumerate(step.memories):
+        if memory is None or step.num_rows(request) == 0:
             continue
-        if num_rows == 1:
+        if step.num_rows(request) == 1:
             picked = None if memory.token_index is None else memory.num_tokens
             decoding.setdefault((id(memory.bundle), picked), []).append(request)
         else:
-            rows = slice(query_starts[request], query_starts[request + 1])
-            prefills.append(_prefill_span(memory, rows, seq_lens[request], block_table[request], block_size))
+            prefills.append(_prefill_span(step, request, memory))
     if not prefills and not decoding:
         return None
-    decodes = [
-        _decode_batch(requests, memories, query_starts, seq_lens, block_table, block_size, heads_per_kv_head)
-        for requests in decoding.values()
-    ]
-    return StepMemory(tuple(prefills), tuple(decodes))
+    return StepMemory(tuple(prefills), tuple(_decode_batch(step, requests) for requests in decoding.values()))
 
 
-def _prefill_span(memory: RequestMemory, rows: slice, seq_len: int, block_row: Tensor, block_size: int) -> PrefillSpan:
-    num_rows = rows.stop - rows.start
-    context = seq_len - num_rows
-    if context == 0:
+def _prefill_span(step: ScheduledStep, request: int, memory: RequestMemory) -> PrefillSpan:
+    rows = slice(step.query_starts[request], step.query_starts[request + 1])
+    seq_len, device = step.seq_lens[request], step.block_table.device
+    num_rows = step.num_rows(request)
+    if num_rows == seq_len:
         return PrefillSpan(memory, rows, blocks=None, causal_mask=None)
-    position = torch.arange(context, seq_len, device=block_row.device)  # [R]
-    visible = torch.arange(seq_len, device=block_row.device) <= position[:, None]  # [R, T]
-    mask = torch.zeros(num_rows, seq_len, device=block_row.device).masked_fill_(~visible, -math.inf)
-    return PrefillSpan(memory, rows, blocks=block_row[: -(-seq_len // block_size)].long(), causal_mask=mask)
+    position = torch.arange(seq_len - num_rows, seq_len, device=device)  # [R]
+    visible = torch.arange(seq_len, device=device) <= position[:, None]  # [R, T]
+    mask = torch.zeros(num_rows, seq_len, device=device).masked_fill_(~visible, -math.inf)
+    blocks = step.block_table[request, : -(-seq_len // step.block_size)].long()
+    return PrefillSpan(memory, rows, blocks=blocks, causal_mask=mask)
 
 
-def _decode_batch(
-    requests: list[int],
-    memories: Sequence[RequestMemory | None],
-    query_starts: Sequence[int],
-    seq_lens: Sequence[int],
-    block_table: Tensor,
-    block_size: int,
-    heads_per_kv_head: int,
-) -> DecodeBatch:
-    batch = [memory for r in requests if (memory := memories[r]) is not None]
-    rows = [query_starts[r] for r in requests]
-    lengths = torch.tensor([seq_lens[r] for r in requests], device=block_table.device)  # [n]
-    num_blocks = -(-max(seq_lens[r] for r in requests) // block_size)
-    position = torch.arange(num_blocks * block_size, device=block_table.device)  # [K C]
-    beyond = (position >= lengths[:, None]).view(len(rows), num_blocks, block_size)  # [n, K, C]
-    self_mask = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -math.inf)
+def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
+    batch = [memory for r in requests if (memory := step.memories[r]) is not None]
+    rows = [step.query_starts[r] for r in requests]
+    device = step.block_table.device
+    lengths = torch.tensor([step.seq_lens[r] for r in requests], device=device)  # [n]
+    num_blocks = -(-max(step.seq_lens[r] for r in requests) // step.block_size)
+    position = torch.arange(num_blocks * step.block_size, device=device)  # [K C]
+    beyond = (position >= lengths[:, None]).view(len(rows), num_blocks, 1, 1, step.block_size)
     log_weight = _stack([m.log_weight for m in batch], batch, neutral=0.0)
     remainders = [m.log_remainder for m in batch]
     return DecodeBatch(
@@ -125,11 +109,11 @@ def _decode_batch(
         rows=slice(rows[0], rows[0] + len(rows)) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows),
         token_index=_stack([m.token_index for m in batch], batch),
         key_scale=_stack([m.key_scale for m in batch], batch, neutral=1.0),
-        log_weight=None if log_weight is None else log_weight.repeat_interleave(heads_per_kv_head, dim=0),
+        log_weight=None if log_weight is None else log_weight.repeat_interleave(step.heads_per_kv_head, dim=0),
         value_scale=_stack([m.value_scale for m in batch], batch, neutral=1.0),
         log_remainder=torch.tensor(remainders) if any(m.has_remainder for m in batch) else None,
-        blocks=block_table[requests, :num_blocks].long(),
-        self_mask=self_mask[:, :, None, None],
+        blocks=step.block_table[requests, :num_blocks].long(),
+        self_mask=torch.zeros(beyond.shape, device=device).masked_fill_(beyond, -math.inf),
     )
 
 

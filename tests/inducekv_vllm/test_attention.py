@@ -17,7 +17,7 @@ from inducekv_vllm.attention.backend import probe_packed_layout
 from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.reference import attention_with_memory
-from inducekv_vllm.attention.step import plan_step
+from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval import Retrieval, Weighting, page_terms
 
@@ -78,7 +78,8 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
     queries = [torch.randn(R, H, D, generator=rng).to(dtype) for R, _, _ in requests]
     kv_cache, table = _cache(keys, dtype)
     starts = list(itertools.accumulate((R for R, _, _ in requests), initial=0))
-    step = plan_step([memory for *_, memory in requests], starts, [T for _, T, _ in requests], table, C, G)
+    scheduled = ScheduledStep([m for *_, m in requests], starts, [T for _, T, _ in requests], table, C, G)
+    step = plan_step(scheduled)
     assert step is not None
 
     query = torch.cat(queries)
@@ -153,7 +154,7 @@ def test_one_entry_has_neutral_terms_and_is_still_attended_to() -> None:
 
 
 def test_no_row_with_memory_needs_no_plan() -> None:
-    assert plan_step([None, None], [0, 3, 4], [3, 9], torch.zeros(2, 1, dtype=torch.int32), C, G) is None
+    assert plan_step(ScheduledStep([None, None], [0, 3, 4], [3, 9], torch.zeros(2, 1, dtype=torch.int32), C, G)) is None
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
