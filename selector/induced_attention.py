@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from inducekv_vllm.errors import UnsupportedModel
-
 from .backbone import Backbone
-from .injection import Memory, Terms, _injected, _visible
+from .injection import Memory, Terms, attention_with
 
 INDUCED_ATTENTION_NAME: Final = "inducekv_induced"
 # Logits of one tile: few enough to stay in the cache, many enough to keep the matrix products efficient.
@@ -45,33 +42,6 @@ def induced_attention(backbone: Backbone) -> Iterator[None]:
         yield
     finally:
         text._attn_implementation = before
-
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [n, H, T, D], rotated
-    key: Tensor,  # [n, J, S, D], rotated
-    value: Tensor,  # [n, J, S, D]
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls. Without memory it is transformers' own attention."""
-    active = _injected.get()
-    if active is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
-    memory, terms = active
-    layer: Any = module.layer_idx
-    visible = _visible(attention_mask, query, key)
-    output = attend_induced(query, key, value, visible, scaling, memory, terms, layer)
-    return output.to(query.dtype), None
-
-
-AttentionInterface.register(INDUCED_ATTENTION_NAME, attention)
-AttentionMaskInterface.register(INDUCED_ATTENTION_NAME, sdpa_mask)
 
 
 def attend_induced(
@@ -302,3 +272,7 @@ def _sum_of_entry(tensor: Tensor, keys: Tensor) -> Tensor:
 
 def _has_log_weights(log_weight: Tensor) -> bool:
     return bool((log_weight != 0).any())
+
+
+AttentionInterface.register(INDUCED_ATTENTION_NAME, attention_with(attend_induced))
+AttentionMaskInterface.register(INDUCED_ATTENTION_NAME, sdpa_mask)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -145,28 +145,34 @@ def injected(memory: Memory, terms: Terms) -> Iterator[None]:
         _injected.reset(token)
 
 
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [n, H, T, D], rotated
-    key: Tensor,  # [n, J, S, D], rotated
-    value: Tensor,  # [n, J, S, D]
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The language model's attention; transformers calls it. Without memory it is transformers' own, to the bit."""
-    active = _injected.get()
-    if active is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
-    memory, terms = active
-    assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
-    layer: Any = module.layer_idx
-    visible = _visible(attention_mask, query, key)
-    output = attend(query, key, value, visible, scaling, memory, terms, layer)
-    return output.to(query.dtype), None
+def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """The language model's attention, which transformers calls, with `attend` (or one like it) for memory.
+
+    Without memory it is transformers' own, to the bit.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,  # [n, H, T, D], rotated
+        key: Tensor,  # [n, J, S, D], rotated
+        value: Tensor,  # [n, J, S, D]
+        attention_mask: Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        active = _injected.get()
+        if active is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
+        memory, terms = active
+        assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
+        visible = _visible(attention_mask, query, key)
+        output = attend(query, key, value, visible, scaling, memory, terms, module.layer_idx)
+        return output.to(query.dtype), None
+
+    return attention
 
 
 def attend(
@@ -218,6 +224,7 @@ def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tenso
     return attention_mask[:, 0, :, : key.shape[2]]
 
 
+attention = attention_with(attend)
 AttentionInterface.register(ATTENTION_NAME, attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
