@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "inducekv"
+WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # what --worker-cls must name
 
 
 class InduceKVConfig(BaseModel):

@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import InduceKVError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
@@ -39,8 +39,6 @@ from .schemas import (
 
 logger = init_logger(__name__)
 router = APIRouter(tags=["Memory"])
-
-WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"
 
 
 class InduceKVEndpoint:

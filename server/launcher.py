@@ -15,11 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inducekv_vllm.config import CONFIG_KEY, InduceKVConfig
+from inducekv_vllm.config import CONFIG_KEY, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError
 
 PLUGIN = "inducekv"
-WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"
 DEFAULT_HOST = "127.0.0.1"
 # The variable VLLM_PLUGINS filters these groups; unset, it lets every plugin in.
 PLUGIN_GROUPS = (

@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
+from inducekv_vllm.config import WORKER_CLS
 from inducekv_vllm.memory import Memory
 from inducekv_vllm.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.retrieval import Weighting
@@ -31,7 +32,6 @@ from selector.injection import reference_logprobs, score
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16
-WORKER = "inducekv_vllm.worker.InduceKVWorker"
 QUESTIONS = (
     "What colour is the circle?",
     "How many squares are there?",
@@ -118,7 +118,7 @@ def engine(
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     if memory:
-        options = {"worker_cls": WORKER, "additional_config": {"inducekv": {}}, **options}
+        options = {"worker_cls": WORKER_CLS, "additional_config": {"inducekv": {}}, **options}
     llm = None
     try:
         llm = LLM(**{"model": str(model), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options})

@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine import Lease, MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import UnknownBundle
 from inducekv_vllm.memory import Memory
@@ -27,7 +27,7 @@ from inducekv_vllm.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.retrieval import PrefixIndex
 from inducekv_vllm.wire import MemoryOrder
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import WORKER, World, make_world, prompts
+from tests.inducekv_vllm.parity import World, make_world, prompts
 from tests.tiny_models import save_tiny_llava
 
 
@@ -109,7 +109,7 @@ def serve_world(world: World) -> Iterator[Served]:
                     max_model_len=256,
                     max_num_seqs=4,
                     enforce_eager=True,
-                    worker_cls=WORKER,
+                    worker_cls=WORKER_CLS,
                     additional_config={"inducekv": {}},
                 )
             )
