@@ -1,8 +1,9 @@
 """The memory bundle: one safetensors file that holds a task stream's whole adaptation state.
 
-Letters: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size.
+Letters: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size, C tasks of a relevance gate.
 
-A file holds the six tensors of `Bundle` and one metadata entry, `inducekv`: the JSON of `BundleMetadata`.
+A file holds the tensors of `Bundle` and one metadata entry, `inducekv`: the JSON of `BundleMetadata`. Format version 2
+is version 1 with a relevance gate; a bundle without one is still written as version 1.
 Nothing in it is ever executed or unpickled, and `read_bundle` trusts none of it before it has been checked.
 """
 
@@ -22,13 +23,14 @@ from typing import Any, BinaryIO, Final, Literal
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
 from .errors import BundleError, FingerprintMismatch
 from .retrieval import Weighting
 
 FORMAT_VERSION: Final = 1
+GATED_FORMAT_VERSION: Final = 2
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 16 * 2**20
 # Rounding a unit vector to float16 moves its norm by at most 2^-11 and a little for subnormal components.
@@ -41,6 +43,8 @@ _DTYPES = {
     "temperature": torch.float32,
     "value_gates": torch.float32,
     "layer_bias": torch.float32,
+    "gate_keys": torch.float16,
+    "gate_thresholds": torch.float32,
 }
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
@@ -83,7 +87,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = FORMAT_VERSION  # 2 with a relevance gate, and only then
     backbone: BackboneFingerprint
     budget: int = Field(ge=1)  # the most entries this memory may ever have
     payload_tokens: int = Field(ge=1)  # m
@@ -93,7 +97,28 @@ class BundleMetadata(BaseModel):
     settings: dict[str, Any]  # the recipe's settings, JSON values only
     adapter: str | None = None  # the LoRA adapter the memory was made with, and needs
     parent_digest: str | None = None  # the memory this one was made from
+    gate_tasks: tuple[str, ...] = ()  # [C], the tasks the relevance gate tells apart; empty without a gate
     digest: str = ""  # see `bundle_digest`
+
+    @model_serializer(mode="wrap")
+    def _as_version_1_without_a_gate(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Version 1 has no such field: its files, and their digests, stay what they are."""
+        fields: dict[str, Any] = serialize(self)
+        if not self.gate_tasks:
+            fields.pop("gate_tasks", None)
+        return fields
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A relevance gate; `inducekv_vllm.relevance` has the rule. Where no task's margin is 0 or more, memory is unused.
+
+    margin_c = <q_prefix, keys[c, 0]> + <q_text, keys[c, 1]> - thresholds[c]
+    """
+
+    keys: Tensor  # [C, 2, d], any finite vectors; stored as float16
+    thresholds: Tensor  # [C]; stored as float32
+    tasks: tuple[str, ...]  # [C], unique, exactly the tasks of the entries
 
 
 @dataclass(frozen=True)
@@ -107,6 +132,8 @@ class Bundle:
     value_gates: Tensor  # [L] float32, in (0, 1]
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
     metadata: BundleMetadata
+    gate_keys: Tensor | None = None  # [C, 2, d] float16, see `Gate`
+    gate_thresholds: Tensor | None = None  # [C] float32
 
     @classmethod
     def create(
@@ -126,6 +153,7 @@ class Bundle:
         settings: dict[str, Any],
         adapter: str | None = None,
         parent_digest: str | None = None,
+        gate: Gate | None = None,
     ) -> Bundle:
         """Round the tensors (shapes as in `Bundle`, any float type) to the stored types, check them, seal the digest.
 
@@ -138,6 +166,7 @@ class Bundle:
             raise BundleError(f"bundle settings must be JSON values: {error}") from error
         try:
             metadata = BundleMetadata(
+                format_version=FORMAT_VERSION if gate is None else GATED_FORMAT_VERSION,
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -147,6 +176,7 @@ class Bundle:
                 settings=settings,
                 adapter=adapter,
                 parent_digest=parent_digest,
+                gate_tasks=() if gate is None else gate.tasks,
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {_first_problem(error)}") from error
@@ -158,6 +188,8 @@ class Bundle:
             "value_gates": value_gates,
             "layer_bias": layer_bias,
         }
+        if gate is not None:
+            tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", _DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
         bundle = cls(**stored, metadata=metadata)
         bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
@@ -180,9 +212,16 @@ class Bundle:
     def digest(self) -> str:
         return self.metadata.digest
 
+    @property
+    def gate(self) -> Gate | None:
+        """The relevance gate with its tensors as stored, or None for a memory that is always used."""
+        if self.gate_keys is None or self.gate_thresholds is None:
+            return None
+        return Gate(self.gate_keys, self.gate_thresholds, self.metadata.gate_tasks)
+
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by their names in the file."""
-        return {name: getattr(self, name) for name in _DTYPES}
+        """The stored tensors by their names in the file; the gate's only where there is one."""
+        return {name: tensor for name in _DTYPES if (tensor := getattr(self, name)) is not None}
 
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
@@ -246,7 +285,7 @@ def read_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
         tensors = safetensors.torch.load(source.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise BundleError(f"{source}: cannot read the tensors: {error}") from error
-    if set(tensors) != set(_DTYPES):
+    if set(tensors) != set(expected_shapes(metadata)):
         raise BundleError(f"{source}: the file changed while it was read")
     bundle = Bundle(**tensors, metadata=metadata)
     _check_structure(bundle, str(source))
@@ -259,6 +298,8 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     """The shape each tensor must have, from the metadata alone."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
     payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
+    C = len(metadata.gate_tasks)
+    gate = {"gate_keys": (C, 2, backbone.hidden_size), "gate_thresholds": (C,)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
         "payload_keys": payload,
@@ -266,6 +307,7 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
         "temperature": (),
         "value_gates": (backbone.num_layers,),
         "layer_bias": (backbone.num_layers,),
+        **(gate if C else {}),
     }
 
 
@@ -281,8 +323,12 @@ def check_bundle(bundle: Bundle, name: str) -> None:
 
 def _check_structure(bundle: Bundle, name: str) -> None:
     _check_entries(bundle.metadata, name)
-    for tensor_name, shape in expected_shapes(bundle.metadata).items():
-        tensor = bundle.tensors()[tensor_name]
+    _check_gate_tasks(bundle.metadata, name)
+    shapes, tensors = expected_shapes(bundle.metadata), bundle.tensors()
+    if set(tensors) != set(shapes):
+        raise BundleError(f"{name}: a relevance gate needs keys, thresholds and at least one task, or none of them")
+    for tensor_name, shape in shapes.items():
+        tensor = tensors[tensor_name]
         if tuple(tensor.shape) != shape or tensor.dtype != _DTYPES[tensor_name]:
             raise BundleError(
                 f"{name}: {tensor_name} must be {_DTYPES[tensor_name]} {list(shape)}, "
@@ -314,6 +360,29 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
     if len(set(ids)) != len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+
+
+def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
+    tasks = metadata.gate_tasks
+    if (metadata.format_version == GATED_FORMAT_VERSION) != bool(tasks):
+        raise BundleError(
+            f"{name}: format version {GATED_FORMAT_VERSION} is the one with a relevance gate: "
+            f"found version {metadata.format_version} with {len(tasks)} gate_tasks"
+        )
+    if not tasks:
+        return
+    if len(set(tasks)) != len(tasks):
+        twice = next(task for task in tasks if tasks.count(task) > 1)
+        raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
+    if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
+        raise BundleError(
+            f"{name}: entry {stray.id!r} belongs to the task {stray.task!r}, which the gate does not have"
+        )
+    if empty := set(tasks) - {entry.task for entry in metadata.entries}:
+        raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
+    if metadata.weighting != "prior":
+        # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.
+        raise BundleError(f'{name}: a relevance gate needs the weighting "prior", found {metadata.weighting!r}')
 
 
 def _read_header(source: Path) -> dict[str, Any]:
@@ -359,25 +428,28 @@ def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON: {error}") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
-        raise BundleError(f"{source}: format version {version!r} is not supported, expected {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, GATED_FORMAT_VERSION):
+        known = f"{FORMAT_VERSION} or {GATED_FORMAT_VERSION}"
+        raise BundleError(f"{source}: format version {version!r} is not supported, expected {known}")
     try:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
         raise BundleError(f"{source}: metadata: {_first_problem(error)}") from error
     _check_entries(metadata, str(source))
+    _check_gate_tasks(metadata, str(source))
     return metadata
 
 
 def _check_layout(header: dict[str, Any], metadata: BundleMetadata, source: Path) -> None:
     """Names, dtypes, shapes and the file's size, from the header alone: before any tensor is read."""
+    shapes = expected_shapes(metadata)
     names = set(header) - {"__metadata__"}
-    if missing := set(_DTYPES) - names:
+    if missing := set(shapes) - names:
         raise BundleError(f"{source}: tensors are missing: {', '.join(sorted(missing))}")
-    if unknown := names - set(_DTYPES):
+    if unknown := names - set(shapes):
         raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown))}")
     tensor_bytes = 0
-    for name, shape in expected_shapes(metadata).items():
+    for name, shape in shapes.items():
         found = header[name] if isinstance(header[name], dict) else {}
         expected_dtype = _SAFETENSORS_DTYPES[_DTYPES[name]]
         if found.get("dtype") != expected_dtype or found.get("shape") != list(shape):

@@ -1,8 +1,12 @@
 """The two-pass engine client: vLLM's own `generate`, with a memory in front of it.
 
     pass one    the prompt without memory, for its query key          (skipped when the key is known)
-    search      the key against the memory's index: entries and weights
+    recall      the key against the memory's gate and index: entries and weights, or nothing
     pass two    the prompt again, with the entries injected: the answer
+
+Where the gate is closed, pass two is the plain request, as it would have come without memory: the same prompt under no
+salt of ours, so that it reuses the prefix-cache blocks which pass one has filled. (A memory made with a LoRA adapter is
+a memory of the model with that adapter, so both passes run with it, the plain one too.)
 
 `TwoPassEngine.generate` takes the place of the engine client's `generate`, so that every route of vLLM's server goes
 through it. A request for a memory carries a `MemoryRequest`; any other goes straight to the original, untouched.
@@ -31,6 +35,7 @@ from .config import InduceKVConfig
 from .errors import InduceKVError, UnknownBundle
 from .key_cache import KeyCache, KeyLookup
 from .memory import Memory
+from .metrics import count_request
 from .passes import (
     MemoryOptions,
     answer_pass_params,
@@ -125,8 +130,10 @@ class TwoPassEngine:
                 lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
             top_k = memory_options.top_k or self._config.top_k
-            order = order_memory(memory, memory.retrieve(lookup.key, top_k), self._config.remainder)
+            recall = memory.recall(lookup.key, top_k)
+            order = order_memory(memory, recall, self._config.remainder)
             retrieved = time.perf_counter()
+            count_request(name, recall.relevance)
 
             if lookup.source == "computed":
                 self._mirror_second_use(prompt)
@@ -140,7 +147,7 @@ class TwoPassEngine:
             async with contextlib.aclosing(answer) as outputs:
                 async for output in outputs:
                     if output.finished and memory_options.trace:
-                        trace = describe_order(name, memory, order)
+                        trace = describe_order(name, memory, order, recall.relevance)
                         trace["timings"] = {
                             "key_pass_ms": 1e3 * (keyed - started),
                             "key_source": lookup.source,
@@ -166,7 +173,7 @@ class TwoPassEngine:
     async def _query_key(
         self, prompt: EngineInput, adapter: LoRARequest | None, request_id: str, priority: int
     ) -> KeyLookup:
-        """The key [d] of a prompt. Requests that share one computation share the priority of the first."""
+        """The key [2, d] of a prompt. Requests that share one computation share the priority of the first."""
 
         def compute() -> Awaitable[FloatArray]:
             return self._key_pass(prompt, adapter, request_id, priority)

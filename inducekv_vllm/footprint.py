@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import UnsupportedModel
 
-FLOAT16_BYTES = 2
+FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
 # Where wrapper configurations keep the language model's own: LLaVA, Qwen-VL; DeepSeek-VL2; InternVL.
 _TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
@@ -45,6 +45,11 @@ class PlanRow:
 def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int) -> int:
     """Bytes of B entries in float16: a retrieval key [d], and keys and values [L, J, m, D] each: B (2d + 4LJmD)."""
     return B * (FLOAT16_BYTES * d + 2 * FLOAT16_BYTES * L * J * m * D)
+
+
+def gate_bytes(C: int, d: int) -> int:
+    """Bytes of a relevance gate of C tasks: two keys [d] in float16 and a threshold in float32 each."""
+    return C * (2 * FLOAT16_BYTES * d + FLOAT32_BYTES)
 
 
 def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:

@@ -15,7 +15,7 @@ from .retrieval import FloatArray
 class KeyLookup:
     """A query key and how it came about: computed for this caller, shared with another one, or remembered."""
 
-    key: FloatArray  # [d] float32, unit norm
+    key: FloatArray  # [2, d] float32, see `query_keys.QueryKey`
     source: Literal["computed", "shared", "cached"]
 
 

@@ -8,8 +8,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .bundle import Bundle, EntryRecord
+import numpy as np
+
+from .bundle import Bundle, EntryRecord, Gate
+from .relevance import Relevance, RelevanceGate
 from .retrieval import FloatArray, PrefixIndex, Retrieval, Weighting
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What a memory has for one request."""
+
+    retrieval: Retrieval | None  # None: the gate is closed, and the request runs on the untouched model
+    relevance: Relevance | None  # the gate's verdict; None for a memory without a gate
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,8 @@ class Memory:
     entries: tuple[EntryRecord, ...]  # [B], in the order of the index
     budget: int
     payload_tokens: int
-    adapter: str | None  # the LoRA adapter both passes run with
+    adapter: str | None  # the LoRA adapter both passes run with, whether the gate is open or closed
+    gate: RelevanceGate | None = None
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, path: str) -> Memory:
@@ -41,12 +53,26 @@ class Memory:
             budget=bundle.metadata.budget,
             payload_tokens=bundle.payload_tokens,
             adapter=bundle.metadata.adapter,
+            gate=_relevance_gate(bundle.gate) if bundle.gate is not None else None,
         )
 
     @property
     def num_entries(self) -> int:
         return len(self.entries)
 
-    def retrieve(self, key: FloatArray, top_k: int | None) -> Retrieval:
-        """Entries and weights for a query key [d] float32, unit norm; `top_k` None means all B."""
-        return self.index.search(key, self.temperature, top_k)
+    def recall(self, key: FloatArray, top_k: int | None) -> Recall:
+        """Entries and weights for a query key [2, d]; `top_k` None means all there are.
+
+        Without a gate the full-prefix part searches all B entries. A gate names the task whose entries are searched.
+        """
+        relevance = self.gate.judge(key) if self.gate is not None else None
+        if relevance is not None and relevance.task is None:
+            return Recall(None, relevance)
+        among = None
+        if relevance is not None:
+            among = np.array([i for i, entry in enumerate(self.entries) if entry.task == relevance.task])
+        return Recall(self.index.search(key[0], self.temperature, top_k, among), relevance)
+
+
+def _relevance_gate(gate: Gate) -> RelevanceGate:
+    return RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)

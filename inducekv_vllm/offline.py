@@ -26,9 +26,11 @@ from .bundle import read_bundle
 from .config import InduceKVConfig
 from .errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from .fingerprint import backbone_fingerprint
-from .memory import Memory
+from .memory import Memory, Recall
 from .passes import answer_pass_params, answer_pass_prompt, decode_key, key_pass_params, order_memory, require_rendered
+from .relevance import Relevance
 from .retrieval import FloatArray, Retrieval
+from .wire import MemoryOrder
 
 _T = TypeVar("_T")
 
@@ -38,8 +40,9 @@ class MemoryAnswer:
     """One prompt's answer, and what it was answered with (None for a prompt without memory)."""
 
     output: RequestOutput
-    key: FloatArray | None  # [d] float32, unit norm
-    retrieval: Retrieval | None  # k entries and weights
+    key: FloatArray | None  # [2, d] float32, see `query_keys.QueryKey`
+    retrieval: Retrieval | None  # k entries and weights; None too where the memory's gate is closed
+    relevance: Relevance | None  # the gate's verdict; None too for a memory without a gate
 
 
 class MemoryLLM:
@@ -146,31 +149,28 @@ class MemoryLLM:
 
         chosen = [i for i, each in enumerate(memories) if each is not None]
         keys = dict(zip(chosen, self._query_keys(map(render, chosen), len(chosen), adapter), strict=True))
-        retrievals = {
-            i: each.retrieve(keys[i], top_k or self.config.top_k) for i, each in enumerate(memories) if each is not None
-        }
-        orders = {
-            i: order_memory(each, retrievals[i], remainder) for i, each in enumerate(memories) if each is not None
-        }
+        recalls = [Recall(None, None)] * num_prompts
+        orders: list[MemoryOrder | None] = [None] * num_prompts
+        for i, each in enumerate(memories):
+            if each is not None:
+                recalls[i] = each.recall(keys[i], top_k or self.config.top_k)
+                orders[i] = order_memory(each, recalls[i], remainder)
 
         # Rendered anew, not kept: vLLM's two caches of processed pictures stay in step by seeing the same sequence.
-        prompts = (
-            render(i) if i not in orders else answer_pass_prompt(render(i), orders[i]) for i in range(num_prompts)
-        )
         outputs = self._run(
-            prompts,
-            [
-                each.clone() if i not in orders else answer_pass_params(each, orders[i])
-                for i, each in enumerate(all_params)
-            ],
+            (answer_pass_prompt(render(i), order) for i, order in enumerate(orders)),
+            [answer_pass_params(each, order) for each, order in zip(all_params, orders, strict=True)],
             adapter,
         )
-        return [MemoryAnswer(output, keys.get(i), retrievals.get(i)) for i, output in enumerate(outputs)]
+        return [
+            MemoryAnswer(output, keys.get(i), recalls[i].retrieval, recalls[i].relevance)
+            for i, output in enumerate(outputs)
+        ]
 
     def _query_keys(
         self, prompts: Iterable[EngineInput], num_prompts: int, adapter: LoRARequest | None
     ) -> list[FloatArray]:
-        """Pass one: the keys [d] of N rendered prompts."""
+        """Pass one: the keys [2, d] of N rendered prompts."""
         key_ids = [uuid.uuid4().hex for _ in range(num_prompts)]
         try:
             self._run(map(require_rendered, prompts), [key_pass_params(key_id) for key_id in key_ids], adapter)

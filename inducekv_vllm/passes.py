@@ -17,8 +17,8 @@ from vllm.inputs import EngineInput
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from .memory import Memory
-from .retrieval import FloatArray, Retrieval
+from .memory import Memory, Recall
+from .retrieval import FloatArray
 from .wire import EXTRA_ARGS_KEY, KeyOrder, MemoryOrder
 
 OPTION_PREFIX = "inducekv_"
@@ -127,12 +127,14 @@ def key_pass_params(key_id: str) -> SamplingParams:
     )
 
 
-def order_memory(memory: Memory, retrieval: Retrieval, remainder: bool) -> MemoryOrder:
-    """What the second pass asks of the worker.
+def order_memory(memory: Memory, recall: Recall, remainder: bool) -> MemoryOrder | None:
+    """What the second pass asks of the worker; None where the memory's gate is closed.
 
     `remainder` is whether entries that were not retrieved stay in the softmax with alpha = 0; it has no meaning, and
     is not passed on, for the weighting "prior", in which alpha = 0 is absence.
     """
+    if (retrieval := recall.retrieval) is None:
+        return None
     return MemoryOrder(
         bundle=memory.digest,
         entries=tuple(retrieval.entries.tolist()),
@@ -141,22 +143,29 @@ def order_memory(memory: Memory, retrieval: Retrieval, remainder: bool) -> Memor
     )
 
 
-def answer_pass_params(params: SamplingParams, order: MemoryOrder) -> SamplingParams:
-    """The second pass: the user's own parameters, and what to inject. `params` is left as it is."""
+def answer_pass_params(params: SamplingParams, order: MemoryOrder | None) -> SamplingParams:
+    """The second pass: the user's own parameters, and what to inject if anything. `params` is left as it is."""
     mine = params.clone()
     kept = {name: value for name, value in (params.extra_args or {}).items() if not name.startswith(OPTION_PREFIX)}
-    mine.extra_args = {**kept, EXTRA_ARGS_KEY: order.to_extra_args()}
+    if order is not None:
+        kept[EXTRA_ARGS_KEY] = order.to_extra_args()
+    mine.extra_args = kept or None
     return mine
 
 
-def answer_pass_prompt(prompt: EngineInput, order: MemoryOrder) -> EngineInput:
-    """The same prompt under a prefix-cache salt of its own: every K and V depends on what is injected."""
+def answer_pass_prompt(prompt: EngineInput, order: MemoryOrder | None) -> EngineInput:
+    """The same prompt under a prefix-cache salt of its own: every K and V depends on what is injected.
+
+    Where nothing is, it is the prompt itself: its first pass has just filled the prefix cache for it.
+    """
+    if order is None:
+        return prompt
     salt = hashlib.sha256(repr((prompt.get("cache_salt"), order.content)).encode())
     return cast(EngineInput, {**prompt, "cache_salt": salt.hexdigest()})
 
 
 def decode_key(answers: list[dict[str, Any]]) -> FloatArray:
-    """The query key [d] float32 from the workers' answers to `inducekv_pop_key`, one per rank.
+    """The query key [2, d] float32 from the workers' answers to `inducekv_pop_key`, one per rank.
 
     Raises:
         RuntimeError: a rank has no key, or the key is not finite: the model overflowed, or the worker is broken.
@@ -164,7 +173,7 @@ def decode_key(answers: list[dict[str, Any]]) -> FloatArray:
     for rank, answer in enumerate(answers):
         if "error" in answer:
             raise RuntimeError(f"rank {rank} has no query key: {answer['error']}")
-    key = np.frombuffer(answers[0]["key"], dtype=np.float32)
+    key = np.frombuffer(answers[0]["key"], dtype=np.float32).reshape(2, -1)
     if not np.isfinite(key).all():
         raise RuntimeError("the model's hidden states for this prompt are not finite, so it has no query key")
     return key

@@ -1,4 +1,6 @@
-"""Query keys r(x) of running key passes: sums over chunks, kept until they are fetched.
+"""Query keys of running key passes: sums over chunks, kept until they are fetched.
+
+A key has two parts: row 0 is r(x), the mean over all prompt tokens; row 1 the mean over the text tokens alone.
 
 Letters: T prompt tokens of a request, d hidden size.
 """
@@ -19,19 +21,25 @@ MAX_PENDING = 4096
 @dataclass
 class _Running:
     key_id: str
-    num_tokens: int  # T
+    is_text: Tensor  # [T] bool
     seen: int = 0
-    total: Tensor | None = None  # [d] float32
+    total: Tensor | float = 0.0  # [2, d] float32, once a row has been seen
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.is_text)
 
 
 @dataclass(frozen=True)
 class QueryKey:
-    key: Tensor  # [d] float32, unit norm: the mean of the final hidden states of all T tokens, normalised
+    key: (
+        Tensor  # [2, d] float32: means of the final hidden states, normalised; row 1 is zeros for a prompt without text
+    )
     num_tokens: int  # T
 
 
 class QueryKeys:
-    """Accumulates the mean over the prompt's final hidden states (paper, Eq. key_rewrite), however it is chunked."""
+    """Accumulates the means over the prompt's final hidden states (paper, Eq. key_rewrite), however it is chunked."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -48,25 +56,27 @@ class QueryKeys:
     def wants(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def start(self, request_id: str, key_id: str, num_tokens: int) -> None:
-        """A key pass of T tokens begins."""
-        self._running[request_id] = _Running(key_id, num_tokens)
+    def start(self, request_id: str, key_id: str, is_text: Tensor) -> None:
+        """A key pass begins; `is_text` [T] bool says which of its tokens are no placeholders."""
+        self._running[request_id] = _Running(key_id, is_text)
 
     def restart(self, request_id: str) -> None:
         """The request was preempted and computes its prompt again, from the first token."""
         if request_id in self._running:
             run = self._running[request_id]
-            self._running[request_id] = _Running(run.key_id, run.num_tokens)
+            self._running[request_id] = _Running(run.key_id, run.is_text)
 
     def add(self, request_id: str, hidden: Tensor) -> None:
         """The next rows [rows, d] of the request's final hidden states, in order."""
         run = self._running[request_id]
-        rows = hidden[: run.num_tokens - run.seen].float().sum(0)  # [d]; generated tokens do not count
-        run.total = rows if run.total is None else run.total + rows
-        run.seen += min(len(hidden), run.num_tokens - run.seen)
+        rows = hidden[: run.num_tokens - run.seen].float()  # [rows, d]; generated tokens do not count
+        text = rows[run.is_text[run.seen : run.seen + len(rows)]]  # [text rows, d]
+        run.total = run.total + torch.stack([rows.sum(0), text.sum(0)])
+        run.seen += len(rows)
         if run.seen == run.num_tokens:
             del self._running[request_id]
-            self._finished[run.key_id] = QueryKey(normalize(run.total / run.num_tokens, dim=0), run.num_tokens)
+            counts = torch.tensor([run.num_tokens, max(int(run.is_text.sum()), 1)])[:, None].to(run.total)  # [2, 1]
+            self._finished[run.key_id] = QueryKey(normalize(run.total / counts, dim=1), run.num_tokens)
             while len(self._finished) > MAX_PENDING:
                 self._finished.popitem(last=False)
 
@@ -81,5 +91,5 @@ class QueryKeys:
 
 
 def key_to_bytes(key: QueryKey) -> bytes:
-    """float32 [d] in native byte order; both ends are processes of one machine."""
+    """float32 [2, d] in native byte order; both ends are processes of one machine."""
     return key.key.to("cpu", torch.float32).contiguous().numpy().tobytes()

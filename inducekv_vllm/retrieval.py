@@ -62,19 +62,23 @@ class PrefixIndex:
         self._index = faiss.IndexFlatIP(self.hidden_size)
         self._index.add(matrix)
 
-    def search(self, query: npt.ArrayLike, temperature: float, top_k: int | None = None) -> Retrieval:
+    def search(
+        self, query: npt.ArrayLike, temperature: float, top_k: int | None = None, among: IntArray | None = None
+    ) -> Retrieval:
         """Retrieve for one query key.
 
         alpha_i = softmax_i(<query, key_i> / temperature) over all B entries, or over the `top_k` of highest score,
-        renormalised (paper, Eq. alpha_rewrite). A `top_k` above B means all B.
+        renormalised (paper, Eq. alpha_rewrite). A `top_k` above B means all B. `among` stands for the whole memory.
 
         Args:
             query: [d] float32, unit norm.
             temperature: tau > 0.
             top_k: at least 1, or None for all B.
+            among: the entries to choose from, at least one, or None for all B.
 
         Raises:
-            ConfigError: a query of another shape or with NaN or inf, a temperature not above 0, a top_k below 1.
+            ConfigError: a query of another shape or with NaN or inf, a temperature not above 0, a top_k below 1, or
+                nothing to choose from.
         """
         q = np.ascontiguousarray(np.asarray(query), dtype=np.float32)  # [d]
         if q.shape != (self.hidden_size,) or not np.isfinite(q).all():
@@ -85,10 +89,15 @@ class PrefixIndex:
             raise ConfigError(f"the temperature must be a positive number, found {temperature!r}")
         if top_k is not None and top_k < 1:
             raise ConfigError(f"top_k must be at least 1, found {top_k}")
+        if among is not None and len(among) == 0:
+            raise ConfigError("there must be at least one entry to choose from")
 
         # All B scores, although only k may be wanted: FAISS does not say which of several equal scores it keeps.
         scores, entries = self._index.search(q[None], self.num_entries)  # [1, B] f32, [1, B] i64
-        order = np.lexsort((entries[0], -scores[0]))[:top_k]  # [k]
+        order = np.lexsort((entries[0], -scores[0]))  # [B]
+        if among is not None:
+            order = order[np.isin(entries[0][order], among)]
+        order = order[:top_k]  # [k]
         logits = scores[0][order].astype(np.float64) / temperature  # [k]
         weights = np.exp(logits - logits.max())
         return Retrieval(entries=entries[0][order], weights=(weights / weights.sum()).astype(np.float32))

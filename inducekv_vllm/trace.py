@@ -6,21 +6,35 @@ from collections import OrderedDict
 from typing import Any
 
 from .memory import Memory
+from .relevance import Relevance
 from .wire import MemoryOrder
 
 
-def describe_order(name: str, memory: Memory, order: MemoryOrder) -> dict[str, Any]:
-    """JSON: the bundle by name and digest, and every entry used, by falling weight."""
+def describe_order(name: str, memory: Memory, order: MemoryOrder | None, relevance: Relevance | None) -> dict[str, Any]:
+    """JSON: the bundle by name and digest, the gate's verdict, and every entry used, by falling weight."""
+    entries = zip(order.entries, order.weights, strict=True) if order is not None else ()
     return {
         "bundle": name,
         "digest": memory.digest,
         "weighting": memory.weighting,
         "num_entries": memory.num_entries,
-        "remainder": order.remainder and len(order.entries) < memory.num_entries,
+        "gate": _describe_gate(memory, relevance),
+        "remainder": order is not None and order.remainder and len(order.entries) < memory.num_entries,
         "entries": [
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
-            for index, weight in zip(order.entries, order.weights, strict=True)
+            for index, weight in entries
         ],
+    }
+
+
+def _describe_gate(memory: Memory, relevance: Relevance | None) -> dict[str, Any] | None:
+    """None for a memory without a gate; closed, the task is null and no entry is used."""
+    if memory.gate is None or relevance is None:
+        return None
+    return {
+        "open": relevance.task is not None,
+        "task": relevance.task,
+        "margins": dict(zip(memory.gate.tasks, relevance.margins.tolist(), strict=True)),
     }
 
 

@@ -23,6 +23,7 @@ from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
+from .placeholders import placeholder_ids
 from .query_keys import QueryKeys, key_to_bytes
 from .request_memory import MemoryOfRequests
 from .requirements import check_attention, check_engine
@@ -119,8 +120,14 @@ class InduceKVWorker(CPUWorker):
             content, memory = order.content, self._memory(order)
         elif isinstance(order, KeyOrder):
             # A request that was preempted before its first step comes back as new and starts over.
-            self.query_keys.start(request.req_id, order.key_id, request.prompt_len)
+            self.query_keys.start(request.req_id, order.key_id, self._is_text(request))
         self.memory_of_requests.start(request.req_id, request.block_ids[0][0], content, memory)
+
+    def _is_text(self, request: NewRequestData) -> Tensor:
+        """Which prompt tokens are no placeholders of pictures and so on: [T] bool."""
+        assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
+        placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
+        return ~torch.isin(torch.tensor(request.prompt_token_ids), placeholders)
 
     def _memory(self, order: MemoryOrder) -> RequestMemory:
         bundle = self.resident[order.bundle]

@@ -247,6 +247,7 @@ class BundleRegistry:
             path=self._models.lora_requests[name].lora_path,
             entries=memory.num_entries,
             tasks=dict(Counter(entry.task for entry in memory.entries)),
+            gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
             resident_bytes=version.resident_bytes,
             active_requests=version.active,
             **facts,

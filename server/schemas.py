@@ -37,6 +37,7 @@ class MemoryBundleCard(BaseModel):
     payload_tokens: int  # m
     weighting: str
     tasks: dict[str, int]  # entries by task
+    gate_tasks: list[str] | None  # what the relevance gate tells apart; null without a gate
     file_bytes: int
     resident_bytes: int  # on one worker rank
     adapter: str | None

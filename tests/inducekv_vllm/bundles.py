@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 
 L, J, D, d = 3, 2, 8, 16
 
@@ -44,3 +44,15 @@ def random_bundle(num_entries: int = 5, payload_tokens: int = 4, seed: int = 0, 
         "settings": {"seed": seed, "policy": "random"},
     }
     return Bundle.create(**(arguments | changes))
+
+
+def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:
+    """Five entries of the tasks "a" and "b" behind a relevance gate."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments: dict[str, Any] = {
+        "entries": tuple(EntryRecord(id=f"e{i}", task="aabab"[i], source_digest="ab") for i in range(5)),
+        "weighting": "prior",
+        "recipe": "refined",
+        "gate": Gate(torch.randn(2, 2, d, generator=generator), torch.tensor([0.25, -0.5]), ("a", "b")),
+    }
+    return random_bundle(seed=seed, **(arguments | changes))

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.config import WORKER_CLS
 from inducekv_vllm.memory import Memory
 from inducekv_vllm.offline import MemoryAnswer, MemoryLLM
@@ -107,6 +107,39 @@ def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens:
         paths[name] = folder / f"{name}.safetensors"
         write_bundle(bundles[name], paths[name])
     return World(model, backbone, bundles, paths)
+
+
+def gated_bundle(world: World, asked: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
+    """The bundle "prior" with its entries dealt out to two tasks, behind a gate fitted to N prompts.
+
+    The gate opens for asked[i] with the task tasks[i], and is closed for it where that is None: these are the
+    least-norm gate keys of margin 0.5 for the task wanted and -0.5 for the other. Both parts of a query key count.
+    """
+    backbone, given = world.backbone, world.bundles["prior"]
+    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in asked])  # [N, 2, d]
+    names = ("a", "b")
+    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
+    solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
+    gate = Gate(solved.T.reshape(2, 2, -1), torch.zeros(2), names)
+
+    facts = ("temperature", "value_gates", "layer_bias", "retrieval_keys", "payload_keys", "payload_values")
+    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(given.metadata.entries))
+    arguments: dict[str, Any] = {name: given.tensors()[name] for name in facts} | {
+        "backbone": backbone.fingerprint,
+        "budget": given.metadata.budget,
+        "entries": entries,
+        "weighting": "prior",
+        "recipe": "refined",
+        "settings": {},
+        "gate": gate,
+    }
+    bundle = Bundle.create(**(arguments | changes))
+    assert bundle.gate is not None
+    # Rounding to float16 decides nothing, and neither part alone would do.
+    stored = torch.einsum("npd,cpd->nc", keys, bundle.gate.keys.float())
+    torch.testing.assert_close(stored, margins, rtol=0, atol=0.25)
+    assert all(bundle.gate.keys[:, part].norm() > 0.1 for part in (0, 1))
+    return bundle
 
 
 @contextmanager

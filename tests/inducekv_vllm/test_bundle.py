@@ -16,11 +16,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, bundle_digest, read_bundle, write_bundle
+from benchmarks.demo.run_demo import BUNDLE as DEMO_BUNDLE
+from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, Gate, bundle_digest, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
-from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.footprint import footprint_bytes, gate_bytes
 
-from .bundles import FINGERPRINT, D, J, L, d, random_bundle
+from .bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gated_bundle
 
 
 @pytest.fixture
@@ -66,6 +67,118 @@ def test_file_is_footprint_header_and_calibration(path: Path) -> None:
     header = int.from_bytes(path.read_bytes()[:8], "little")
     calibration = 4 + 4 * L + 4 * L
     assert path.stat().st_size == 8 + header + calibration + footprint_bytes(B=7, d=d, L=L, J=J, m=8, D=D)
+
+
+def test_a_gate_comes_back_and_a_bundle_without_one_is_version_1(path: Path) -> None:
+    bundle = random_gated_bundle()
+    write_bundle(bundle, path)
+    again = read_bundle(path)
+    assert again.metadata == bundle.metadata
+    assert again.metadata.format_version == 2
+    assert again.gate is not None
+    assert again.gate.tasks == ("a", "b")
+    assert (again.gate.keys.dtype, again.gate.thresholds.dtype) == (torch.float16, torch.float32)
+    for name in ("gate_keys", "gate_thresholds"):
+        assert torch.equal(again.tensors()[name], bundle.tensors()[name])
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    small = 4 + 4 * L + 4 * L + gate_bytes(C=2, d=d)
+    assert path.stat().st_size == 8 + header + small + footprint_bytes(B=5, d=d, L=L, J=J, m=4, D=D)
+
+    plain = random_bundle()
+    assert plain.gate is None
+    write_bundle(plain, path)
+    assert plain.metadata.format_version == 1
+    assert b"gate_tasks" not in path.read_bytes()
+
+
+def test_digests_of_version_1_are_what_they_were() -> None:
+    """Computed before there were gates."""
+    assert random_bundle().digest == "8fec9cca704fa88d615dcce84e3cd514b6c1b95d4da465ee61db8acaa2982595"
+    assert read_bundle(DEMO_BUNDLE).metadata.format_version == 1
+
+
+def test_every_part_of_a_gate_changes_the_digest() -> None:
+    bundle = random_gated_bundle()
+    gate = bundle.gate
+    assert gate is not None
+    others = [
+        Gate(with_one(gate.keys, 3.0), gate.thresholds, gate.tasks),
+        Gate(gate.keys, with_one(gate.thresholds, 3.0), gate.tasks),
+        Gate(gate.keys, gate.thresholds, gate.tasks[::-1]),
+        None,
+    ]
+    digests = {random_gated_bundle(gate=other).digest for other in others}
+    assert len(digests | {bundle.digest}) == 5
+
+
+NAN, INFINITE = float("nan"), float("inf")
+BAD_GATES: dict[str, tuple[Callable[[Gate], dict[str, Any]], str]] = {
+    "entry of another task": (
+        lambda g: {"gate": Gate(g.keys, g.thresholds, ("a", "c"))},
+        "entry 'e2' belongs to the task 'b', which the gate does not have",
+    ),
+    "task without entries": (
+        lambda g: {"gate": Gate(torch.zeros(3, 2, d), torch.zeros(3), ("a", "b", "c"))},
+        "gate task 'c' has no entries",
+    ),
+    "task twice": (lambda g: {"gate": Gate(g.keys, g.thresholds, ("a", "a"))}, "gate task 'a' occurs more than once"),
+    "no tasks": (lambda g: {"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())}, "version 2 with 0 gate_tasks"),
+    "NaN key": (lambda g: {"gate": Gate(with_one(g.keys, NAN), g.thresholds, g.tasks)}, "gate_keys contains NaN"),
+    "key beyond float16": (
+        lambda g: {"gate": Gate(g.keys.float() * 1e6, g.thresholds, g.tasks)},
+        "contains NaN or inf",
+    ),
+    "infinite threshold": (
+        lambda g: {"gate": Gate(g.keys, with_one(g.thresholds, INFINITE), g.tasks)},
+        "gate_thresholds contains NaN or infinite",
+    ),
+    "one key": (
+        lambda g: {"gate": Gate(g.keys[:1], g.thresholds, g.tasks)},
+        r"gate_keys must be .*\[2, 2, 16\], found",
+    ),
+    "one part": (lambda g: {"gate": Gate(g.keys[:, :1], g.thresholds, g.tasks)}, "gate_keys must be"),
+    "other size": (lambda g: {"gate": Gate(g.keys[:, :, :8], g.thresholds, g.tasks)}, "gate_keys must be"),
+    "one threshold": (lambda g: {"gate": Gate(g.keys, g.thresholds[:1], g.tasks)}, "gate_thresholds must be"),
+    "sqrt weighting": (lambda g: {"weighting": "sqrt"}, "needs the weighting \"prior\", found 'sqrt'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GATES)
+def test_gates_that_cannot_be_used(case: str) -> None:
+    change, problem = BAD_GATES[case]
+    gate = random_gated_bundle().gate
+    assert gate is not None
+    with pytest.raises(BundleError, match=problem):
+        random_gated_bundle(**change(gate))
+
+
+def test_gate_tensors_and_metadata_that_do_not_belong_together(path: Path) -> None:
+    gated, plain = random_gated_bundle(), random_bundle()
+    gate = gated.gate
+    assert gate is not None
+    for tensors, bundle, problem in [
+        (gated.tensors(), plain, "unknown tensors: gate_keys, gate_thresholds"),
+        (plain.tensors(), gated, "tensors are missing: gate_keys, gate_thresholds"),
+        (gated.tensors() | {"gate_keys": gate.keys.float()}, gated, "gate_keys must be F16"),
+        (gated.tensors() | {"gate_thresholds": gate.thresholds[:1]}, gated, "gate_thresholds must be F32"),
+    ]:
+        save_raw(path, tensors, bundle.metadata.model_dump(mode="json"))
+        with pytest.raises(BundleError, match=problem):
+            read_bundle(path)
+    for changed in (replace(gated, gate_keys=None), replace(plain, gate_keys=gate.keys)):
+        with pytest.raises(BundleError, match="a relevance gate needs keys, thresholds and at least one task"):
+            write_bundle(changed, path)
+
+
+def test_every_flipped_bit_of_a_gated_bundle_is_found(path: Path) -> None:
+    write_bundle(random_gated_bundle(payload_tokens=1), path)
+    content = path.read_bytes()
+    for position in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(BundleError, match=re.escape(str(path))):
+            read_bundle(path)
 
 
 def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
@@ -163,7 +276,9 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
 def test_metadata_that_cannot_be_used(path: Path) -> None:
     tensors, good = raw(random_bundle())
     for change, problem in [
-        ({"format_version": 2}, "format version 2 is not supported, expected 1"),
+        ({"format_version": 3}, "format version 3 is not supported, expected 1 or 2"),
+        ({"format_version": 2}, "found version 2 with 0 gate_tasks"),
+        ({"gate_tasks": ["t"]}, "found version 1 with 1 gate_tasks"),
         ({"format_version": None}, "format version None"),
         ({"weighting": "cube"}, "weighting"),
         ({"budget": 4}, "5 entries exceed the budget of 4"),

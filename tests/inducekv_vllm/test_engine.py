@@ -264,7 +264,7 @@ class TestPictureCaches:
             payload_tokens=4,
             adapter=None,
         )
-        key = bundle.retrieval_keys[0].float().numpy()
+        key = bundle.retrieval_keys[:2].float().numpy()
 
         async def rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
             return [{"key": key.tobytes(), "tokens": 1}]

@@ -11,6 +11,7 @@ import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.demo.model import CHECKPOINT
+from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.memory import Memory
 from inducekv_vllm.offline import MemoryLLM
 from selector.injection import reference_logprobs
@@ -20,6 +21,7 @@ from tests.inducekv_vllm.parity import (
     check_answers,
     deviation,
     engine,
+    gated_bundle,
     greedy,
     load_all,
     make_world,
@@ -127,6 +129,44 @@ class TestCompiled:
                     compared += 1
             assert compared >= 5
 
+    def test_gates_open_and_closed_in_one_batch(self, compiled: Served, tmp_path: Path) -> None:
+        """Chunks, preemption, several samples of a request; other memories and none in between."""
+        world, offline, memories = compiled
+        asked = prompts(20, seed=11)
+        tasks = [("a", None, "b", None, "a")[i % 5] for i in range(20)]
+        bundle = gated_bundle(world, asked, tasks)
+        write_bundle(bundle, tmp_path / "gated.safetensors")
+        gated = offline.load_bundle(tmp_path / "gated.safetensors")
+        names = ["gated" if i < 16 else ("sqrt", None)[i % 2] for i in range(20)]
+        choice = {"gated": gated, **memories}
+        conversations = [p.messages for p in asked]
+        for top_k, params in ((None, greedy(max_tokens=40)), (2, greedy(n=2, temperature=2.0))):
+            answers = offline.chat(conversations, params, memory=[n and choice[n] for n in names], top_k=top_k)
+            bundles = {"gated": bundle, **world.bundles}
+            check_answers(world, asked, answers, [n and bundles[n] for n in names], top_k=top_k, remainder=True)
+            for answer, task in zip(answers[:16], tasks, strict=False):
+                assert answer.relevance is not None
+                assert answer.relevance.task == task
+                assert (answer.retrieval is None) == (task is None)
+                if answer.retrieval is not None:
+                    used = {bundle.metadata.entries[i].task for i in answer.retrieval.entries}
+                    assert used == {task}
+                    assert len(answer.retrieval.entries) == (top_k or 6)
+            assert all(answer.relevance is None for answer in answers[16:])
+        offline.unload_bundle(gated)
+
+    def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: Served, tmp_path: Path) -> None:
+        world, offline, _ = compiled
+        asked = [p for p in prompts(10, seed=12) if len(p.question) > 80]
+        write_bundle(gated_bundle(world, asked, [None, "a"]), tmp_path / "gated.safetensors")
+        gated = offline.load_bundle(tmp_path / "gated.safetensors")
+        for prompt, hits in zip(asked, (True, False), strict=True):  # an open gate's K and V are others
+            (answer,) = offline.chat([prompt.messages], greedy(), memory=gated)
+            length = len(answer.output.prompt_token_ids or ())
+            assert length > 64
+            assert answer.output.num_cached_tokens == ((length - 1) // 32 * 32 if hits else 0)
+        offline.unload_bundle(gated)
+
     def test_nothing_is_left_behind(self, compiled: Served) -> None:
         world, offline, _ = compiled
         for _ in range(2):  # the scheduler reports finished requests one step late
@@ -149,6 +189,20 @@ class TestEagerQwen:
         )
         check_answers(world, asked, answers, [world.bundles[name]] * 5, top_k=top_k, remainder=remainder)
 
+    def test_gates_open_and_closed(self, eager_qwen: Served, tmp_path: Path) -> None:
+        world, offline, _ = eager_qwen
+        asked, tasks = prompts(5, seed=14), [None, "a", "b", None, "b"]
+        bundle = gated_bundle(world, asked, tasks)
+        write_bundle(bundle, tmp_path / "gated.safetensors")
+        gated = offline.load_bundle(tmp_path / "gated.safetensors")
+        answers = offline.chat([p.messages for p in asked], greedy(), memory=gated)
+        check_answers(world, asked, answers, [bundle] * 5)
+        assert [answer.relevance and answer.relevance.task for answer in answers] == tasks
+        for prompt, answer in zip(asked, answers, strict=True):
+            keys = world.backbone.query_keys(world.backbone.encode(prompt.chat_messages, [prompt.image]))[0]
+            torch.testing.assert_close(torch.tensor(answer.key), keys, rtol=0, atol=1e-5)
+        offline.unload_bundle(gated)
+
     def test_no_memory_is_vllm_to_the_bit(self, eager_qwen: Served) -> None:
         world, offline, _ = eager_qwen
         conversations = [p.messages for p in prompts(6, seed=8)]
@@ -158,6 +212,29 @@ class TestEagerQwen:
         for a, b in zip(mine, theirs, strict=True):
             assert served_logprobs(a.outputs[0])[0] == served_logprobs(b.outputs[0])[0]
             assert torch.equal(served_logprobs(a.outputs[0])[1], served_logprobs(b.outputs[0])[1])
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_a_closed_gate_is_vllm_to_the_bit(llava: World, tmp_path: Path, caching: bool) -> None:
+    """What vLLM without the plugin answers when it has seen the prompt once before, as the key pass has."""
+    options = {"enforce_eager": True, "block_size": 32, "enable_prefix_caching": caching}
+    asked = prompts(5, seed=13)
+    conversations = [p.messages for p in asked]
+    write_bundle(gated_bundle(llava, asked, [None] * 4 + ["a"]), tmp_path / "gated.safetensors")
+    with engine(llava.model, **options) as llm:
+        offline = MemoryLLM(llm)
+        gated = offline.load_bundle(tmp_path / "gated.safetensors")
+        mine = [offline.chat([each], greedy(), memory=gated)[0] for each in conversations]
+    assert [answer.retrieval is None for answer in mine] == [True] * 4 + [False]
+    with engine(llava.model, memory=False, **options) as plain:
+        theirs = [[plain.chat([each], greedy(), use_tqdm=False)[0] for _ in range(2)][1] for each in conversations]
+    for a, b in zip(mine[:4], theirs, strict=False):
+        assert served_logprobs(a.output.outputs[0])[0] == served_logprobs(b.outputs[0])[0]
+        assert torch.equal(served_logprobs(a.output.outputs[0])[1], served_logprobs(b.outputs[0])[1])
+        assert a.output.num_cached_tokens == b.num_cached_tokens
+    assert any(b.num_cached_tokens for b in theirs) == caching
+    difference = served_logprobs(mine[4].output.outputs[0])[1] - served_logprobs(theirs[4].outputs[0])[1]
+    assert difference.abs().max() > 100 * TOLERANCE
 
 
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:

@@ -208,3 +208,16 @@ def test_bad_terms(entries: list[int], weights: list[float], keywords: dict[str,
     found = Retrieval(np.array(entries, dtype=np.int64), np.array(weights, dtype=np.float32))
     with pytest.raises(ConfigError, match=problem):
         page_terms(found, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
+
+
+def test_a_search_among_some_entries_is_a_search_of_a_memory_of_those() -> None:
+    keys, query = unit_keys(9, 6, seed=7), unit_keys(1, 6, seed=8)[0]
+    keys[7] = keys[2]  # equal scores
+    among = np.array([7, 1, 2, 4])
+    for top_k in (None, 1, 2, 3, 4, 20):
+        found = PrefixIndex(keys).search(query, 0.3, top_k, among)
+        small = PrefixIndex(keys[sorted(among)]).search(query, 0.3, top_k)
+        np.testing.assert_array_equal(found.entries, np.sort(among)[small.entries])
+        np.testing.assert_array_equal(found.weights, small.weights)
+    with pytest.raises(ConfigError, match="at least one entry"):
+        PrefixIndex(keys).search(query, 0.3, None, np.array([], dtype=np.int64))

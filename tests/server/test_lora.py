@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm.parity import TOLERANCE, World, make_world, prompts
+from tests.inducekv_vllm.parity import TOLERANCE, World, gated_bundle, make_world, prompts
 from tests.server.conftest import ENVIRONMENT, FLAGS
 from tests.server.http import TRACED, ask, deviation, trace_of
 from tests.server.test_bundles import Bundles
@@ -84,6 +84,20 @@ def test_answers_equal_the_merged_model_with_the_memory(adapted: Adapted) -> Non
                 assert deviation(world, ask(client, name, prompt), prompt, bundle) <= TOLERANCE
         assert trace_of(ask(client, "m", prompt, extra_body=TRACED))["digest"] == adapted.bundle.digest
         assert {m.id for m in client.models.list()} == {"base", "style", "m"}
+
+
+def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tmp_path: Path) -> None:
+    """What the memory was made for: "closed" takes the memory away, not the adapter it belongs to."""
+    asked = prompts(2, seed=42)
+    bundle = gated_bundle(adapted.merged, asked, [None, "a"], adapter="style")
+    write_bundle(bundle, tmp_path / "gated.safetensors")
+    assert Bundles(adapted.url).load("gated", tmp_path / "gated.safetensors").status_code == 200
+    with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
+        for prompt, is_open in zip(asked, (False, True), strict=True):
+            response = ask(client, "gated", prompt, extra_body=TRACED)
+            assert trace_of(response)["gate"]["open"] == is_open
+            assert deviation(adapted.merged, response, prompt, bundle if is_open else None) <= TOLERANCE
+            assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
 
 
 def test_a_bundle_that_names_no_adapter_is_refused(adapted: Adapted) -> None:

@@ -1,0 +1,104 @@
+"""A memory behind a relevance gate, over HTTP: open and closed, what the trace says, and what the counters count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from inducekv_vllm.bundle import Bundle, write_bundle
+from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, gated_bundle, prompts
+from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
+from tests.server.test_bundles import Bundles
+
+TASKS = ("a", None, "b", None)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Prompt]:
+    return prompts(4, seed=61)
+
+
+@pytest.fixture(scope="module")
+def gated(server: str, world: World, asked: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    """Served as "gated": open for the first and third prompt."""
+    bundle = gated_bundle(world, asked, TASKS)
+    path: Path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
+    write_bundle(bundle, path)
+    loaded = Bundles(server).load("gated", path)
+    assert loaded.status_code == 200, loaded.text
+    yield bundle
+    Bundles(server).unload("gated")
+
+
+def test_answers_equal_the_reference_open_and_closed(
+    client: openai.OpenAI, world: World, gated: Bundle, asked: list[Prompt]
+) -> None:
+    for prompt, task in zip(asked, TASKS, strict=True):
+        response = ask(client, "gated", prompt, extra_body=TRACED)
+        assert response.model == "gated"
+        assert deviation(world, response, prompt, gated) <= TOLERANCE
+        trace = trace_of(response)
+        assert trace["gate"]["open"] == (task is not None)
+        assert trace["gate"]["task"] == task
+        assert {name: margin > 0 for name, margin in trace["gate"]["margins"].items()} == {
+            name: name == task for name in ("a", "b")
+        }
+        assert {entry["task"] for entry in trace["entries"]} == ({task} if task else set())
+        assert httpx.get(f"{client.base_url}memory_trace/{response.id}").json()["traces"] == [trace]
+        # Closed, the answer is the untouched model's; open, it is far from it.
+        assert (deviation(world, response, prompt, None) <= TOLERANCE) == (task is None)
+
+
+def test_a_closed_gate_answers_as_the_base_model_that_has_seen_the_prompt(
+    client: openai.OpenAI, gated: Bundle, asked: list[Prompt]
+) -> None:
+    """Untraced, streamed by others or not: the very same numbers as under the base model's name."""
+    ask(client, "gated", asked[1])  # from here on both have the same prefix cache
+    with_gate, plain = ask(client, "gated", asked[1]), ask(client, "base", asked[1])
+    assert tokens_and_logprobs(with_gate) == tokens_and_logprobs(plain)
+    assert with_gate.usage == plain.usage
+
+
+def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
+    client: openai.OpenAI, gated: Bundle, asked: list[Prompt]
+) -> None:
+    for prompt in asked[:2]:
+        response = ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}})
+        assert len(trace_of(response)["entries"]) == (2 if trace_of(response)["gate"]["open"] else 0)
+        with pytest.raises(openai.BadRequestError, match="inducekv_unknown"):
+            ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})
+
+
+def test_the_list_and_the_counters_tell_the_gate(
+    client: openai.OpenAI, server: str, gated: Bundle, asked: list[Prompt]
+) -> None:
+    cards = {card["name"]: card for card in Bundles(server).list()["data"]}
+    assert cards["gated"]["gate_tasks"] == ["a", "b"]
+    assert cards["gated"]["tasks"] == {"a": 6, "b": 6}
+    assert cards["sqrt"]["gate_tasks"] is None
+    assert trace_of(ask(client, "sqrt", asked[0], extra_body=TRACED))["gate"] is None
+
+    def counts() -> dict[str, float]:
+        lines = httpx.get(f"{server}/metrics").text.splitlines()
+        return {
+            line.partition("{")[2].rpartition("}")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("inducekv:requests_total{")
+        }
+
+    before = counts()
+    for prompt in asked[:3]:
+        ask(client, "gated", prompt, max_tokens=1)
+    ask(client, "sqrt", asked[0], max_tokens=1)
+    after = counts()
+    assert {labels: count - before.get(labels, 0) for labels, count in after.items()} == {
+        **dict.fromkeys(before, 0.0),
+        'bundle="gated",gate="open",task="a"': 1.0,
+        'bundle="gated",gate="open",task="b"': 1.0,
+        'bundle="gated",gate="closed",task=""': 1.0,
+        'bundle="sqrt",gate="none",task=""': 1.0,
+    }

@@ -1,0 +1,214 @@
+"""Bundles as `inducekv-select` writes and publishes them: the server answers with the selector's own numbers.
+
+An answer is held to the very tokens whose NLL the selector measures. vLLM's log-probabilities are those before
+`allowed_token_ids`, `min_tokens` and `logit_bias`, but after constrained decoding, which therefore cannot hold it.
+So every known answer is one token, once or repeated, and then the token that ends the turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from inducekv_vllm.bundle import read_bundle
+from selector.data import Example, read_task
+from selector.deployed import Deployed
+from selector.injection import reference_logprobs
+from selector.objective import Scorer
+from selector.select_cli import main
+from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
+from tests.selector.conftest import record, write_task
+from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
+from tests.server.test_bundles import Bundles, wait_until
+
+# What is asked, and answered, by task; "base" is what the model needs no memory for.
+QUESTIONS = {
+    "colours": ("Which number has the colour of the circle?", ("1", "22", "333")),
+    "counts": ("How many green stars are there? Answer in a sentence.", ("4444", "55", "6")),
+    "base": ("Is the picture left of the system? yes no", ("no", "99", "nono")),
+}
+SPLITS = {"training": range(8), "validation": range(8, 11), "unseen": range(11, 14)}  # numbers of pictures
+# A model of random weights knows no task: whether its memory is any good is a matter of chance.
+SHARED = ("--budget", "4", "--payload-tokens", "2", "--allow-worse")
+REFINED = ("--recipe", "refined", "--steps", "3", "--learning-rate", "0.1", "--entries-per-task", "2")
+PAPER = ("--recipe", "paper", "--beta", "0.5", "--gamma", "0.1", "--iterations", "2", "--inner-steps", "1")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A bundle that the server holds, as the selector sees it, and what the selector has reported."""
+
+    name: str
+    deployed: Deployed
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Runs `inducekv-select` on the model that the server serves."""
+
+    server: str
+    world: World
+    data: dict[str, dict[str, Path]]  # by task and split
+    folder: Path
+
+    def publish(self, name: str, task: str, *options: str) -> Published:
+        output = self.folder / f"{name}.safetensors"
+        files = ["--task", self.data[task]["training"], "--validation", self.data[task]["validation"]]
+        arguments = ["--model", self.world.model, *files, "--output", output, *SHARED, *options]
+        assert main([*map(str, arguments), "--publish", self.server]) == 0
+        report = json.loads(output.with_name(f"{name}.report.json").read_text())
+        return Published(name, Deployed(Scorer(self.world.backbone), read_bundle(output)), report)
+
+    def examples(self, task: str, split: str) -> list[Example]:
+        return read_task(self.data[task][split])
+
+
+@pytest.fixture(scope="module")
+def selector(server: str, world: World, tmp_path_factory: pytest.TempPathFactory) -> Selector:
+    folder = tmp_path_factory.mktemp("selected")
+    data = {task: {split: write_split(folder / task / split, task, split) for split in SPLITS} for task in QUESTIONS}
+    return Selector(server, world, data, folder)
+
+
+def write_split(folder: Path, task: str, split: str) -> Path:
+    question, answers = QUESTIONS[task]
+    records = []
+    for number in SPLITS[split]:
+        made = record(number, id=f"{task}-{number}", task=task, answer=answers[number % len(answers)])
+        made["messages"][0]["content"][1]["text"] = question
+        records.append(made)
+    return write_task(folder, records, num_pictures=max(SPLITS[split]) + 1)
+
+
+@pytest.fixture(scope="module")
+def refined(selector: Selector) -> Iterator[Published]:
+    """Two tasks, one after the other, each published under the name "refined": the second replaces the first."""
+    (first := selector.folder / "first").mkdir()
+    stream = ("--base", str(selector.data["base"]["training"]), "--anchors", str(selector.folder / "anchors"))
+    selector.publish("refined", "colours", *REFINED, *stream)
+    previous = (selector.folder / "refined.safetensors").rename(first / "refined.safetensors")
+    yield selector.publish("refined", "counts", *REFINED, *stream, "--previous", str(previous))
+    unload(selector.server, "refined")
+
+
+@pytest.fixture(scope="module")
+def paper(selector: Selector) -> Iterator[Published]:
+    yield selector.publish("paper", "colours", *PAPER)
+    unload(selector.server, "paper")
+
+
+def unload(server: str, name: str) -> None:
+    bundles = Bundles(server)
+    assert bundles.unload(name).status_code == 200
+    wait_until(lambda: not bundles.list()["draining"])
+
+
+@pytest.mark.parametrize("recipe", ["refined", "paper"])
+def test_the_server_holds_the_bundle_that_was_published(
+    request: pytest.FixtureRequest, selector: Selector, recipe: str
+) -> None:
+    published: Published = request.getfixturevalue(recipe)
+    (card,) = (card for card in Bundles(selector.server).list()["data"] if card["name"] == recipe)
+    assert published.deployed.bundle is not None
+    assert card["digest"] == published.deployed.bundle.digest == published.report["digest"]
+    tasks, gate_tasks = {"colours": 4}, None
+    if recipe == "refined":
+        tasks, gate_tasks = {"colours": 2, "counts": 2}, ["colours", "counts"]
+    assert (card["tasks"], card["gate_tasks"]) == (tasks, gate_tasks)
+
+
+@pytest.mark.parametrize("task", QUESTIONS)
+def test_with_the_gate_of_the_refined_recipe(
+    client: openai.OpenAI, selector: Selector, refined: Published, task: str
+) -> None:
+    """Open for the two tasks, each with its own entries; closed for base questions, as if there were no memory."""
+    expected = {"open": task != "base", "task": None if task == "base" else task}
+    for example in selector.examples(task, "training"):
+        gate = check_answer(client, selector, refined, example)["gate"]
+        assert {name: gate[name] for name in expected} == expected
+    # Unseen ones may be judged either way, as long as the server judges as the selector does.
+    for example in selector.examples(task, "unseen"):
+        check_answer(client, selector, refined, example)
+
+
+@pytest.mark.parametrize("task", QUESTIONS)
+def test_without_a_gate_by_the_paper_recipe(
+    client: openai.OpenAI, selector: Selector, paper: Published, task: str
+) -> None:
+    for example in selector.examples(task, "unseen"):
+        trace = check_answer(client, selector, paper, example)
+        assert trace["gate"] is None
+        assert len(trace["entries"]) == 4
+
+
+@pytest.mark.parametrize(("recipe", "task"), [("refined", "counts"), ("paper", "colours")])
+def test_the_nll_is_the_one_that_the_selector_reported(
+    request: pytest.FixtureRequest, client: openai.OpenAI, selector: Selector, recipe: str, task: str
+) -> None:
+    """Also under the base model's name: of the untouched model."""
+    published: Published = request.getfixturevalue(recipe)
+    examples = selector.examples(task, "validation")
+    reported = published.report["validation_nll"]
+    assert mean_nll(client, recipe, published, examples) == pytest.approx(reported["deployed"], rel=0, abs=TOLERANCE)
+    assert mean_nll(client, "base", published, examples) == pytest.approx(reported["no_memory"], rel=0, abs=TOLERANCE)
+
+
+def check_answer(client: openai.OpenAI, selector: Selector, published: Published, example: Example) -> dict[str, Any]:
+    """Compares one question's routing, its known answer and a free one with the selector's; returns the trace."""
+    deployed, backbone = published.deployed, selector.world.backbone
+    bundle, inputs = deployed.bundle, deployed.scorer.prefix(example)
+    assert bundle is not None
+    query_keys = backbone.query_keys(inputs)  # [1, 2, d]
+    opened, prior = deployed.routing(query_keys)  # [1] bool, [1, B]
+
+    response = ask_for_the_answer(client, published.name, published, example, TRACED)
+    trace = trace_of(response)
+    assert trace["digest"] == bundle.digest
+    assert (trace["gate"] is None) == (bundle.gate is None)
+    assert trace["gate"] is None or trace["gate"]["open"] == bool(opened)
+    allowed = (prior[0] == 0).nonzero()[:, 0].tolist() if opened else []  # rows of the bundle
+    assert sorted(entry["index"] for entry in trace["entries"]) == allowed
+
+    tokens, logprobs = tokens_and_logprobs(response)
+    assert tokens == deployed.scorer.answer_tokens(example)
+    expected = reference_logprobs(backbone, bundle, inputs, tokens)  # [tokens]
+    assert logprobs == pytest.approx(expected.tolist(), rel=0, abs=TOLERANCE)
+    nll = -sum(logprobs)
+    assert nll == pytest.approx(deployed.mean_loss([example], query_keys), rel=0, abs=TOLERANCE)
+    # Closed, it is the untouched model's; open, it is far from it.
+    untouched = Deployed(deployed.scorer, None).mean_loss([example], query_keys)
+    assert (abs(nll - untouched) <= TOLERANCE) == (not opened)
+
+    prompt = prompt_of(example)
+    assert deviation(selector.world, ask(client, published.name, prompt), prompt, bundle) <= TOLERANCE
+    return trace
+
+
+def mean_nll(client: openai.OpenAI, model: str, published: Published, examples: Sequence[Example]) -> float:
+    """Of the examples' answers, over HTTP."""
+    found = [tokens_and_logprobs(ask_for_the_answer(client, model, published, example))[1] for example in examples]
+    return -sum(map(sum, found)) / len(found)
+
+
+def ask_for_the_answer(
+    client: openai.OpenAI, model: str, published: Published, example: Example, extra: dict[str, Any] | None = None
+) -> Any:
+    """The one answer that the request can have is the example's, which must be one repeated token."""
+    *words, end = published.deployed.scorer.answer_tokens(example)
+    assert len(set(words)) == 1
+    # The end wins as soon as it is allowed, which it is after as many words.
+    held = {"allowed_token_ids": [words[0], end], "min_tokens": len(words), "ignore_eos": False}
+    options = {"logit_bias": {str(end): 100}, "extra_body": held | (extra or {})}
+    return ask(client, model, prompt_of(example), max_tokens=len(words) + 1, **options)
+
+
+def prompt_of(example: Example) -> Prompt:
+    (image,) = example.load_images()
+    return Prompt(image, example.messages[0]["content"][1]["text"])
