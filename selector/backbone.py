@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 from inducekv_vllm.fingerprint import fingerprint_of, require_model_folder
+from inducekv_vllm.placeholders import placeholder_ids
 
 from .data import Example
 from .injection import ATTENTION_NAME, TOKEN_INPUTS
@@ -138,25 +139,43 @@ class Backbone:
         hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
         return hidden
 
+    def text_mask(self, inputs: Inputs) -> Tensor:
+        """Which tokens are text: no padding, and no placeholder of a picture, video or sound. [n, T] bool."""
+        tokens = inputs["input_ids"]
+        placeholders = torch.tensor(sorted(placeholder_ids(self.model.config)), device=tokens.device)
+        return inputs["attention_mask"].bool() & ~torch.isin(tokens, placeholders)
+
+    def query_keys(self, inputs: Inputs) -> Tensor:
+        """Both parts of each prefix's query key, in one forward pass: [n, 2, d] float32, unit norm.
+
+        Row 0 is r(x), the mean over all tokens; row 1 the mean over the text tokens alone.
+        """
+        return pool_query_keys(self.hidden_states(inputs), inputs["attention_mask"], self.text_mask(inputs))
+
     def retrieval_keys(self, inputs: Inputs) -> Tensor:
         """r(x) of each prefix (paper, Eq. key_rewrite): [n, d] float32, unit norm."""
         return pool_retrieval_keys(self.hidden_states(inputs), inputs["attention_mask"])
 
 
+def pool_query_keys(hidden: Tensor, attention_mask: Tensor, text_mask: Tensor) -> Tensor:
+    """The full-prefix mean and the text-token mean: [n, 2, d], each as `pool_retrieval_keys` gives it."""
+    return torch.stack([pool_retrieval_keys(hidden, mask) for mask in (attention_mask, text_mask)], dim=1)
+
+
 def pool_retrieval_keys(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean over the tokens of each prefix, padding left out, then L2-normalised.
+    """Mean over the tokens of each prefix, those masked left out, then L2-normalised.
 
     Args:
         hidden: [n, T, d], any float type; summed in float32.
         attention_mask: [n, T], 1 for tokens and 0 for padding.
 
     Returns:
-        [n, d] float32 (float64 for a float64 model).
+        [n, d] float32 (float64 for a float64 model); zeros for a prefix without a token that counts.
     """
     mask = attention_mask[:, :, None].bool()  # [n, T, 1]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     total = hidden.to(dtype).masked_fill(~mask, 0).sum(dim=1)  # [n, d]
-    return torch.nn.functional.normalize(total / mask.sum(dim=1), dim=1)
+    return torch.nn.functional.normalize(total / mask.sum(dim=1).clamp(min=1), dim=1)
 
 
 def _pad(value: Tensor, length: int, side: Literal["left", "right"], fill: int) -> Tensor:

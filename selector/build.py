@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval import Weighting
 
 from .backbone import Backbone
-from .data import Example
+from .data import Example, entry_records
 from .extract import extract, extract_keys
 
 Policy = Literal["random", "k-center"]
@@ -80,7 +80,7 @@ def build_bundle(
         layer_bias=torch.zeros(backbone.num_layers),
         backbone=backbone.fingerprint,
         budget=settings.budget,
-        entries=tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in chosen),
+        entries=entry_records(chosen),
         weighting=settings.weighting,
         recipe="build",
         settings=recorded | {"candidates": len(examples)},

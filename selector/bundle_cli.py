@@ -19,7 +19,7 @@ from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, plan, read_config, text_geometry
+from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # Results are for people and pipes alike: never wrapped to the width of a terminal.
@@ -148,6 +148,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
+        "relevance gate": _gate_summary(bundle),
         "weighting": metadata.weighting,
         "temperature": f"{float(bundle.temperature):.6g}",
         "value gates": f"{float(gates.min()):.4g} to {float(gates.max()):.4g}",
@@ -159,6 +160,16 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
     }
+
+
+def _gate_summary(bundle: Bundle) -> str:
+    if (gate := bundle.gate) is None:
+        return "none"
+    thresholds = ", ".join(
+        f"{task} (threshold {threshold:.4g})"
+        for task, threshold in zip(gate.tasks, gate.thresholds.tolist(), strict=True)
+    )
+    return f"{thresholds}; {gate_bytes(len(gate.tasks), bundle.metadata.backbone.hidden_size)} bytes"
 
 
 def _differences(old: Bundle, new: Bundle) -> list[str]:
@@ -187,6 +198,21 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
         lines += _tensor_difference(f"{name} of the {len(kept)} entries kept", before, after)
     for name in ("temperature", "value_gates", "layer_bias"):
         lines += _tensor_difference(name, old.tensors()[name], new.tensors()[name])
+    return lines + _gate_differences(old, new)
+
+
+def _gate_differences(old: Bundle, new: Bundle) -> list[str]:
+    """Of the tasks that both gates know; which tasks those are is told with the metadata."""
+    if old.gate is None or new.gate is None:
+        return []
+    lines = []
+    for task in old.gate.tasks:
+        if task in new.gate.tasks:
+            before, after = old.gate.tasks.index(task), new.gate.tasks.index(task)
+            lines += _tensor_difference(f"gate keys of {task}", old.gate.keys[before], new.gate.keys[after])
+            lines += _tensor_difference(
+                f"gate threshold of {task}", old.gate.thresholds[before], new.gate.thresholds[after]
+            )
     return lines
 
 

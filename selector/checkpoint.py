@@ -2,6 +2,9 @@
 
 DIR/identity.json       what the run is made from; progress of another run is of no use
 DIR/NAME.safetensors    one optimisation's state after its last complete iteration
+DIR/pool/               the candidates' payloads, see `selector.pool`
+
+Under `torchrun` all processes read, and only the main one writes; they share the folder.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 
 from .calibration import Calibration
+from .distributed import barrier, is_main, together
 from .files import replace_file
 from .selection import Measured, SelectionState
 
@@ -31,7 +36,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
-        """The run's own progress, or none: what another run has left in the folder is removed.
+        """The run's own progress, or none: what another run has left in the folder is removed. Collective.
 
         Args:
             identity: JSON values that settle every result of the run.
@@ -44,17 +49,19 @@ class Checkpoint:
         """
         path, content = folder / "identity.json", json.dumps(identity, sort_keys=True, indent=1).encode()
         try:
-            if path.is_file() and path.read_bytes() == content:
-                return cls(folder), True
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            replace_file(path, content)
+            with together():
+                resumed = path.is_file() and path.read_bytes() == content
+            with together():
+                if not resumed and is_main():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
+                    replace_file(path, content)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
-        return cls(folder), False
+        return cls(folder), resumed
 
     def save(self, name: str, state: SelectionState) -> None:
-        """Raises ConfigError: the file cannot be written; the last state stays."""
+        """Collective. Raises ConfigError: the file cannot be written; the last state stays."""
         calibration = state.calibration
         tensors = {
             "weights": state.weights,
@@ -67,33 +74,67 @@ class Checkpoint:
             "steps": calibration.steps,
             "history": [measured.as_json() for measured in state.history],
         }
-        data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
-        try:
-            replace_file(self._path(name), data)
-        except OSError as error:
-            raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
+        self.write(name, tensors, progress)
 
     def load(self, name: str) -> SelectionState | None:
-        """The state that was saved last, if any.
+        """The state that was saved last, if any. Collective.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found = self.read(name)
+        if found is None:
+            return None
+        tensors, progress = found
+        try:
+            history = tuple(Measured(**measured) for measured in progress["history"])
+            calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
+            return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
+        except (KeyError, TypeError) as error:
+            raise self._damaged(name, error) from error
+
+    def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        """Replace what is kept under `name`, in one move. Collective.
+
+        Args:
+            progress: JSON values.
+
+        Raises:
+            ConfigError: the file cannot be written; the last state stays.
+        """
+        with together():
+            if is_main():
+                data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
+                try:
+                    replace_file(self._path(name), data)
+                except OSError as error:
+                    raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
+
+    def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was written last, if anything. Collective.
 
         Raises:
             ConfigError: the file is damaged.
         """
         path = self._path(name)
-        if not path.exists():
-            return None
-        try:
-            with safetensors.safe_open(str(path), framework="pt") as file:
-                progress = json.loads(file.metadata()["progress"])
-                tensors = {key: file.get_tensor(key) for key in ("weights", "phi", "mean", "square")}
-            history = tuple(Measured(**measured) for measured in progress["history"])
-            calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
-            return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
-        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}") from error
+        with together():
+            if not path.exists():
+                return None
+            try:
+                with safetensors.safe_open(str(path), framework="pt") as file:
+                    names, progress = list(file.keys()), json.loads(file.metadata()["progress"])
+                    return {name: file.get_tensor(name) for name in names}, progress
+            except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+                raise self._damaged(name, error) from error
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Collective."""
+        barrier()
+        if is_main():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _damaged(self, name: str, error: Exception) -> ConfigError:
+        return ConfigError(f"{self._path(name)}: the progress is damaged, remove the folder to start again: {error}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -18,13 +18,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
 
+from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import TaskDataError
 
 _ROLES = ("system", "user", "assistant")
@@ -46,6 +47,11 @@ class Example:
     def load_images(self) -> list[Image.Image]:
         """The pictures in RGB, decoded as the server decodes them."""
         return [decode_image(path.read_bytes()) for path in self.images]
+
+
+def entry_records(examples: Sequence[Example]) -> tuple[EntryRecord, ...]:
+    """What a bundle says of the entries that are made of these examples."""
+    return tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples)
 
 
 def read_task(path: str | Path) -> list[Example]:

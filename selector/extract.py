@@ -1,4 +1,6 @@
-"""Extract memory entries from a frozen backbone: retrieval keys and KV payloads of training prefixes.
+"""Extract memory entries from a frozen backbone: query keys and KV payloads of training prefixes.
+
+Under `torchrun` each process takes whole batches, the same ones that a single process would make.
 
 Letters: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size,
 d hidden size.
@@ -7,7 +9,7 @@ d hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +20,25 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 
-from .backbone import Backbone, Inputs, pool_retrieval_keys
+from .backbone import Backbone, Inputs, pool_query_keys
 from .data import Example
+from .distributed import in_step, is_main, merge_rows, together
+from .pool import Pool
 
 
 @dataclass(frozen=True)
 class Extraction:
     """The entries e(x) of N prefixes (paper, Eq. key_rewrite and payload_rewrite)."""
 
-    keys: Tensor  # [N, d] float32, unit norm
+    query_keys: Tensor  # [N, 2, d] float32, unit norm: the mean over all tokens, and over the text tokens
     payload_keys: Tensor  # [L, N, J, m, D], before RoPE, after k_norm where the model has one
     payload_values: Tensor  # [L, N, J, m, D]
+    pool: Pool | None = None  # where the payloads are on disk; the tensors are then maps of the files
+
+    @property
+    def keys(self) -> Tensor:
+        """r(x) of each prefix: [N, d] float32, unit norm."""
+        return self.query_keys[:, 0].contiguous()
 
 
 def extract(
@@ -38,44 +48,71 @@ def extract(
     *,
     batch_size: int = 8,
     payload_dtype: torch.dtype = torch.float32,
+    pool: Pool | None = None,
     progress: bool = False,
 ) -> Extraction:
-    """Run the frozen model over every prefix once and keep its key and its pooled keys and values.
-
-    Nothing is written to disk, so an interruption leaves nothing behind.
+    """Run the frozen model over every prefix once and keep its query key and its pooled keys and values. Collective.
 
     Args:
         payload_tokens: m.
         payload_dtype: bundles keep float16; float32 suits payloads that are to be refined.
+        pool: where payloads go, in float16 whatever `payload_dtype` is; without one they are kept in memory, and an
+            interruption leaves nothing behind. A pool that is finished is not made again.
         progress: show a progress bar on standard error.
 
     Raises:
-        ConfigError: `payload_tokens` or `batch_size` below 1.
+        ConfigError: `payload_tokens` or `batch_size` below 1, or the pool cannot be written.
         TaskDataError: the model's processor refuses an example.
     """
     if payload_tokens < 1:
         raise ConfigError(f"payload_tokens must be at least 1, found {payload_tokens}")
+    if pool is not None and (finished := pool.query_keys()) is not None:
+        return _in_pool(finished, pool)
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    keys: list[Tensor] = []
-    payload_keys = torch.empty(shape, dtype=payload_dtype)
-    payload_values = torch.empty(shape, dtype=payload_dtype)
-    start = 0
-    for inputs in _batches(backbone, examples, batch_size, "Extracting entries", progress):
+    query_keys = _no_query_keys(backbone, len(examples))
+    payload_keys, payload_values = (torch.zeros(shape if pool is None else 0, dtype=payload_dtype) for _ in range(2))
+
+    def keep(start: int, inputs: Inputs) -> None:
         pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), payload_tokens).to(backbone.device)
         rows = slice(start, start + len(pooling))
-        with _pooled_projections(backbone, pooling, payload_keys[:, rows], payload_values[:, rows]):
+        keys, values = (torch.empty(shape[0], len(pooling), *shape[2:], dtype=payload_dtype) for _ in range(2))
+        with _pooled_projections(backbone, pooling, keys, values):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
-        keys.append(pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu())
-        start = rows.stop
-    return Extraction(torch.cat(keys), payload_keys, payload_values)
+        query_keys[rows] = pool_query_keys(hidden, inputs["attention_mask"], backbone.text_mask(inputs)).cpu()
+        if pool is not None:
+            pool.write(start, keys, values)
+        else:
+            payload_keys[:, rows], payload_values[:, rows] = keys, values
+
+    with pool.whole_or_gone() if pool is not None else contextlib.nullcontext():
+        _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
+        merge_rows([query_keys, payload_keys, payload_values])
+        if pool is None:
+            return Extraction(query_keys, payload_keys, payload_values)
+        pool.finish(query_keys)
+    return _in_pool(query_keys, pool)
+
+
+def extract_query_keys(
+    backbone: Backbone, examples: Sequence[Example], *, batch_size: int = 8, progress: bool = False
+) -> Tensor:
+    """Query keys alone: [N, 2, d] float32, unit norm. Collective; raises as `extract` does."""
+    query_keys = _no_query_keys(backbone, len(examples))
+
+    def keep(start: int, inputs: Inputs) -> None:
+        found = backbone.query_keys(inputs).cpu()
+        query_keys[start : start + len(found)] = found
+
+    _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
+    merge_rows([query_keys])
+    return query_keys
 
 
 def extract_keys(
     backbone: Backbone, examples: Sequence[Example], *, batch_size: int = 8, progress: bool = False
 ) -> Tensor:
-    """Retrieval keys alone: [N, d] float32, unit norm. Raises as `extract` does."""
-    batches = _batches(backbone, examples, batch_size, "Extracting keys", progress)
-    return torch.cat([backbone.retrieval_keys(inputs).cpu() for inputs in batches])
+    """Retrieval keys alone: [N, d] float32, unit norm. Collective; raises as `extract` does."""
+    return extract_query_keys(backbone, examples, batch_size=batch_size, progress=progress)[:, 0].contiguous()
 
 
 def pooling_matrices(lengths: Sequence[int], payload_tokens: int) -> Tensor:
@@ -99,16 +136,38 @@ def pooling_matrices(lengths: Sequence[int], payload_tokens: int) -> Tensor:
     return matrices
 
 
-def _batches(
-    backbone: Backbone, examples: Sequence[Example], batch_size: int, title: str, progress: bool
-) -> Iterator[Inputs]:
-    """Prefixes in the order of the examples, padded on the right, where padding changes nothing."""
+def _no_query_keys(backbone: Backbone, count: int) -> Tensor:
+    """[N, 2, d] zeros, in the type that the backbone's keys have."""
+    dtype = torch.promote_types(backbone.model.dtype, torch.float32)
+    return torch.zeros(count, 2, backbone.hidden_size, dtype=dtype)
+
+
+def _in_pool(query_keys: Tensor, pool: Pool) -> Extraction:
+    payload_keys, payload_values = (payload[:, pool.num_previous :] for payload in pool.mapped())
+    return Extraction(query_keys, payload_keys, payload_values, pool)
+
+
+def _each_batch(
+    backbone: Backbone,
+    examples: Sequence[Example],
+    batch_size: int,
+    title: str,
+    progress: bool,
+    work: Callable[[int, Inputs], None],
+) -> None:
+    """Give `work` this process's batches, each with the row of its first example. Collective.
+
+    Prefixes stand in the order of the examples, padded on the right, where padding changes nothing.
+    """
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
-    starts = range(0, len(examples), batch_size)
-    for start in track(starts, title, console=Console(stderr=True), disable=not progress, transient=True):
-        batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
-        yield backbone.collate(batch)
+    steps = in_step(range(0, len(examples), batch_size))
+    shown = progress and is_main()
+    for mine in track(steps, title, console=Console(stderr=True), disable=not shown, transient=True):
+        with together():
+            for start in mine:
+                batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
+                work(start, backbone.collate(batch))
 
 
 @contextlib.contextmanager

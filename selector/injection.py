@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.retrieval import PageTerms, Weighting
 
@@ -78,8 +78,15 @@ class Memory:
     def from_bundle(
         cls, bundle: Bundle, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> Memory:
-        tensors = {name: tensor.to(device, dtype) for name, tensor in bundle.tensors().items()}
-        return cls(**tensors, weighting=bundle.metadata.weighting)
+        return cls(
+            retrieval_keys=bundle.retrieval_keys.to(device, dtype),
+            payload_keys=bundle.payload_keys.to(device, dtype),
+            payload_values=bundle.payload_values.to(device, dtype),
+            temperature=bundle.temperature.to(device, dtype),
+            value_gates=bundle.value_gates.to(device, dtype),
+            layer_bias=bundle.layer_bias.to(device, dtype),
+            weighting=bundle.metadata.weighting,
+        )
 
     def terms(
         self,
@@ -122,6 +129,45 @@ class Memory:
         log_weight = torch.zeros_like(scale).masked_fill(left_out, -math.inf)
         log_remainder = (num_left_out * m).log() if remainder else torch.full_like(num_left_out, -math.inf)
         return Terms(scale, log_weight, scale, log_remainder)
+
+
+def gated_prior(gate: Gate, entry_tasks: Sequence[str], query_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The relevance gate for n requests; the rule is `inducekv_vllm.relevance.RelevanceGate.judge`.
+
+    Args:
+        entry_tasks: the task of each of the B entries.
+        query_keys: [n, 2, d], what `Backbone.query_keys` gives.
+
+    Returns:
+        open [n] bool: where false, the request runs without memory;
+        log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. A
+        closed request's row is that of its nearest task, so that it has finite terms, which are not to be used.
+
+    Raises:
+        ConfigError: query keys of another shape, or an entry of a task that the gate does not have.
+    """
+    if query_keys.ndim != 3 or query_keys.shape[1:] != gate.keys.shape[1:]:
+        raise ConfigError(f"expected query keys [n, 2, {gate.keys.shape[2]}], found {list(query_keys.shape)}")
+    if unknown := set(entry_tasks) - set(gate.tasks):
+        raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
+    keys, thresholds = gate.keys.to(query_keys.device, torch.float64), gate.thresholds.to(query_keys.device)
+    margins = torch.einsum("npd,cpd->nc", query_keys.double(), keys) - thresholds.double()  # [n, C]
+    largest, nearest = margins.amax(dim=1), margins.argmax(dim=1)  # [n], [n]: the first of equal ones
+    task_of_entry = torch.tensor([gate.tasks.index(task) for task in entry_tasks], device=nearest.device)  # [B]
+    other_task = task_of_entry != nearest[:, None]  # [n, B] bool
+    log_prior = torch.zeros(other_task.shape, device=nearest.device).masked_fill(other_task, -math.inf)
+    return largest >= 0, log_prior
+
+
+def routing(bundle: Bundle, query_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of n requests get a bundle's memory, [n] bool, and the prior of its entries, [n, B] float32.
+
+    What `gated_prior` gives; without a gate, all entries for every request.
+    """
+    n, device = len(query_keys), query_keys.device
+    if bundle.gate is None:
+        return torch.ones(n, dtype=torch.bool, device=device), torch.zeros(n, bundle.num_entries, device=device)
+    return gated_prior(bundle.gate, [entry.task for entry in bundle.metadata.entries], query_keys)
 
 
 @dataclass(frozen=True)
@@ -169,7 +215,9 @@ def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor,
         memory, terms = active
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         visible = _visible(attention_mask, query, key)
-        output = attend(query, key, value, visible, scaling, memory, terms, module.layer_idx)
+        # Whatever precision the model's own products have: attention over memory is computed in at least float32.
+        with torch.autocast(query.device.type, enabled=False):
+            output = attend(query, key, value, visible, scaling, memory, terms, module.layer_idx)
         return output.to(query.dtype), None
 
     return attention
@@ -246,6 +294,26 @@ def score(
     Returns:
         For each request [number of its answer tokens] float32.
     """
+    predicted = answer_logprobs(backbone, prompts, answers, memory, terms)
+    logprobs = []
+    for rows, answer in zip(predicted, answers, strict=True):
+        tokens = torch.as_tensor(answer, dtype=torch.int64, device=rows.device)[:, None]
+        logprobs.append(rows.gather(1, tokens)[:, 0])
+    return logprobs
+
+
+def answer_logprobs(
+    backbone: Backbone,
+    prompts: Sequence[Inputs],
+    answers: Sequence[Sequence[int]],
+    memory: Memory | None = None,
+    terms: Terms | None = None,
+) -> list[Tensor]:
+    """log p(every token | prompt, earlier answer tokens) where each answer token is predicted; arguments as in `score`.
+
+    Returns:
+        For each request [number of its answer tokens, vocabulary] float32.
+    """
     batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
     with _injecting(memory, terms), _embedding_answers(backbone, prompts, answers):
         logits = backbone.model(**batch, use_cache=False).logits  # [n, T, vocabulary]
@@ -253,9 +321,8 @@ def score(
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         first = prompt["input_ids"].shape[1] - 1  # the position that predicts the first answer token
         predicted = logits[row, first : first + len(answer)]
-        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32)).log_softmax(dim=-1)
-        tokens = torch.as_tensor(answer, dtype=torch.int64, device=predicted.device)[:, None]
-        logprobs.append(predicted.gather(1, tokens)[:, 0])
+        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+        logprobs.append(predicted.log_softmax(dim=-1))
     return logprobs
 
 
@@ -310,10 +377,15 @@ def reference_logprobs(
 ) -> Tensor:
     """What a server with this bundle must answer: log p of given tokens after a prompt, [len(token_ids)] float32.
 
-    Both passes of the method: the prompt's key from the untouched model, then the tokens under the memory it retrieves.
+    Both passes of the method: the prompt's key from the untouched model, then the tokens under the memory it retrieves,
+    or under the untouched model where the bundle's relevance gate is closed.
     """
     memory = Memory.from_bundle(bundle, device=backbone.device)
-    terms = memory.terms(backbone.retrieval_keys(prompt), top_k=top_k, remainder=remainder)
+    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
+    is_open, log_prior = routing(bundle, query_keys)
+    if not is_open[0]:
+        return score(backbone, [prompt], [token_ids])[0]
+    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
     return score(backbone, [prompt], [token_ids], memory, terms)[0]
 
 

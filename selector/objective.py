@@ -1,5 +1,7 @@
 """What the selector minimises: likelihood of the current task and of the anchors under weighted candidates.
 
+Under `torchrun` the examples of a batch are split among the processes, and the gradients of w and phi summed.
+
 Letters: N candidates, n examples of a batch, L layers, J KV heads, m payload tokens, D head size, d hidden size.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +22,11 @@ from inducekv_vllm.retrieval import Weighting
 
 from .backbone import Backbone, Inputs
 from .calibration import temperature, value_gates
-from .data import Example
+from .data import Example, entry_records
+from .distributed import all_reduce_sum, in_step, replicated, shard, summed, together
 from .extract import Extraction
 from .injection import Memory, Terms, score
+from .pool import Pool
 
 # Prefixes that are kept after their first use, so that images are not decoded in every step.
 KEPT_PREFIXES = 512
@@ -32,7 +36,8 @@ KEPT_PREFIXES = 512
 class Candidates:
     """The pool U: the previous memory's entries first, then the current task's (paper, Algorithm 1).
 
-    First, so that between equal weights what the memory already holds stays.
+    First, so that between equal weights what the memory already holds stays. Payloads that lie in a pool on disk are
+    mapped from there: only what is taken is copied.
     """
 
     keys: Tensor  # [N, d] float32, unit norm
@@ -40,32 +45,40 @@ class Candidates:
     payload_values: Tensor  # [L, N, J, m, D] float16
     records: tuple[EntryRecord, ...]  # [N]
     num_previous: int
+    pool: Pool | None = None  # of which the payloads are the maps
 
     @classmethod
     def join(cls, previous: Bundle | None, current: Extraction, examples: Sequence[Example]) -> Candidates:
-        """`current` holds the entries of `examples`, in float16."""
-        records = tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples)
+        """`current` holds the entries of `examples`, in float16; its pool, if it has one, `previous` as well."""
+        records = entry_records(examples)
         # A bundle rounds its keys: the pool's are rounded alike, old and new.
         keys = current.keys.half().float()
-        if previous is None:
-            return cls(keys, current.payload_keys, current.payload_values, records, 0)
-        return cls(
-            torch.cat([previous.retrieval_keys.float(), keys]),
-            torch.cat([previous.payload_keys, current.payload_keys], dim=1),
-            torch.cat([previous.payload_values, current.payload_values], dim=1),
-            previous.metadata.entries + records,
-            previous.num_entries,
-        )
+        num_previous = 0
+        if previous is not None:
+            keys = torch.cat([previous.retrieval_keys.float(), keys])
+            records, num_previous = previous.metadata.entries + records, previous.num_entries
+        if current.pool is not None:
+            assert current.pool.num_previous == num_previous
+            return cls(keys, *current.pool.mapped(), records, num_previous, current.pool)
+        payload_keys, payload_values = current.payload_keys, current.payload_values
+        if previous is not None:
+            payload_keys = torch.cat([previous.payload_keys, payload_keys], dim=1)
+            payload_values = torch.cat([previous.payload_values, payload_values], dim=1)
+        return cls(keys, payload_keys, payload_values, records, num_previous)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def take(self, rows: Tensor) -> Candidates:
-        """The candidates of `rows` [K] int64, rising."""
+        """The candidates of `rows` [K] int64, rising, with payloads of their own in memory."""
+        if self.pool is not None:
+            payload_keys, payload_values = self.pool.read(rows)
+        else:
+            payload_keys, payload_values = self.payload_keys[:, rows], self.payload_values[:, rows]
         return Candidates(
             self.keys[rows],
-            self.payload_keys[:, rows],
-            self.payload_values[:, rows],
+            payload_keys,
+            payload_values,
             tuple(self.records[row] for row in rows.tolist()),
             int((rows < self.num_previous).sum()),
         )
@@ -136,18 +149,21 @@ class Scorer:
 
     @torch.no_grad()
     def mean_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> float:
-        """Mean NLL over all questions, with a memory or without."""
-        total = 0.0
-        for start in range(0, len(questions), self.batch_size):
-            rows = slice(start, start + self.batch_size)
-            terms = None if memory is None else memory.terms(questions.keys[rows], log_prior=log_prior)
-            total += float(self.losses(questions.examples[rows], memory, terms).double().sum())
-        return total / len(questions)
+        """Mean NLL over all questions, with a memory or without. Collective; raises as `losses` does."""
+        total = torch.zeros((), dtype=torch.float64)
+        for mine in in_step(range(0, len(questions), self.batch_size)):
+            with together():
+                for start in mine:
+                    rows = slice(start, start + self.batch_size)
+                    terms = None if memory is None else memory.terms(questions.keys[rows], log_prior=log_prior)
+                    total += self.losses(questions.examples[rows], memory, terms).double().sum().cpu()
+        all_reduce_sum([total])
+        return float(total) / len(questions)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """L_cur and L_anc of weights w and calibration phi, on batches that a seed and a number determine."""
+    """L_cur and L_anc of weights w and calibration phi, on batches that a seed and a number determine. Collective."""
 
     scorer: Scorer
     candidates: Candidates
@@ -181,11 +197,28 @@ class Objective:
         )
 
     def _loss(self, questions: Questions, weights: Tensor, phi: Tensor, batch: tuple[int, ...]) -> Tensor:
-        rows = batch_rows(len(questions), self.batch_size, self.seed, batch)
-        memory = self.memory(phi)
-        prior = log_prior(weights, self.budget).to(questions.keys)
-        terms = memory.terms(questions.keys[rows], log_prior=prior)
-        return self.scorer.losses([questions.examples[row] for row in rows], memory, terms).mean()
+        weights, phi = replicated(weights, phi)
+
+        def losses(rows: list[int]) -> Tensor:
+            memory = self.memory(phi)
+            prior = log_prior(weights, self.budget).to(questions.keys)
+            terms = memory.terms(questions.keys[rows], log_prior=prior)
+            return self.scorer.losses([questions.examples[row] for row in rows], memory, terms)
+
+        return mean_of_batch(batch_rows(len(questions), self.batch_size, self.seed, batch), losses)
+
+
+def mean_of_batch(rows: list[int], losses: Callable[[list[int]], Tensor]) -> Tensor:
+    """The mean over all rows of a batch of what `losses` gives for some of them, each process having its own: [].
+
+    Collective. Parameters that `losses` depends on must be `replicated`.
+    """
+    # A process that is left without examples runs one that does not count: so all have the same graph.
+    mine = shard(rows)
+    counted = mine or rows[:1]
+    with together():
+        found = losses(counted)  # [len(counted)]
+    return summed(found.sum() * (len(mine) / len(counted))) / len(rows)
 
 
 def log_prior(weights: Tensor, budget: int) -> Tensor:

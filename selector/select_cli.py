@@ -1,10 +1,14 @@
 """`inducekv-select`: after a task, choose the entries of the next memory bundle.
 
-Reads the task's examples, the previous bundle and the anchors of earlier tasks, and writes the next bundle, the report
-OUTPUT.report.json, and this task's anchors. It may be killed at any moment: run again with the same arguments it goes
-on where it was, and ends with the same bundle.
+Reads the task's examples, the previous bundle and the anchors of earlier tasks, and writes the next bundle, a report as
+NAME.report.json and NAME.report.html beside it, and this task's anchors. It may be killed at any moment: run again
+with the same arguments it goes on where it was, and ends with the same bundle.
 
-Exit status: 0 for success, 2 for an error, told in one line on standard error.
+`torchrun --standalone --nproc-per-node N -m selector.select_cli ...` shares the work among N processes, which see the
+same files; torchrun has exit status 1 where this has any other than 0.
+
+Exit status: 0 for success, 2 for an error, told in one line on standard error, and 3 where the new memory does no
+better on the validation examples than none: then only the report is written, unless --allow-worse is given.
 """
 
 from __future__ import annotations
@@ -19,67 +23,74 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
-SUCCESS, FAILED = 0, 2
+if TYPE_CHECKING:
+    from .backbone import Backbone
+    from .checkpoint import Checkpoint
+    from .data import Example
+    from .refined_update import RefinedSettings
+    from .update import TaskInputs, Update, UpdateSettings
+
+SUCCESS, FAILED, WORSE = 0, 2, 3
 PROGRAM = "inducekv-select"
 VALIDATION_SHARE = 0.1  # held out of the task's examples where no file of validation examples is given
 API_KEY_VARIABLE = "INDUCEKV_API_KEY"
+# Flags by the recipe that knows them; each is the name of a setting, whose default stands there.
+SHARED_SETTINGS = ("payload_tokens", "weighting", "beta", "batch_size", "seed")
+RECIPE_SETTINGS = {
+    "paper": ("gamma", "iterations", "inner_steps", "hypergradient", "step_rule", "shortlist", "shortlist_policy"),
+    "refined": ("steps", "entries_per_task", "entry_policy", "learning_rate", "distillation", "calibrate", "precision"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
+    from .distributed import is_main, process_group, tell_error
+
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options = _parser().parse_args([*_config_arguments(given), *given])
-        return run(options)
-    except InduceKVError as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; run it again with the same arguments to go on", file=sys.stderr)
-        return FAILED
+    with process_group():
+        try:
+            options = _parser().parse_args([*_config_arguments(given), *given])
+            return run(options)
+        except InduceKVError as error:
+            tell_error(f"{PROGRAM}: error: {' '.join(str(error).split())}")
+            return FAILED
+        except KeyboardInterrupt:
+            if is_main():
+                print(f"{PROGRAM}: interrupted; run it again with the same arguments to go on", file=sys.stderr)
+            return FAILED
 
 
 def run(options: argparse.Namespace) -> int:
     """Read, update, write; everything that can be refused is refused before the model is loaded."""
-    if options.recipe == "refined":
-        raise ConfigError("the recipe 'refined' is not available in this version, only 'paper' is")
     _check_paths(options)
     previous = read_bundle(options.previous) if options.previous else None
 
     from .anchors import AnchorStore, choose_anchors, examples_digest
     from .checkpoint import Checkpoint, identity_digest
     from .data import read_task
-    from .update import TaskInputs, UpdateSettings, pairs_to_try, update
+    from .distributed import is_main, together, world_size
+    from .update import TaskInputs
 
-    settings = UpdateSettings(
-        budget=options.budget if options.budget is not None else previous.metadata.budget if previous else 256,
-        payload_tokens=options.payload_tokens,
-        weighting=options.weighting,
-        beta=options.beta,
-        gamma=options.gamma,
-        iterations=options.iterations,
-        inner_steps=options.inner_steps,
-        hypergradient=options.hypergradient,
-        step_rule=options.step_rule,
-        shortlist=options.shortlist,
-        shortlist_policy=options.shortlist_policy,
-        batch_size=options.batch_size,
-        seed=options.seed,
-    )
+    settings = _settings(options, previous)
     if options.anchors_per_task < 1:
         raise ConfigError(f"anchors_per_task must be at least 1, found {options.anchors_per_task}")
     examples = read_task(options.task)
     training, validation = _split(examples, options)
+    base = _base(options, [*training, *validation])
     store = AnchorStore(options.anchors) if options.anchors else None
+    if store is None and options.recipe == "refined":
+        _warn("no --anchors: a later task can only go on from this bundle with anchors of all tasks before it")
 
     identity = {
         "model": str(options.model),
+        "recipe": options.recipe,
         "settings": asdict(settings),
+        "base": examples_digest(base),
         "training": examples_digest(training),
         "validation": examples_digest(validation),
         "previous": previous.digest if previous else None,
@@ -90,16 +101,27 @@ def run(options: argparse.Namespace) -> int:
     if store:
         store.require_new([example.task for example in training], run_name)
     anchors = store.read(except_run=run_name) if store else []
-    identity["anchors"] = examples_digest(anchors)
+    # Not part of the name: sums of other processes round differently, but it is the same run that is made.
+    identity |= {"anchors": examples_digest(anchors), "processes": world_size()}
     inputs = TaskInputs(training, validation, anchors, previous)
-    pairs_to_try(inputs, settings)
+    _check_inputs(inputs, settings)
 
     backbone = _load(options.model)
     checkpoint, resumed = Checkpoint.open(_checkpoint_folder(options.output), identity)
-    if resumed:
+    if resumed and is_main():
         print(f"{PROGRAM}: going on where an earlier run ended", file=sys.stderr)
-    done = update(backbone, inputs, settings, checkpoint, progress=True)
+    done = _update(backbone, inputs, settings, checkpoint, base)
+    if (worse := _no_better(done.report)) and not options.allow_worse:
+        with together():
+            if is_main():
+                _write_report(options.output, done.report)
+                print(
+                    f"{PROGRAM}: {worse}; no bundle was written (--allow-worse does, without repeating what is done)",
+                    file=sys.stderr,
+                )
+        return WORSE
 
+    chosen: list[Any] = []
     storage: dict[str, Any] = {"memory_bytes": done.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
     if store:
         losses: list[float] = []
@@ -114,15 +136,80 @@ def run(options: argparse.Namespace) -> int:
             losses=losses,
         )
         chosen = [training[row] for row in rows]
-        store.append(chosen, run=run_name, policy=options.anchor_policy, seed=options.seed)
-        storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
-    _write_report(options.output, done.report | {"storage": storage})
-    write_bundle(done.bundle, options.output)
+    with together():
+        if is_main():
+            if store:
+                store.append(chosen, run=run_name, policy=options.anchor_policy, seed=options.seed)
+                storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
+            _write_report(options.output, done.report | {"storage": storage})
+            write_bundle(done.bundle, options.output)
     checkpoint.remove()
-    _tell(done.bundle, done.report, options.output)
-    if options.publish:
-        publish(options.publish, options.output)
+    with together():
+        if is_main():
+            _tell(done.bundle, done.report, options.output)
+            if options.publish:
+                publish(options.publish, options.output)
     return SUCCESS
+
+
+def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSettings | RefinedSettings:
+    """The recipe's settings: what is given, and its own defaults for the rest.
+
+    Raises:
+        ConfigError: a flag of the other recipe is given, or a value is out of range.
+    """
+    from .refined_update import RefinedSettings
+    from .update import UpdateSettings
+
+    given = vars(options)
+    for recipe, names in RECIPE_SETTINGS.items():
+        for name in names if recipe != options.recipe else ():
+            if name in given:
+                raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {recipe!r} only")
+    if options.base and options.recipe != "refined":
+        raise ConfigError("--base is a setting of the recipe 'refined' only")
+    known = (*SHARED_SETTINGS, *RECIPE_SETTINGS[options.recipe])
+    values: dict[str, Any] = {name: given[name] for name in known if name in given}
+    if options.budget is not None or previous is not None:
+        values["budget"] = previous.metadata.budget if options.budget is None and previous else options.budget
+    return UpdateSettings(**values) if options.recipe == "paper" else RefinedSettings(**values)
+
+
+def _check_inputs(inputs: TaskInputs, settings: UpdateSettings | RefinedSettings) -> None:
+    """What can be refused before the model is loaded."""
+    from .refined_update import RefinedSettings, check_tasks
+    from .update import pairs_to_try
+
+    if isinstance(settings, RefinedSettings):
+        check_tasks(inputs, settings)
+    else:
+        pairs_to_try(inputs, settings)
+
+
+def _update(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    settings: UpdateSettings | RefinedSettings,
+    checkpoint: Checkpoint,
+    base: Sequence[Example],
+) -> Update:
+    from .refined_update import RefinedSettings, update_refined
+    from .update import update
+
+    if isinstance(settings, RefinedSettings):
+        return update_refined(backbone, inputs, settings, checkpoint, base=base, progress=True)
+    return update(backbone, inputs, settings, checkpoint, progress=True)
+
+
+def _no_better(report: dict[str, Any]) -> str | None:
+    """What is to be said of a memory that does no better on the validation examples than none."""
+    losses = report["validation_nll"]
+    if losses is None or losses["deployed"] < losses["no_memory"]:
+        return None
+    return (
+        "on the validation examples the memory is no better than none: "
+        f"NLL {losses['deployed']:.4f} with it, {losses['no_memory']:.4f} without"
+    )
 
 
 def publish(url: str, path: Path) -> None:
@@ -184,6 +271,28 @@ def _split(examples: Sequence[Any], options: argparse.Namespace) -> tuple[list[A
     return training, [examples[row] for row in sorted(held_out)]
 
 
+def _base(options: argparse.Namespace, asked: Sequence[Example]) -> list[Example]:
+    """The base questions, none of which may be one of the task's own."""
+    from .data import read_task
+
+    if not options.base:
+        if options.recipe == "refined":
+            _warn("no --base: the gate cannot tell the tasks' questions from those that need no memory")
+        return []
+    base, own = read_task(options.base), {example.source_digest for example in asked}
+    for example in base:
+        if example.source_digest in own:
+            raise TaskDataError(f"{options.base}: base question {example.id!r} is also a question of {options.task}")
+    return base
+
+
+def _warn(text: str) -> None:
+    from .distributed import is_main
+
+    if is_main():
+        print(f"{PROGRAM}: warning: {text}", file=sys.stderr)
+
+
 def _load(model: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
@@ -217,29 +326,27 @@ def report_path(output: Path) -> Path:
 
 def _write_report(output: Path, report: dict[str, Any]) -> None:
     from .files import replace_file
+    from .html_report import render_html
 
     path = report_path(output)
     try:
         replace_file(path, json.dumps(report, indent=1).encode())
+        replace_file(path.with_suffix(".html"), render_html(report).encode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot write the report: {error}") from error
 
 
 def _tell(bundle: Bundle, report: dict[str, Any], output: Path) -> None:
-    rounding, losses = report["rounding"], report["validation_nll"]
-    if rounding["collapsed"]:
+    rounding = report.get("rounding")
+    if rounding and rounding["collapsed"]:
         print(
             f"{PROGRAM}: warning: the selection collapsed onto {rounding['support']} entries; "
             f"{rounding['selected_without_weight']} of the {rounding['selected']} selected have no weight and stand "
             "there by their order alone (--step-rule normalized avoids it)",
             file=sys.stderr,
         )
-    if losses and losses["deployed"] >= losses["no_memory"]:
-        print(
-            f"{PROGRAM}: warning: on the validation examples the memory is no better than none: "
-            f"NLL {losses['deployed']:.4f} with it, {losses['no_memory']:.4f} without",
-            file=sys.stderr,
-        )
+    if worse := _no_better(report):
+        _warn(worse)
     tasks = ", ".join(f"{task} ({count})" for task, count in report["composition"]["after"].items())
     print(f"{output}: {bundle.num_entries} entries, {tasks}, digest {bundle.digest}")
 
@@ -294,23 +401,56 @@ def _parser() -> argparse.ArgumentParser:
     add("--previous", type=Path, help="the bundle of the tasks before; stays as it is")
     add("--validation", type=Path, help="validation data (default: a tenth of the task's, held out by the seed)")
     add("--anchors", type=Path, metavar="DIR", help="the store of anchors: read, and this task's are added")
-    add("--recipe", choices=("paper", "refined"), default="paper")
+    add("--recipe", choices=tuple(RECIPE_SETTINGS), default="paper")
     add("--budget", type=int, help="the most entries the memory may have (default: the previous bundle's, else 256)")
-    add("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
-    add("--weighting", choices=("sqrt", "prior"), default="sqrt", help="how weights enter attention (default sqrt)")
-    add("--beta", type=float, help="weight of the anchors (default: as the previous bundle has it, else by the grid)")
-    add("--gamma", type=float, help="weight of the coverage (default: likewise)")
-    add("--iterations", type=int, default=100, help="outer steps (default 100)")
-    add("--inner-steps", type=int, default=10, help="calibration steps before each (default 10)")
-    add("--hypergradient", choices=("alternating", "unrolled"), default="alternating")
-    add("--step-rule", choices=("plain", "normalized"), default="plain", help="plain is the paper's")
-    add("--shortlist", type=int, default=8, metavar="TIMES", help="keep TIMES the budget of candidates (default 8)")
-    add("--full-pool", action="store_const", const=None, dest="shortlist", help="keep all candidates")
-    add("--shortlist-policy", choices=("nearest", "random"), default="nearest", help="random is the control")
     add("--anchor-policy", choices=POLICIES, default="random")
     add("--anchors-per-task", type=int, default=64, help="(default 64)")
-    add("--batch-size", type=int, default=8, help="examples of a step (default 8)")
+    add("--allow-worse", action="store_true", help="write the bundle even if it does no better than no memory")
+    # Of these only what is given is there: the recipes have their own defaults.
+    shared = parser.add_argument_group("settings of both recipes", argument_default=argparse.SUPPRESS)
+    add = shared.add_argument
+    add("--payload-tokens", type=int, help="tokens an entry keeps in each layer (default 8)")
+    add(
+        "--weighting",
+        choices=("sqrt", "prior"),
+        help="how weights enter attention (default: paper sqrt, refined prior)",
+    )
+    add(
+        "--beta", type=float, help="weight of the anchors (default: paper as the previous bundle or by grid, refined 1)"
+    )
+    add("--batch-size", type=int, help="examples of a step (default: paper 8, refined 16)")
     add("--seed", type=int, default=0)
+    add = parser.add_argument_group("the recipe 'paper'", argument_default=argparse.SUPPRESS).add_argument
+    add("--gamma", type=float, help="weight of the coverage (default: as the previous bundle has it, else by the grid)")
+    add("--iterations", type=int, help="outer steps (default 100)")
+    add("--inner-steps", type=int, help="calibration steps before each (default 10)")
+    add("--hypergradient", choices=("alternating", "unrolled"))
+    add("--step-rule", choices=("plain", "normalized"), help="plain is the paper's")
+    add("--shortlist", type=int, metavar="TIMES", help="keep TIMES the budget of candidates (default 8)")
+    add("--full-pool", action="store_const", const=None, dest="shortlist", help="keep all candidates")
+    add("--shortlist-policy", choices=("nearest", "random"), help="random is the control")
+    add = parser.add_argument_group("the recipe 'refined'", argument_default=argparse.SUPPRESS).add_argument
+    add(
+        "--base", type=Path, default=None, help="questions the model answers well alone: the gate stays closed for them"
+    )
+    add("--entries-per-task", type=int, help="halved for all tasks where the budget does not hold as many (default 4)")
+    add("--entry-policy", choices=("random", "k-center"), help="which examples entries start from (default k-center)")
+    add("--steps", type=int, help="of refinement (default 400)")
+    add("--learning-rate", type=float, help="of payloads (default: searched on the validation examples)")
+    add(
+        "--distillation",
+        type=float,
+        help="weight of the previous memory's answers where entries are merged (default 1)",
+    )
+    add(
+        "--calibrate",
+        choices=("first", "every", "never"),
+        help="train temperature, gates and bias with (default first)",
+    )
+    add(
+        "--precision", choices=("bfloat16", "float32"), help="of the model's products while refining (default bfloat16)"
+    )
+    add = parser.add_argument
     add("--config", type=Path, help="a TOML file of these settings; arguments given here win")
     add("--publish", metavar="URL", help=f"load the bundle into this server; {API_KEY_VARIABLE} holds its API key")
     return parser

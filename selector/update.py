@@ -14,20 +14,12 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    track,
-)
+from rich.progress import track
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
-from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.footprint import footprint_bytes, gate_bytes
 from inducekv_vllm.retrieval import Weighting
 
 from .backbone import Backbone
@@ -35,15 +27,19 @@ from .calibration import INNER_STEPS
 from .checkpoint import Checkpoint
 from .coverage import Coverage
 from .data import Example
+from .distributed import in_step, is_main, together
 from .extract import Extraction, extract, extract_keys
 from .induced_attention import induced_attention
 from .injection import Memory
 from .objective import Candidates, Objective, Questions, Scorer, log_prior
+from .pool import Pool
+from .progress import progress_bar
 from .report import Phases, composition, diversity, retrieval_divergence, rounding
 from .selection import Hypergradient, SelectionSettings, SelectionState, StepRule, select
 from .shortlist import at_random, nearest, query_rows
 
 RECIPE: Final = "paper"
+REFINED: Final = "refined"
 # The grid of the paper's "Implementation Details", searched on the first task.
 BETAS: Final = (0.1, 0.3, 0.5, 1.0)
 GAMMAS: Final = (0.0, 0.05, 0.1, 0.3)
@@ -103,6 +99,11 @@ class TaskInputs:
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
 
+    @property
+    def held(self) -> dict[str, int]:
+        """The previous memory's entries by task."""
+        return composition(self.previous.metadata.entries) if self.previous is not None else {}
+
 
 @dataclass(frozen=True)
 class Update:
@@ -131,7 +132,9 @@ def update(
     *,
     progress: bool = False,
 ) -> Update:
-    """Choose the next memory; the same inputs and settings give the same digest, interrupted or not.
+    """Choose the next memory; the same inputs and settings give the same digest, interrupted or not. Collective.
+
+    The candidates' payloads are kept in the checkpoint's folder.
 
     Raises:
         TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
@@ -139,14 +142,10 @@ def update(
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
     phases, scorer = Phases(), Scorer(backbone, batch_size=settings.batch_size)
-    check_previous(backbone, inputs, settings)
+    check_previous(backbone, inputs, settings.budget, settings.payload_tokens, RECIPE)
     pairs = pairs_to_try(inputs, settings)
     with phases.phase("check"):
-        everything = (*inputs.training, *inputs.validation, *inputs.anchors)
-        for example in track(
-            everything, "Checking examples", console=Console(stderr=True), disable=not progress, transient=True
-        ):
-            scorer.require_context(example)
+        require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors), progress)
     with phases.phase("extract"):
         extraction = extract(
             backbone,
@@ -154,6 +153,7 @@ def update(
             settings.payload_tokens,
             batch_size=settings.batch_size,
             payload_dtype=torch.float16,
+            pool=_open_pool(backbone, inputs, settings, checkpoint),
             progress=progress,
         )
         validation = _questions(backbone, inputs.validation, settings, progress)
@@ -177,21 +177,24 @@ def update(
     return Update(best.bundle, report | {"phases": phases.records}, extraction.keys)
 
 
-def check_previous(backbone: Backbone, inputs: TaskInputs, settings: UpdateSettings) -> None:
+def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_tokens: int, recipe: str) -> None:
     """Refuse a previous memory that cannot be continued."""
     previous = inputs.previous
     if previous is None:
         return
     previous.require_backbone(backbone.fingerprint, "the previous bundle")
-    if previous.payload_tokens != settings.payload_tokens:
+    if (previous.metadata.recipe == REFINED) != (recipe == REFINED):
+        raise BundleError(
+            f"the previous bundle was made by the recipe {previous.metadata.recipe!r}, "
+            f"which the recipe {recipe!r} cannot go on from"
+        )
+    if previous.payload_tokens != payload_tokens:
         raise BundleError(
             f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
-            f"found {settings.payload_tokens} in the settings"
+            f"found {payload_tokens} in the settings"
         )
-    if previous.num_entries > settings.budget:
-        raise ConfigError(
-            f"the budget of {settings.budget} is below the {previous.num_entries} entries the previous tasks hold"
-        )
+    if previous.num_entries > budget:
+        raise ConfigError(f"the budget of {budget} is below the {previous.num_entries} entries the previous tasks hold")
     held = {entry.id for entry in previous.metadata.entries}
     for example in inputs.training:
         if example.id in held:
@@ -217,6 +220,25 @@ def pairs_to_try(inputs: TaskInputs, settings: UpdateSettings) -> list[tuple[flo
     if len(pairs) > 1 and not inputs.validation:
         raise ConfigError("beta and gamma are searched on validation examples, and there are none: give both, or some")
     return pairs
+
+
+def require_context(scorer: Scorer, examples: Sequence[Example], progress: bool) -> None:
+    for mine in track(
+        in_step(examples),
+        "Checking examples",
+        console=Console(stderr=True),
+        disable=not (progress and is_main()),
+        transient=True,
+    ):
+        with together():
+            for example in mine:
+                scorer.require_context(example)
+
+
+def _open_pool(backbone: Backbone, inputs: TaskInputs, settings: UpdateSettings, checkpoint: Checkpoint) -> Pool:
+    count = len(inputs.training) + (inputs.previous.num_entries if inputs.previous is not None else 0)
+    shape = (backbone.num_layers, count, backbone.num_kv_heads, settings.payload_tokens, backbone.head_dim)
+    return Pool.open(checkpoint.folder / "pool", shape, inputs.previous)
 
 
 def _questions(backbone: Backbone, examples: Sequence[Example], settings: UpdateSettings, progress: bool) -> Questions:
@@ -253,7 +275,8 @@ def _solve(
     # Tiles are differentiable once; the unrolled hypergradient needs the reference.
     unrolled = settings.hypergradient == "unrolled"
     solved = []
-    with _progress_bar(len(pairs) * settings.iterations, progress) as advance:
+    total = len(pairs) * settings.iterations
+    with progress_bar("Selecting entries", total, progress and is_main()) as advance:
         for number, (beta, gamma) in enumerate(pairs):
             name, chosen = f"beta-{beta}-gamma-{gamma}", settings.selection(beta, gamma)
             state = checkpoint.load(name) or SelectionState.initial(
@@ -262,7 +285,7 @@ def _solve(
 
             def keep(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
                 checkpoint.save(name, state)
-                advance(done + state.iteration, state)
+                advance(done + state.iteration, f"J {state.history[-1].objective:.4f}")
 
             with contextlib.nullcontext() if unrolled else induced_attention(backbone):
                 state = select(
@@ -356,10 +379,10 @@ def _report(
             "selected_with_gamma_0": without_coverage and diversity(without_coverage.bundle.retrieval_keys.float()),
         },
         "composition": {
-            "before": composition(inputs.previous.metadata.entries) if inputs.previous is not None else {},
+            "before": inputs.held,
             "after": composition(bundle.metadata.entries),
         },
-        "memory_bytes": _memory_bytes(bundle),
+        "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
     }
     if len(validation):
@@ -375,9 +398,10 @@ def _report(
     return report
 
 
-def _memory_bytes(bundle: Bundle) -> int:
+def memory_bytes(bundle: Bundle) -> int:
+    """Of the entries and, where there is one, the gate."""
     backbone = bundle.metadata.backbone
-    return footprint_bytes(
+    return gate_bytes(len(bundle.metadata.gate_tasks), backbone.hidden_size) + footprint_bytes(
         bundle.num_entries,
         backbone.hidden_size,
         backbone.num_layers,
@@ -385,23 +409,3 @@ def _memory_bytes(bundle: Bundle) -> int:
         bundle.payload_tokens,
         backbone.head_dim,
     )
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, shown: bool) -> Any:
-    """Yields a function that says how many iterations are done; time left is shown beside the bar."""
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
-        task = bar.add_task("Selecting entries", total=total, loss="")
-
-        def advance(done: int, state: SelectionState) -> None:
-            bar.update(task, completed=done, loss=f"J {state.history[-1].objective:.4f}")
-
-        yield advance

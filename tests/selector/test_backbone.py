@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
-from selector.backbone import Backbone
+from selector.backbone import Backbone, pool_query_keys
 from selector.data import read_task
 from tests.tiny_models import picture
 
@@ -59,12 +59,38 @@ def test_retrieval_key_is_the_normalised_mean_of_the_last_hidden_states(backbone
     torch.testing.assert_close(key[0].double(), mean / mean.norm(), rtol=0, atol=1e-6)
 
 
+def test_the_second_part_of_a_query_key_is_the_mean_over_text_tokens(backbone: Backbone, task_file: Path) -> None:
+    inputs = backbone.encode_example(read_task(task_file)[0])
+    is_text = inputs["input_ids"][0] != backbone.model.config.image_token_id  # [T] bool
+    assert 1 < int(is_text.sum()) < len(is_text) - 1
+    assert torch.equal(backbone.text_mask(inputs)[0], is_text)
+    mean = backbone.hidden_states(inputs)[0][is_text].double().mean(dim=0)
+    keys = backbone.query_keys(inputs)
+    assert keys.shape == (1, 2, backbone.hidden_size)
+    assert keys.dtype == torch.float32
+    assert torch.equal(keys[:, 0], backbone.retrieval_keys(inputs))
+    torch.testing.assert_close(keys[0, 1].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+    assert (keys[0, 0] - keys[0, 1]).abs().max() > 1e-2
+
+
+def test_a_prefix_of_text_alone_has_two_equal_parts(backbone: Backbone) -> None:
+    inputs = backbone.encode([{"role": "user", "content": [{"type": "text", "text": "yes or no?"}]}], [])
+    keys = backbone.query_keys(inputs)
+    assert torch.equal(keys[:, 0], keys[:, 1])
+
+
+def test_a_prefix_of_placeholders_alone_has_a_text_part_of_zeros() -> None:
+    hidden = torch.randn(1, 3, 4)
+    keys = pool_query_keys(hidden, torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
+    assert torch.equal(keys[:, 1], torch.zeros(1, 4))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_change_keys(backbone: Backbone, task_file: Path, side: str) -> None:
     prompts = [backbone.encode_example(example) for example in read_task(task_file)[:4]]
     assert len({prompt["input_ids"].shape[1] for prompt in prompts}) > 1
-    alone = torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
-    together = backbone.retrieval_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
+    alone = torch.cat([backbone.query_keys(prompt) for prompt in prompts])
+    together = backbone.query_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-6)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from selector.bundle_cli import main
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.inducekv_vllm.bundles import random_bundle, random_gated_bundle
 
 from .conftest import record, write_task
 
@@ -38,6 +40,27 @@ def test_inspect(bundle_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     for text in (bundle.digest, "5 of 5", "t (5)", "sqrt", "policy=random", "e4\tt\tab", "0.07", "rope_theta"):
         assert text in output
+
+
+def test_inspect_and_diff_tell_the_gate(bundle_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle_file)]) == 0
+    assert "relevance gate  none" in capsys.readouterr().out
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    bundle = random_gated_bundle()
+    write_bundle(bundle, old)
+    assert main(["inspect", str(old)]) == 0
+    output = capsys.readouterr().out
+    # Two tasks of two float16 keys of 16 numbers and a float32 each.
+    assert "relevance gate  a (threshold 0.25), b (threshold -0.5); 136 bytes" in output
+
+    gate = bundle.gate
+    assert gate is not None
+    write_bundle(random_gated_bundle(gate=replace(gate, thresholds=torch.tensor([0.25, 0.5]))), new)
+    assert main(["diff", str(old), str(new)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("digest: ")] == ["gate threshold of b: largest change 1"]
+    assert main(["diff", str(bundle_file), str(new)]) == 1
+    assert "gate_tasks: () -> ('a', 'b')" in capsys.readouterr().out.splitlines()
 
 
 def test_verify(bundle_file: Path, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

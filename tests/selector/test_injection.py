@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.relevance import RelevanceGate
 from inducekv_vllm.retrieval import PrefixIndex, Weighting, page_terms
 from selector.backbone import Backbone, Inputs
 from selector.data import read_task
@@ -29,6 +30,7 @@ from selector.injection import (
     Terms,
     attend,
     attention,
+    gated_prior,
     generate,
     injected,
     reference_logprobs,
@@ -472,6 +474,92 @@ def test_reference_logprobs_of_a_bundle(
     page = page_terms(retrieval, weighting, payload_tokens=M, num_entries=B, remainder=settings.get("remainder", False))
     (expected,) = score(backbone, prompts[:1], [ANSWER], memory, Terms.from_pages([page], B))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# The relevance gate
+
+
+def random_gate(d: int, thresholds: Sequence[float], seed: int = 0) -> Gate:
+    keys = torch.randn(len(thresholds), 2, d, generator=torch.Generator().manual_seed(seed)).half()
+    return Gate(keys, torch.tensor(thresholds), tuple("abc"[: len(thresholds)]))
+
+
+def test_the_torch_gate_decides_as_the_served_one() -> None:
+    gate, entry_tasks = random_gate(6, (1.0, 0.5, 1.5)), "abcab"
+    queries = torch.nn.functional.normalize(torch.randn(200, 2, 6, generator=torch.Generator().manual_seed(1)), dim=2)
+    rule = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
+    is_open, log_prior = gated_prior(gate, entry_tasks, queries)
+    assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))
+    seen = set()
+    for row, query in enumerate(queries.numpy()):
+        verdict = rule.judge(query)
+        assert bool(is_open[row]) == (verdict.task is not None)
+        nearest = gate.tasks[int(verdict.margins.argmax())]
+        assert log_prior[row].tolist() == [0.0 if task == nearest else -math.inf for task in entry_tasks]
+        seen.add(verdict.task)
+    assert seen == {"a", "b", "c", None}
+
+
+def test_a_tie_of_the_gate_goes_to_the_first_task_and_0_is_open() -> None:
+    queries = torch.eye(4)[:2][None]
+    gate = Gate(torch.zeros(2, 2, 4), torch.zeros(2), ("a", "b"))
+    is_open, log_prior = gated_prior(gate, "ba", queries)
+    assert is_open.tolist() == [True]
+    assert log_prior.tolist() == [[-math.inf, 0.0]]
+
+
+def test_what_a_gate_refuses() -> None:
+    gate = random_gate(6, (0.0, 0.0))
+    for shape in ((3, 6), (3, 1, 6), (3, 2, 5)):
+        with pytest.raises(ConfigError, match=r"expected query keys \[n, 2, 6\]"):
+            gated_prior(gate, "ab", torch.zeros(shape))
+    with pytest.raises(ConfigError, match="task 'c'"):
+        gated_prior(gate, "abc", torch.zeros(1, 2, 6))
+
+
+def test_reference_logprobs_behind_a_gate(backbone: Backbone, prompts: list[Inputs], task_file: Path) -> None:
+    examples = read_task(task_file)[3:8]
+    entries = extract(backbone, examples, M)
+    query = backbone.query_keys(prompts[0])  # [1, 2, d]
+    towards = (query[0] * torch.tensor([[0.0], [1.0]])).half()  # [2, d], of margin 1 less the threshold
+
+    def bundle(thresholds: Sequence[float]) -> Bundle:
+        return Bundle.create(
+            retrieval_keys=entries.keys,
+            payload_keys=entries.payload_keys,
+            payload_values=entries.payload_values,
+            temperature=0.07,
+            value_gates=torch.full((backbone.num_layers,), 0.5),
+            layer_bias=torch.linspace(-1, 1, backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=B,
+            entries=tuple(
+                EntryRecord(id=e.id, task="ab"[i % 2], source_digest=e.source_digest) for i, e in enumerate(examples)
+            ),
+            weighting="prior",
+            recipe="refined",
+            settings={},
+            gate=Gate(torch.stack([towards, towards]), torch.tensor(thresholds), ("a", "b")),
+        )
+
+    closed = reference_logprobs(backbone, bundle((1.1, 1.2)), prompts[0], ANSWER)
+    assert torch.equal(closed, score(backbone, prompts[:1], [ANSWER])[0])
+    for thresholds, rows in (((0.9, 0.8), [1, 3]), ((0.8, 0.9), [0, 2, 4]), ((0.9, 1.1), [0, 2, 4])):
+        for top_k in (None, 1):
+            made = bundle(thresholds)
+            found = reference_logprobs(backbone, made, prompts[0], ANSWER, top_k=top_k)
+            # The same as a memory of that task's entries alone.
+            whole = Memory.from_bundle(made)
+            alone = replace(
+                whole,
+                retrieval_keys=whole.retrieval_keys[rows],
+                payload_keys=whole.payload_keys[:, rows],
+                payload_values=whole.payload_values[:, rows],
+            )
+            terms = alone.terms(query[:, 0], top_k=top_k)
+            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, terms)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            assert (found - closed).abs().max() > 1e-3
 
 
 def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Backbone, task_file: Path) -> None:

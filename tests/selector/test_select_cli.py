@@ -28,6 +28,8 @@ from selector.select_cli import main
 from tests.selector.conftest import record, write_task
 
 FAST = ("--budget", "3", "--payload-tokens", "2", "--iterations", "2", "--inner-steps", "1", "--full-pool")
+# A model of random weights knows no task: whether its memory is any good is a matter of chance.
+ANYWAY = ("--allow-worse",)
 # Without the grid.
 FIXED = ("--beta", "0.5", "--gamma", "0.1")
 
@@ -44,7 +46,16 @@ def second_task(tmp_path: Path) -> Path:
 @pytest.fixture
 def command(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> list[str]:
     """A run that would succeed; the bundle is OUT/next.safetensors."""
-    return ["--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output(tmp_path)), *FAST]
+    return [
+        "--model",
+        str(model_folders["llava"]),
+        "--task",
+        str(task_file),
+        "--output",
+        str(output(tmp_path)),
+        *FAST,
+        *ANYWAY,
+    ]
 
 
 def output(tmp_path: Path) -> Path:
@@ -67,7 +78,11 @@ def refuse(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 def test_it_writes_a_bundle_a_report_and_nothing_else(command: list[str], tmp_path: Path, llava: Backbone) -> None:
     assert main([*command, *FIXED]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"next.safetensors", "next.report.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "next.safetensors",
+        "next.report.json",
+        "next.report.html",
+    }
     bundle, found = read_bundle(output(tmp_path)), report(tmp_path)
     bundle.require_backbone(llava.fingerprint)
     assert bundle.num_entries == 3
@@ -245,7 +260,8 @@ def test_a_wrong_settings_file_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "refined"], "the recipe 'refined' is not available in this version"),
+        (["--recipe", "refined"], "--iterations is a setting of the recipe 'paper' only"),
+        (["--steps", "5"], "--steps is a setting of the recipe 'refined' only"),
         (["--budget", "0"], "budget must be at least 1, found 0"),
         (["--payload-tokens", "0"], "payload_tokens must be at least 1"),
         (["--iterations", "-1"], "iterations must be at least 0"),

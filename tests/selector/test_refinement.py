@@ -1,0 +1,162 @@
+"""Refinement: what it trains, what it leaves alone, and that it can be stopped anywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone import Backbone
+from selector.checkpoint import Checkpoint
+from selector.data import read_task
+from selector.extract import extract
+from selector.injection import Memory
+from selector.objective import Questions, Scorer
+from selector.refinement import Lesson, RefinementSettings, RefinementState, Routed, Teacher, refine, step
+
+EXACT = RefinementSettings(steps=4, batch_size=3, learning_rate=0.05, precision="float32")
+
+
+@pytest.fixture(scope="module")
+def lesson(llava: Backbone, task_file: Path) -> Lesson:
+    """Four entries of eight examples: the last two are the arriving task's, and may be trained."""
+    examples = read_task(task_file)[:8]
+    entries = extract(llava, examples[:4], 2)
+    keys = extract(llava, examples, 2).keys
+    memory = Memory(
+        entries.keys,
+        entries.payload_keys,
+        entries.payload_values,
+        torch.tensor(0.07),
+        torch.full((llava.num_layers,), 0.5),
+        torch.zeros(llava.num_layers),
+        "prior",
+    )
+    prior = torch.full((8, 4), -math.inf)
+    prior[:, 2:] = 0.0
+    trainable = torch.tensor([False, False, True, True])
+    return Lesson(Scorer(llava), memory, trainable, Routed(Questions(examples, keys), prior), None, None, False)
+
+
+@pytest.fixture
+def anchored(lesson: Lesson) -> Lesson:
+    """The first two entries are an earlier task's; a memory of theirs alone is the teacher, and they may change too."""
+    prior = torch.full((8, 4), -math.inf)
+    prior[:, :2] = 0.0
+    return replace(
+        lesson,
+        trainable=torch.ones(4, dtype=torch.bool),
+        anchors=Routed(lesson.current.questions, prior),
+        teacher=Teacher(lesson.memory, prior),
+    )
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint.open(folder, {})[0]
+
+
+def test_the_loss_falls_and_only_what_may_change_does(lesson: Lesson, tmp_path: Path) -> None:
+    settings = replace(EXACT, steps=20, batch_size=8)
+    state = refine(lesson, settings, checkpoint(tmp_path / "progress"), "one")
+    assert state.history[-1].current < state.history[0].current - 1
+    refined = state.memory(lesson)
+    for name in ("payload_keys", "payload_values"):
+        before, after = getattr(lesson.memory, name), getattr(refined, name)
+        assert torch.equal(after[:, :2], before[:, :2])
+        assert not torch.equal(after[:, 2:], before[:, 2:])
+    assert torch.equal(refined.layer_bias, lesson.memory.layer_bias)
+    assert refined.temperature.item() == pytest.approx(0.07, rel=1e-6)
+
+
+def test_the_calibration_is_trained_where_it_is_asked_for(lesson: Lesson) -> None:
+    calibrated = replace(lesson, calibrate=True)
+    refined = step(calibrated, EXACT, RefinementState.initial(calibrated)).memory(calibrated)
+    assert refined.layer_bias.all()
+    assert refined.temperature.item() != pytest.approx(0.07, rel=1e-6)
+    assert (refined.value_gates != 0.5).all()
+
+
+def test_a_step_is_torchs_adamw_on_the_mean_loss(lesson: Lesson) -> None:
+    """Written out again: plain concatenated attention, torch's optimiser with its own state, clipped gradients."""
+    settings = replace(EXACT, batch_size=8)
+    keys = lesson.memory.payload_keys[:, 2:].clone().requires_grad_()
+    values = lesson.memory.payload_values[:, 2:].clone().requires_grad_()
+    optimizer = torch.optim.AdamW([keys, values], lr=settings.learning_rate, weight_decay=0.0)
+    state = RefinementState.initial(lesson)
+    for number in range(3):
+        memory = replace(
+            lesson.memory,
+            retrieval_keys=lesson.memory.retrieval_keys[2:],
+            payload_keys=keys,
+            payload_values=values,
+        )
+        questions = lesson.current.questions
+        loss = lesson.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([keys, values], 1.0)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * number / 4))
+        optimizer.step()
+        state = step(lesson, settings, state)
+        assert state.history[-1].current == pytest.approx(loss.item(), rel=1e-5)
+    assert torch.allclose(state.values["payload_keys"], keys, atol=2e-4)
+    assert torch.allclose(state.values["payload_values"], values, atol=2e-4)
+
+
+def test_a_teacher_that_is_the_memory_itself_teaches_nothing_yet(anchored: Lesson) -> None:
+    measured = step(anchored, EXACT, RefinementState.initial(anchored)).history[0]
+    assert measured.distillation == pytest.approx(0, abs=1e-5)
+    assert measured.anchors is not None
+    assert measured.anchors > 0
+
+
+def test_distillation_pulls_the_answers_towards_the_teachers(anchored: Lesson, tmp_path: Path) -> None:
+    """Entries that were disturbed come back to what they answered."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(anchored.memory.payload_values.shape, generator=generator)
+    disturbed = replace(anchored.memory, payload_values=anchored.memory.payload_values + noise)
+    settings = replace(EXACT, steps=30, batch_size=8, distillation=100.0)
+    state = refine(replace(anchored, memory=disturbed), settings, checkpoint(tmp_path / "progress"), "one")
+    first, last = state.history[0].distillation, state.history[-1].distillation
+    assert first is not None
+    assert last is not None
+    assert last < first / 2
+
+
+def test_stopped_and_gone_on_is_the_same_as_in_one_go(anchored: Lesson, tmp_path: Path) -> None:
+    """Stopped by `until`, and by a kill between two saves; gone on from the file, and from a state handed over."""
+    whole = refine(anchored, EXACT, checkpoint(tmp_path / "a"), "one")
+    part = refine(anchored, EXACT, checkpoint(tmp_path / "b"), "one", until=2)
+    assert (part.step, whole.step) == (2, 4)
+    from_file = refine(anchored, EXACT, checkpoint(tmp_path / "b"), "one")
+    from_state = refine(anchored, EXACT, checkpoint(tmp_path / "c"), "other", start=part)
+    for other in (from_file, from_state):
+        assert other.history == whole.history
+        for name, value in whole.values.items():
+            assert torch.equal(other.values[name], value)
+
+
+def test_bfloat16_products_change_the_loss_a_little(lesson: Lesson) -> None:
+    state = RefinementState.initial(lesson)
+    exact = step(lesson, EXACT, state).history[0].current
+    rounded = step(lesson, replace(EXACT, precision="bfloat16"), state).history[0].current
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(lesson: Lesson) -> None:
+    broken = replace(lesson.memory, payload_values=lesson.memory.payload_values * float("nan"))
+    with pytest.raises(TaskDataError, match="not a finite number"):
+        step(replace(lesson, memory=broken), EXACT, RefinementState.initial(replace(lesson, memory=broken)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": -1}, {"batch_size": 0}, {"learning_rate": 0.0}, {"beta": math.inf}, {"distillation": -1.0}]
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "[_ ]")):
+        RefinementSettings(**wrong)
