@@ -22,7 +22,17 @@ ALLOWED = {
     "benchmarks": {"inducekv_vllm", "selector", "server"},
 }
 # The part of inducekv_vllm that both sides share, and that therefore loads without vLLM.
-WITHOUT_VLLM = ("bundle", "config", "errors", "fingerprint", "footprint", "retrieval", "slots")
+WITHOUT_VLLM = (
+    "bundle",
+    "config",
+    "errors",
+    "fingerprint",
+    "footprint",
+    "placeholders",
+    "relevance",
+    "retrieval",
+    "slots",
+)
 
 
 def modules(package: str) -> list[Path]:

@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from benchmarks.machine import describe_machine
 from selector.backbone import Backbone
 from selector.build import BuildSettings, build_bundle
 from selector.checkpoint import Checkpoint
-from selector.data import read_task
+from selector.data import Example, read_task
 from selector.extract import extract_keys
 from selector.injection import Memory
 from selector.objective import Questions, Scorer
-from selector.update import TaskInputs, UpdateSettings, update
+from selector.update import TaskInputs, Update, UpdateSettings, update
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def main() -> int:
     methods = runs[0]["test_nll"]
     report = {
         "benchmark": "paper_recipe",
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "settings": {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()},
         "machine": describe_machine(),
         "runs": runs,
         "mean_test_nll": {name: statistics.mean(run["test_nll"][name] for run in runs) for name in methods},
@@ -72,9 +73,7 @@ def measure(
         shortlist=None if options.full_pool else 8,
         seed=seed,
     )
-    with tempfile.TemporaryDirectory() as progress:
-        checkpoint, _ = Checkpoint.open(Path(progress) / "run", {})
-        done = update(backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=True)
+    done = select_first(backbone, training, validation, settings, progress=True)
     selected = Memory.from_bundle(done.bundle)
     losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
     for policy in ("random", "k-center"):
@@ -100,6 +99,20 @@ def measure(
         "calibration": report["calibration"],
         "phases": report["phases"],
     }
+
+
+def select_first(
+    backbone: Backbone,
+    training: Sequence[Example],
+    validation: Sequence[Example],
+    settings: UpdateSettings,
+    *,
+    progress: bool = False,
+) -> Update:
+    """The paper's selection for the first task of a stream, from its beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, _ = Checkpoint.open(Path(folder) / "run", {})
+        return update(backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=progress)
 
 
 def _parser() -> argparse.ArgumentParser:

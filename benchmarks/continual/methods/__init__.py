@@ -1,0 +1,62 @@
+"""Methods by name, with their settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from inducekv_vllm.errors import ConfigError
+
+from .lora import Lora
+from .memory import Refined
+from .method import Artifact, Circumstances, Method
+from .no_memory import NoMemory
+
+METHODS: Mapping[str, Any] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            NoMemory(),
+            Lora("lora", replay=False),
+            Lora("lora_replay", replay=True),
+            Refined(),
+        )
+    }
+)
+
+__all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods"]
+
+
+def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+    """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that know such a setting.
+
+    Raises:
+        ConfigError: an unknown method, a setting that none of them has, or a value of another type.
+    """
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ConfigError(f"there is no method {unknown[0]!r}, there are: {', '.join(METHODS)}")
+    chosen = [METHODS[name] for name in dict.fromkeys(names)]
+    for setting in settings:
+        key, given, text = setting.partition("=")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        knowing = [method for method in chosen if key != "name" and key in {f.name for f in fields(method)}]
+        if not given or not knowing:
+            raise ConfigError(f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE")
+        chosen = [_with(method, key, value) if method in knowing else method for method in chosen]
+    return chosen
+
+
+def _with(method: Any, key: str, value: Any) -> Any:
+    old = getattr(method, key)
+    value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
+    value = float(value) if isinstance(old, float) and type(value) is int else value
+    if old is not None and type(value) is not type(old):
+        raise ConfigError(f"{method.name}: {key} must be like {old!r}, found {value!r}")
+    return replace(method, **{key: value})

@@ -1,0 +1,71 @@
+"""A LoRA adapter on a backbone: attached, sized, kept on disk (peft's own format, float16)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import nn
+
+from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
+from selector.backbone import Backbone
+from selector.files import replace_file
+
+
+def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tasks: int) -> int:
+    """Of a bundle's tensors: its entries (paper, Eq. bytes_per_entry), and the gate of the refined recipe."""
+    d, L = backbone.hidden_size, backbone.num_layers
+    entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
+    return entries + gate_bytes(gated_tasks, d)
+
+
+def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
+    """Every linear layer inside the language model's decoder layers, by its full name."""
+    attention = {id(module) for module in backbone.attention_layers()}
+    names = {module: name for name, module in backbone.model.named_modules()}
+    layers = tuple(name.removesuffix("self_attn") for module, name in names.items() if id(module) in attention)
+    return {name: module for module, name in names.items() if isinstance(module, nn.Linear) and name.startswith(layers)}
+
+
+def largest_rank(backbone: Backbone, allowed_bytes: int) -> int:
+    """The largest rank whose float16 matrices, [rank, in] and [out, rank] of each layer, take no more than that.
+
+    Raises:
+        ConfigError: not even rank 1 does.
+    """
+    per_rank = sum(
+        FLOAT16_BYTES * (layer.in_features + layer.out_features) for layer in linear_layers(backbone).values()
+    )
+    if per_rank > allowed_bytes:
+        raise ConfigError(f"a LoRA of rank 1 takes {per_rank} bytes, the budget allows {allowed_bytes}")
+    return allowed_bytes // per_rank
+
+
+def attach(backbone: Backbone, rank: int, seed: int) -> Any:
+    """A new adapter, which changes nothing yet, in the model's own layers: the backbone runs with it from now on."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(linear_layers(backbone)))
+    return get_peft_model(backbone.model, config)
+
+
+def reattach(backbone: Backbone, folder: Path) -> Any:
+    """A stored adapter, to be trained on, in float32."""
+    return PeftModel.from_pretrained(backbone.model, str(folder), is_trainable=True)
+
+
+def merged(backbone: Backbone, folder: Path) -> None:
+    """Adds a stored adapter to the model's weights, for inference."""
+    PeftModel.from_pretrained(backbone.model, str(folder)).merge_and_unload()
+
+
+def save(adapted: Any, folder: Path) -> int:
+    """Writes the adapter as peft does, its matrices in float16; returns their bytes."""
+    folder.mkdir()
+    adapted.peft_config["default"].save_pretrained(str(folder))
+    tensors = {name: t.detach().half().contiguous() for name, t in get_peft_model_state_dict(adapted).items()}
+    replace_file(folder / "adapter_model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    return sum(tensor.nbytes for tensor in tensors.values())

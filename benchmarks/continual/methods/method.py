@@ -1,0 +1,59 @@
+"""What a method is: it turns a task and the state after the task before into a new state, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from benchmarks.continual.suites import TaskData
+from selector.data import Example
+from selector.files import replace_file
+
+ARTIFACT = "artifact.json"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What answers questions after a task: nothing but the model, a memory bundle, or a LoRA adapter."""
+
+    kind: Literal["none", "bundle", "adapter"]
+    path: str | None  # relative to the state's folder: a bundle's file, or an adapter's folder
+    stored_bytes: int  # what inference needs beside the model
+    report: dict[str, Any]  # JSON values: what was chosen, and what it took
+
+    def write(self, state: Path) -> None:
+        replace_file(state / ARTIFACT, json.dumps(asdict(self), indent=1).encode())
+
+    @classmethod
+    def read(cls, state: Path) -> Artifact:
+        return cls(**json.loads((state / ARTIFACT).read_bytes()))
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a method is told beside the task."""
+
+    model: Path
+    budget: int  # B entries of memory, or the bytes that they take
+    seed: int
+    number: int  # of the task in the stream, from 0
+    num_tasks: int  # of the whole stream
+    base: Sequence[Example] = ()  # questions of what the model could do before; their answers are not to be used
+
+
+class Method(Protocol):
+    """A frozen dataclass whose fields are the method's settings, recorded with its results."""
+
+    @property
+    def name(self) -> str: ...
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        """Learn `task` from the state folder `previous` (None for the first task); the new state goes into `out`.
+
+        `out` exists and is empty, and what it depends on lies in it: `previous` may be gone later. The same arguments
+        give the same state, so that an attempt that was killed is made again. `task.test` is not to be used.
+        """
+        ...

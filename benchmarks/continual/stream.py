@@ -1,0 +1,216 @@
+"""A stream, task by task: learn, answer the questions of all tasks seen and of the base, write down.
+
+    OUT/run.json                                   what the folder is of; another configuration is refused
+    OUT/METHOD/budget-B/seed-S/settings.json       the method's settings; likewise
+                              /NN-TASK/state/      what the method made of the task
+                              /NN-TASK/predictions.jsonl, result.json
+                              /matrix.json         everything so far: a[i, t], base accuracy, bytes, seconds, metrics
+
+Every file is whole or absent, and a file that is there is not made again: a run that was killed goes on with the first
+task whose result is missing, and nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continual.answer import Answerer, is_right
+from benchmarks.continual.methods import Artifact, Circumstances, Method
+from benchmarks.continual.metrics import accuracy_matrix, base_retention, standard_error, summary
+from benchmarks.continual.suites import Suite, TaskData
+from inducekv_vllm.errors import ConfigError
+from selector.data import Example
+from selector.files import replace_file
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one budget and one seed over one suite."""
+
+    suite: Suite
+    method: Method
+    model: Path
+    budget: int
+    seed: int
+    folder: Path  # OUT of the whole command
+
+    @property
+    def own_folder(self) -> Path:
+        return self.folder / self.method.name / f"budget-{self.budget}" / f"seed-{self.seed}"
+
+    def task_folder(self, number: int) -> Path:
+        return self.own_folder / f"{number:02d}-{self.suite.tasks[number].name}"
+
+
+def claim(folder: Path, name: str, configuration: dict[str, Any]) -> None:
+    """Makes the folder one of this configuration, or makes sure that it is.
+
+    Raises:
+        ConfigError: it belongs to another one, naming what differs, or cannot be written.
+    """
+    path = folder / name
+    wanted = json.loads(json.dumps(configuration))
+    try:
+        if path.exists():
+            found = json.loads(path.read_bytes())
+            differing = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+            if differing:
+                what = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} here" for key in differing)
+                raise ConfigError(f"{path}: the results are of another configuration ({what}); choose another folder")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, wanted)
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: cannot keep the results here: {error}") from error
+
+
+def run_stream(run: Run, answerer: Answerer, tell: Tell) -> dict[str, Any]:
+    """All tasks that are not done yet; returns what `matrix.json` holds."""
+    claim(run.own_folder, "settings.json", asdict(run.method))  # type: ignore[call-overload]
+    for number, task in enumerate(run.suite.tasks):
+        folder = run.task_folder(number)
+        if not (folder / "result.json").exists():
+            artifact = learn(run, number)
+            result = evaluate(run, number, artifact, answerer)
+            tell(f"{run.own_folder}: {task.name}: {told(result)}")
+        collected = collect(run)
+        write_json(run.own_folder / "matrix.json", collected)
+    return collected
+
+
+def learn(run: Run, number: int) -> Artifact:
+    """The state after task `number`, made unless it is there; it appears under its name only when it is complete."""
+    folder = run.task_folder(number)
+    state, unfinished = folder / "state", folder / "state.tmp"
+    if not state.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        previous = run.task_folder(number - 1) / "state" if number else None
+        circumstances = Circumstances(
+            run.model, run.budget, run.seed, number, len(run.suite.tasks), run.suite.base.train
+        )
+        began = time.monotonic()
+        artifact = run.method.learn(run.suite.tasks[number], previous, unfinished, circumstances)
+        artifact.write(unfinished)
+        write_json(unfinished / "seconds.json", round(time.monotonic() - began, 1))
+        unfinished.rename(state)
+    return Artifact.read(state)
+
+
+def evaluate(run: Run, number: int, artifact: Artifact, answerer: Answerer) -> dict[str, Any]:
+    """Test questions of the tasks 0 to `number`, and base questions; writes predictions, then the result."""
+    folder = run.task_folder(number)
+    began = time.monotonic()
+    asked = answerer.prepare(artifact, folder / "state")
+    lines: list[dict[str, Any]] = []
+
+    def accuracy(task: TaskData) -> float:
+        answers = asked.answers(task.test)
+        lines.extend(prediction(task, example, text) for example, text in zip(task.test, answers, strict=True))
+        return sum(line["right"] for line in lines[-len(task.test) :]) / len(task.test)
+
+    seen = run.suite.tasks[: number + 1]
+    row = [accuracy(task) for task in seen]
+    result = {
+        "task": run.suite.tasks[number].name,
+        "accuracy": row,
+        "base": accuracy(run.suite.base),
+        "stored_bytes": artifact.stored_bytes,
+        "seconds": {
+            "learn": json.loads((folder / "state" / "seconds.json").read_bytes()),
+            "evaluate": round(time.monotonic() - began, 1),
+        },
+        "report": artifact.report,
+    }
+    replace_file(folder / "predictions.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    write_json(folder / "result.json", result)
+    return result
+
+
+def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
+    return {
+        "task": task.name,
+        "id": example.id,
+        "expected": example.answer,
+        "answer": text,
+        "right": is_right(text, example.answer),
+    }
+
+
+def collect(run: Run) -> dict[str, Any]:
+    """What the finished tasks add up to, from their files alone."""
+    results = []
+    for number in range(len(run.suite.tasks)):
+        path = run.task_folder(number) / "result.json"
+        if not path.exists():
+            break
+        results.append(json.loads(path.read_bytes()))
+    base = [result["base"] for result in results]
+    rows = [result["accuracy"] for result in results]
+    return {
+        "suite": run.suite.name,
+        "method": run.method.name,
+        "settings": asdict(run.method),  # type: ignore[call-overload]
+        "budget": run.budget,
+        "seed": run.seed,
+        "order": [task.name for task in run.suite.tasks],
+        "complete": len(results) == len(run.suite.tasks),
+        "accuracy": rows,
+        "base": base,
+        "stored_bytes": [result["stored_bytes"] for result in results],
+        "seconds": [result["seconds"] for result in results],
+        "metrics": summary(accuracy_matrix(rows), base),
+        "reports": [result["report"] for result in results],
+    }
+
+
+def told(result: dict[str, Any]) -> str:
+    seen = " ".join(f"{value:.3f}" for value in result["accuracy"])
+    seconds = result["seconds"]
+    return f"seen {seen}; base {result['base']:.3f}; {seconds['learn']:.0f} + {seconds['evaluate']:.0f} s"
+
+
+def write_json(path: Path, value: Any) -> None:
+    replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def compare(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method and budget: mean and standard error over the seeds of its complete runs.
+
+    Base retention is given where the untouched model, the method "no_memory", was run too.
+    """
+    complete = [one for one in runs if one["complete"]]
+    untouched = next((one["base"][-1] for one in complete if one["method"] == "no_memory"), None)
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for one in complete:
+        groups.setdefault((one["method"], one["budget"]), []).append(one)
+    table = []
+    for (method, budget), group in groups.items():
+        values = {name: [one["metrics"][name] for one in group] for name in group[0]["metrics"]}
+        if untouched:
+            values["base_retention"] = [base_retention(one["base"], untouched) for one in group]
+        scores = {
+            name: {
+                "mean": round(sum(of_seeds) / len(group), 4),
+                "standard_error": round(standard_error(of_seeds), 4) if len(group) > 1 else None,
+            }
+            for name, of_seeds in values.items()
+        }
+        table.append({"method": method, "budget": budget, "seeds": [one["seed"] for one in group], "metrics": scores})
+    return table
+
+
+def brief(collected: dict[str, Any]) -> dict[str, Any]:
+    """A run without what training logged step by step."""
+    reports = [{k: v for k, v in report.items() if k != "history"} for report in collected["reports"]]
+    return {**collected, "reports": reports}

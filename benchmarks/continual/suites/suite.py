@@ -1,0 +1,64 @@
+"""What a suite is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from inducekv_vllm.errors import ConfigError
+from selector.anchors import examples_digest
+from selector.data import Example
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """One task's three splits. Methods learn from `train`, choose by `validation`, and never see `test`."""
+
+    name: str
+    train: tuple[Example, ...]
+    validation: tuple[Example, ...]
+    test: tuple[Example, ...]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A stream of tasks in the order of learning, and what the model could do before it."""
+
+    name: str
+    tasks: tuple[TaskData, ...]
+    base: TaskData  # base questions; what is measured is `base.test`
+
+    def ordered(self, names: Sequence[str]) -> Suite:
+        """The tasks of `names` alone, in that order.
+
+        Raises:
+            ConfigError: a name is unknown or repeated.
+        """
+        by_name = {task.name: task for task in self.tasks}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise ConfigError(f"suite {self.name!r} has no task {unknown[0]!r}, it has: {', '.join(by_name)}")
+        if len(set(names)) != len(names) or not names:
+            raise ConfigError(f"an order names each task once, and at least one; found {', '.join(names) or 'none'}")
+        return replace(self, tasks=tuple(by_name[name] for name in names))
+
+    def asked_about(self, split: Literal["test", "validation"]) -> Suite:
+        """The suite whose test questions are those of `split`: to choose settings without a look at the test's."""
+        if split == "test":
+            return self
+        tasks = tuple(replace(task, test=task.validation) for task in self.tasks)
+        return replace(self, tasks=tasks, base=replace(self.base, test=self.base.validation))
+
+    def limited(self, test: int, base: int) -> Suite:
+        """With the first `test` test questions of each task, and of the base the first `base`."""
+        if min(test, base) < 1:
+            raise ConfigError(f"at least one question of each kind must be asked, found limits {test} and {base}")
+        tasks = tuple(replace(task, test=task.test[:test]) for task in self.tasks)
+        return replace(self, tasks=tasks, base=replace(self.base, test=self.base.test[:base]))
+
+    def digest(self) -> str:
+        """sha256 over all examples in their order; where they lie on disk does not matter."""
+        splits = [s for task in (*self.tasks, self.base) for s in (task.train, task.validation, task.test)]
+        return hashlib.sha256("".join(examples_digest(split) for split in splits).encode()).hexdigest()
