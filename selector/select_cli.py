@@ -457,4 +457,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from .distributed import leave
+
+    leave(main())
