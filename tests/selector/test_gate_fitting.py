@@ -8,7 +8,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
-from selector.gate_fitting import SHRINKAGE, discriminant, fit_gate
+from selector.gate_fitting import SHRINKAGE, discriminants, fit_gate
 from selector.injection import gated_prior
 
 d = 24
@@ -29,25 +29,36 @@ def opened(gate_inputs: dict[str, Tensor], base: Tensor, asked: Tensor) -> tuple
     return is_open, prior.argmax(dim=1)
 
 
-@pytest.mark.parametrize("counts", [(40, 60), (200, 300)])  # fewer samples than the 2 d dimensions of a key, and more
-def test_the_direction_is_the_shrunken_discriminant(counts: tuple[int, int]) -> None:
-    own, other = group(0, counts[0], 1), group(1, counts[1], 2)
-    samples = torch.cat([own, other]).flatten(1).double()
-    labels = [1] * len(own) + [0] * len(other)
-    centred = torch.cat([part.flatten(1).double() - part.flatten(1).double().mean(0) for part in (own, other)])
+class Given:
+    """scikit-learn takes any estimator of a covariance."""
+
+    def __init__(self, covariance: Tensor) -> None:
+        self.covariance_ = covariance.numpy()
+
+    def fit(self, X: object) -> Given:
+        return self
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+@pytest.mark.parametrize("count", [15, 200])  # fewer samples than the 2 d dimensions of a key, and more
+def test_the_log_odds_are_those_of_the_shrunken_discriminant_analysis(count: int, with_base: bool) -> None:
+    groups = [group(number, count + number, number) for number in range(3)]
+    samples = [one.flatten(1).double() for one in groups]
+    centred = torch.cat([one - one.mean(dim=0) for one in samples])
     covariance = centred.T @ centred / len(centred)
     shrunken = covariance + SHRINKAGE * covariance.diagonal().mean() * torch.eye(2 * d, dtype=torch.float64)
+    labels = [number for number, one in enumerate(samples) for _ in one]
+    analysis = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Given(shrunken), priors=[1 / 3] * 3)
+    asked = torch.cat([group(number, 20, 10 + number) for number in range(4)]).double()
+    scores = torch.from_numpy(analysis.fit(torch.cat(samples).numpy(), labels).decision_function(asked.flatten(1)))
 
-    class Given:  # scikit-learn takes any estimator of a covariance
-        covariance_ = shrunken.numpy()
-
-        def fit(self, X: object) -> Given:
-            return self
-
-    analysis = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Given(), priors=[0.5, 0.5])
-    expected = torch.from_numpy(analysis.fit(samples.numpy(), labels).coef_[0])
-    found = discriminant(own, [other]).flatten()
-    assert torch.allclose(found, expected / expected.norm(), atol=1e-9)
+    keys, offsets = discriminants(groups, 2 if with_base else 3)
+    found = torch.einsum("npd,cpd->nc", asked, keys) - offsets
+    if with_base:
+        expected = scores[:, :2] - scores[:, 2:]
+        assert torch.allclose(found, expected, atol=1e-7)
+    else:  # the tasks' log-odds against each other
+        assert torch.allclose(found - found[:, :1], scores - scores[:, :1], atol=1e-7)
 
 
 def test_tasks_are_told_apart_and_base_questions_stay_outside() -> None:
@@ -89,6 +100,21 @@ def test_a_handful_of_examples_gives_a_finite_gate(counts: tuple[int, int]) -> N
     assert gate.keys.isfinite().all()
     assert gate.thresholds.isfinite().all()
     assert (gate.keys.dtype, gate.thresholds.dtype) == (torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("others", ["another task", "nothing"])
+def test_a_gate_of_the_prefix_part_alone(others: str) -> None:
+    """It is what the whole gate would be if every question had the same text, and it looks at no text."""
+    tasks = {"a": group(0, 64, 0, part=0)} | ({"b": group(1, 64, 1, part=0)} if others == "another task" else {})
+    gate = fit_gate(tasks, torch.empty(0, 2, d), prefix_only=True)
+    assert gate.keys.shape == (len(tasks), 2, d)
+    assert not gate.keys[:, 1].any()
+    asked = group(0, 200, 20, part=0)
+    asked[:, 1] = torch.nn.functional.normalize(torch.randn(200, d, generator=torch.Generator().manual_seed(5)), dim=1)
+    is_open, prior = gated_prior(gate, list(tasks), asked)
+    assert is_open.double().mean() >= 0.8
+    assert (prior.argmax(dim=1) == 0).all()
+    assert not gated_prior(gate, list(tasks), group(4, 200, 30, part=0))[0].double().mean() > 0.1
 
 
 def test_a_task_without_questions_is_refused() -> None:
