@@ -1,8 +1,8 @@
 """The rivals that are most like the memory: adapters behind its relevance gate.
 
-A question that the gate judges to be none of the stream's is answered by the untouched model. The gate is
-fitted to what the refined recipe's is: anchors of every task, the arriving task's training and validation questions,
-and base questions. Its bytes and the adapters' together are no more than the memory's with its gate.
+A question that the gate judges to be none of the stream's is answered by the untouched model. The gate is fitted to
+what the refined recipe's is: anchors of every task, the arriving task's training and validation questions, and base
+questions. Its bytes and the adapters' together are no more than the memory's with its gate.
 """
 
 from __future__ import annotations
