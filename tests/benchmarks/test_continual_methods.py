@@ -18,10 +18,12 @@ from benchmarks.continual.methods.adapter import attach, largest_rank, memory_by
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
 from benchmarks.continual.methods.fit import Fit
 from benchmarks.continual.methods.gating import gate_of, read_gate, write_gate
+from benchmarks.continual.methods.knn_copier import KnnCopier
 from benchmarks.continual.methods.lora import Lesson, Lora
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
-from benchmarks.continual.methods.memory import Refined
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
+from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.prompt_replay import PromptReplay
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
@@ -37,7 +39,7 @@ from tests.tiny_models import save_tiny_llava
 SIZES = {"train": 16, "validation": 4, "test": 4}
 ORDER = ("guild", "field")
 NUM_TASKS, BUDGET = 4, 8  # of the whole stream, so that the bytes of a share and of the whole differ
-RIVALS = [name for name, method in METHODS.items() if not isinstance(method, Refined)]
+RIVALS = [name for name, method in METHODS.items() if isinstance(method, (NoMemory, PromptReplay, Lora, KnnCopier))]
 SMALL = {"steps": 2, "batch_size": 4, "anchors_per_task": 5, "fisher_examples": 6}
 
 
