@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from benchmarks.continual.suites import TaskData
 
@@ -15,6 +17,7 @@ class NoMemory:
     """Learns nothing."""
 
     name: str = "no_memory"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it has no settings
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
         return Artifact("none", None, 0, {})

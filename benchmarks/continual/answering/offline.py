@@ -1,0 +1,88 @@
+"""Questions asked in this process: transformers, float32, greedy, a batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peft import PeftModel
+
+from benchmarks.continual.methods import Artifact
+from inducekv_vllm.bundle import read_bundle
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.deployed import Deployed
+from selector.objective import Scorer
+
+from .answerer import MAX_NEW_TOKENS
+from .plans import Plan, plan
+
+ONLY_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class OfflineAnswerer:
+    """Answers as the demo model's folder, or any other, gives them with what a method has made."""
+
+    model: Path
+    batch_size: int = 64
+
+    def prepare(self, artifact: Artifact, state: Path) -> OfflineModel:
+        backbone = Backbone.load(self.model)
+        scorer = Scorer(backbone, batch_size=self.batch_size)
+        own = state / (artifact.path or "")
+        bundle = read_bundle(own) if artifact.kind == "bundle" else None
+        folders = {}
+        if artifact.kind in ("adapter", "gated_adapter"):
+            folders = {ONLY_ADAPTER: own}
+        if artifact.kind == "gated_adapters":
+            folders = {folder.name: folder for folder in sorted(own.iterdir())}
+        return OfflineModel(plan(artifact, state, backbone), Deployed(scorer, bundle), attached(backbone, folders))
+
+
+@dataclass(frozen=True)
+class OfflineModel:
+    """A backbone: as it stands, with a memory, or with one of its adapters."""
+
+    plan: Plan
+    deployed: Deployed  # with a bundle where there is one
+    adapters: PeftModel | None = None  # around the backbone's model
+
+    def answers(self, examples: Sequence[Example]) -> list[str]:
+        with self._reached(with_artifact=False, adapter=None):
+            asks = self.plan.asks(examples)
+        texts = [ask.answer or "" for ask in asks]
+        groups: dict[tuple[bool, str | None], list[int]] = defaultdict(list)
+        for row, ask in enumerate(asks):
+            if ask.answer is None:
+                groups[ask.with_artifact, ask.adapter].append(row)
+        for (with_artifact, adapter), rows in groups.items():
+            deployed = self.deployed if with_artifact else replace(self.deployed, bundle=None)
+            with self._reached(with_artifact, adapter):
+                found = deployed.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = text
+        return texts
+
+    def _reached(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:
+        """Inside, the backbone runs with that adapter, or without any."""
+        if self.adapters is None:
+            return contextlib.nullcontext()
+        if not with_artifact:
+            return self.adapters.disable_adapter()
+        self.adapters.set_adapter(adapter or ONLY_ADAPTER)
+        return contextlib.nullcontext()
+
+
+def attached(backbone: Backbone, folders: Mapping[str, Path]) -> PeftModel | None:
+    """The backbone's model with the adapters of these folders by name, or None for no adapter."""
+    adapters: PeftModel | None = None
+    for name, folder in folders.items():
+        if adapters is None:
+            adapters = PeftModel.from_pretrained(backbone.model, str(folder), name)
+        else:
+            adapters.load_adapter(str(folder), name)
+    return adapters

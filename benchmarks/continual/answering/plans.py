@@ -1,0 +1,176 @@
+"""What is asked of which model, for each kind of artifact.
+
+Whatever a method needs at inference beside a model's forward passes (a gate's verdict, retrieved exemplars, a copied
+answer) happens here, so that every answerer only ever asks plain questions of a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.continual.methods import Artifact
+from benchmarks.continual.methods.gating import BATCH_SIZE, GATE, read_gate
+from benchmarks.continual.methods.neighbours import Neighbours
+from benchmarks.continual.methods.prompt_replay import KEYS
+from benchmarks.continual.methods.rehearsal import number_that_fit
+from inducekv_vllm.relevance import RelevanceGate
+from selector.anchors import AnchorStore
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.extract import extract_keys, extract_query_keys
+from selector.objective import Scorer
+
+from .answerer import MAX_NEW_TOKENS
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question, as a plan wants it put."""
+
+    example: Example  # its answer is not to be used
+    with_artifact: bool  # False: of the untouched model; True: of the artifact's model (bundle or adapter)
+    exemplars: tuple[Example, ...] = ()  # stand before it as earlier turns of the conversation
+    answer: str | None = None  # already known: nothing is asked of any model
+    adapter: str | None = None  # with several adapters: the one of this folder below the artifact's path
+
+    @property
+    def conversation(self) -> Example:
+        """The question with its exemplars before it: each its messages (but a system message), then its answer.
+
+        Pictures stand in the order of their places; the example's own answer is kept, and used by nobody.
+        """
+        if not self.exemplars:
+            return self.example
+        messages: list[dict[str, Any]] = [m for m in self.example.messages if m["role"] == "system"]
+        for exemplar in self.exemplars:
+            messages += [m for m in exemplar.messages if m["role"] != "system"]
+            messages.append(answer_turn(exemplar))
+        messages += [m for m in self.example.messages if m["role"] != "system"]
+        images = [path for part in (*self.exemplars, self.example) for path in part.images]
+        digests = [f"{part.source_digest} {part.answer}" for part in self.exemplars]
+        return Example(
+            id=self.example.id,
+            task=self.example.task,
+            messages=tuple(messages),
+            images=tuple(images),
+            answer=self.example.answer,
+            source_digest=hashlib.sha256("\n".join([*digests, self.example.source_digest]).encode()).hexdigest(),
+        )
+
+
+def answer_turn(example: Example) -> dict[str, Any]:
+    """The example's answer as a turn of the conversation."""
+    return {"role": "assistant", "content": [{"type": "text", "text": example.answer}]}
+
+
+class Plan(Protocol):
+    """Turns questions into what is to be asked."""
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        """One for each example, in their order."""
+        ...
+
+
+def plan(artifact: Artifact, state: Path, backbone: Backbone) -> Plan:
+    """How the artifact of the state folder `state` answers.
+
+    Args:
+        backbone: the untouched model, for query keys.
+    """
+    if artifact.kind in ("gated_adapter", "gated_adapters"):
+        gate = read_gate(state / GATE)
+        relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
+        return Gated(backbone, relevance, one_for_each_task=artifact.kind == "gated_adapters")
+    if artifact.kind == "exemplars":
+        assert artifact.path is not None
+        exemplars = AnchorStore(state / artifact.path).read()
+        return Shown(Scorer(backbone), Neighbours.read(state / KEYS), tuple(exemplars))
+    if artifact.kind == "copier":
+        assert artifact.path is not None
+        return Copied(backbone, Neighbours.read(state / artifact.path))
+    return Plain(with_artifact=artifact.kind != "none")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Every question goes as it is to the one model."""
+
+    with_artifact: bool
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        return [Ask(example, self.with_artifact) for example in examples]
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Questions that the gate is open for go to the adapter, or to their task's own; all others to the model."""
+
+    backbone: Backbone
+    gate: RelevanceGate
+    one_for_each_task: bool
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_query_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, 2, d]
+        tasks = [self.gate.judge(query).task for query in queries.numpy()]
+        return [
+            Ask(example, with_artifact=task is not None, adapter=task if self.one_for_each_task else None)
+            for example, task in zip(examples, tasks, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The nearest exemplars stand before the question, the nearest last; the untouched model answers."""
+
+    scorer: Scorer
+    neighbours: Neighbours
+    exemplars: tuple[Example, ...]  # in the neighbours' order
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_keys(self.scorer.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
+        asks = []
+        for example, rows in zip(examples, self.neighbours.nearest(queries).tolist(), strict=True):
+            room = self.scorer.context - MAX_NEW_TOKENS - self.scorer.prefix(example)["input_ids"].shape[1]
+            count = number_that_fit((self.lengths[row] for row in rows), room)
+            shown = tuple(self.exemplars[row] for row in reversed(rows[:count]))
+            asks.append(Ask(example, with_artifact=False, exemplars=shown))
+        return asks
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens that each exemplar adds before a question."""
+        return [self._length(exemplar) for exemplar in self.exemplars]
+
+    def _length(self, exemplar: Example) -> int:
+        """Of its prefix, as the model sees it, and of what the chat template writes from there to the next turn."""
+        tokenizer, question = self.scorer.backbone.processor.tokenizer, list(exemplar.messages)
+        with_answer = [*question, answer_turn(exemplar)]
+        ends = (
+            tokenizer.apply_chat_template(with_answer, tokenize=False),
+            tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False),
+        )
+        whole, prefix = (len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ends)
+        return int(self.scorer.prefix(exemplar)["input_ids"].shape[1]) + whole - prefix
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The answer of most of the nearest examples, of equally many that of the nearest; no model is asked."""
+
+    backbone: Backbone
+    neighbours: Neighbours
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
+        found = [[self.neighbours.answers[row] for row in rows] for rows in self.neighbours.nearest(queries).tolist()]
+        # Of equal counts Counter gives the one that it met first, and the nearest come first.
+        return [
+            Ask(example, with_artifact=False, answer=Counter(answers).most_common(1)[0][0])
+            for example, answers in zip(examples, found, strict=True)
+        ]
