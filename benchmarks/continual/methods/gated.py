@@ -32,6 +32,7 @@ ADAPTERS = "adapters"
 class GatedLoraReplay(LoraReplay):
     """LoRA + replay: one adapter for all tasks, where the gate is open."""
 
+    kind: ClassVar[Kind] = "gated_adapter"
     name: str = "gated_lora_replay"
     base: bool = True  # whether the gate is shown base questions
 
@@ -52,6 +53,7 @@ class GatedTaskLora(Lora):
     that does not even allow rank 1 is refused.
     """
 
+    kind: ClassVar[Kind] = "gated_adapters"
     name: str = "gated_task_lora"
     anchors_per_task: int = 64  # for the gate alone
     base: bool = True

@@ -16,7 +16,7 @@ from selector.backbone import Backbone
 from selector.extract import extract_keys
 
 from .adapter import memory_bytes
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 from .neighbours import Neighbours, drawn, key_bytes
 from .prompt_replay import KEYS
 
@@ -25,6 +25,7 @@ from .prompt_replay import KEYS
 class KnnCopier:
     """k-nearest-neighbour answers."""
 
+    kind: ClassVar[Kind] = "copier"
     name: str = "knn_copier"
     k: int = 5
     payload_tokens: int = 8  # m of the memory whose bytes may be taken

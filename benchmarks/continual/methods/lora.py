@@ -24,7 +24,7 @@ from selector.objective import Scorer
 
 from .adapter import attach, largest_rank, memory_bytes, reattach, save
 from .fit import Fit, Penalty
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 
 ADAPTER = "adapter"
 
@@ -45,6 +45,7 @@ class Lesson:
 class Lora:
     """LoRA over the stream, with nothing against forgetting."""
 
+    kind: ClassVar[Kind] = "adapter"
     name: str = "lora"
     steps: int = 300
     learning_rate: float = 5e-4

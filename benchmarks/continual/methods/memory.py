@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
@@ -15,7 +15,7 @@ from selector.checkpoint import Checkpoint
 from selector.refined_update import RefinedSettings, update_refined
 from selector.update import TaskInputs, memory_bytes
 
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 
 BUNDLE, ANCHORS = "memory.safetensors", "anchors"
 
@@ -24,6 +24,7 @@ BUNDLE, ANCHORS = "memory.safetensors", "anchors"
 class Refined:
     """The refined recipe, with its own defaults."""
 
+    kind: ClassVar[Kind] = "bundle"
     name: str = "refined"
     steps: int = RefinedSettings.steps
     entries_per_task: int = RefinedSettings.entries_per_task

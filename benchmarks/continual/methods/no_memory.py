@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from benchmarks.continual.suites import TaskData
 
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 
 
 @dataclass(frozen=True)
 class NoMemory:
     """Learns nothing."""
 
+    kind: ClassVar[Kind] = "none"
     name: str = "no_memory"
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it has no settings
 

@@ -19,7 +19,7 @@ from selector.backbone import Backbone
 from selector.extract import extract_keys
 
 from .adapter import memory_bytes
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 from .neighbours import Neighbours, drawn, key_bytes
 from .rehearsal import content_bytes
 
@@ -30,6 +30,7 @@ EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
 class PromptReplay:
     """Retrieved exemplars in the prompt."""
 
+    kind: ClassVar[Kind] = "exemplars"
     name: str = "prompt_replay"
     shown: int = 4  # exemplars before a question
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
