@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .backbone import Backbone
     from .checkpoint import Checkpoint
     from .data import Example
-    from .refined_update import RefinedSettings
+    from .refined_settings import RefinedSettings
     from .update import TaskInputs, Update, UpdateSettings
 
 SUCCESS, FAILED, WORSE = 0, 2, 3
@@ -158,7 +158,7 @@ def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSet
     Raises:
         ConfigError: a flag of the other recipe is given, or a value is out of range.
     """
-    from .refined_update import RefinedSettings
+    from .refined_settings import RefinedSettings
     from .update import UpdateSettings
 
     given = vars(options)
@@ -177,7 +177,8 @@ def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSet
 
 def _check_inputs(inputs: TaskInputs, settings: UpdateSettings | RefinedSettings) -> None:
     """What can be refused before the model is loaded."""
-    from .refined_update import RefinedSettings, check_tasks
+    from .refined_settings import RefinedSettings
+    from .refined_update import check_tasks
     from .update import pairs_to_try
 
     if isinstance(settings, RefinedSettings):
@@ -193,7 +194,8 @@ def _update(
     checkpoint: Checkpoint,
     base: Sequence[Example],
 ) -> Update:
-    from .refined_update import RefinedSettings, update_refined
+    from .refined_settings import RefinedSettings
+    from .refined_update import update_refined
     from .update import update
 
     if isinstance(settings, RefinedSettings):

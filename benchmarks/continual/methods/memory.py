@@ -12,7 +12,8 @@ from inducekv_vllm.bundle import read_bundle, write_bundle
 from selector.anchors import AnchorStore, choose_anchors
 from selector.backbone import Backbone
 from selector.checkpoint import Checkpoint
-from selector.refined_update import RefinedSettings, update_refined
+from selector.refined_settings import RefinedSettings
+from selector.refined_update import update_refined
 from selector.update import TaskInputs, memory_bytes
 
 from .method import Artifact, Circumstances
