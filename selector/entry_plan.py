@@ -16,12 +16,13 @@ from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import TaskDataError
 
 from .backbone import Backbone
-from .build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, k_center
+from .build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, k_center, pick
 from .data import Example, entry_records
 from .extract import extract
 from .injection import Memory
 from .quotas import quotas
 from .refined_settings import RefinedSettings
+from .report import composition
 from .update import TaskInputs
 
 
@@ -42,7 +43,7 @@ class Plan:
     kept: Tensor  # [number of old entries that stay] int64, rows of the previous memory, rising
     chosen: list[int]  # rows of the training examples
     shares: dict[str, int]  # entries by task
-    shrunk: frozenset[str]  # tasks that lose entries
+    shrunk: frozenset[str]  # tasks that lose entries, and whose others are trained to make up for them
 
 
 def arriving_task(examples: Sequence[Example]) -> str:
@@ -58,6 +59,12 @@ def arriving_task(examples: Sequence[Example]) -> str:
 
 
 def plan_entries(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
+    """By the settings' allocation."""
+    return (_by_quotas if settings.allocation == "quotas" else _jointly)(inputs, settings, known)
+
+
+def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
+    """The most used entries of a task whose quota has shrunk, and as many examples as the arriving task's quota."""
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     before = inputs.held
     task = arriving_task(inputs.training)
@@ -70,13 +77,33 @@ def plan_entries(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys
             rows = _most_used(inputs, known, old, rows, shares[old])
         kept += rows
     rng = np.random.default_rng((settings.seed, 6))
-    if settings.entry_policy == "random":
-        chosen = sorted(rng.choice(len(inputs.training), shares[task], replace=False).tolist())
-    else:
-        first = int(rng.integers(len(inputs.training)))
-        chosen = sorted(k_center(known.training[:, 0].contiguous(), shares[task], first))
+    keys = known.training[:, 0].contiguous()
+    chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, keys)
     shrunk = frozenset(old for old, count in before.items() if shares[old] < count)
     return Plan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
+
+
+def _jointly(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
+    """As many as the budget holds of all entries and examples together, by their keys alone.
+
+    The first is an example, so that the arriving task has an entry.
+    """
+    keys = known.training[:, 0]
+    if inputs.previous is not None:
+        keys = torch.cat([inputs.previous.retrieval_keys.float(), keys])
+    num_old, count = len(keys) - len(inputs.training), min(settings.budget, len(keys))
+    rng = np.random.default_rng((settings.seed, 6))
+    first = num_old + int(rng.integers(len(inputs.training)))
+    if settings.entry_policy == "random":
+        others = np.delete(np.arange(len(keys)), first)
+        rows = [first, *rng.choice(others, count - 1, replace=False).tolist()]
+    else:
+        rows = k_center(keys, count, first)
+    kept = sorted(row for row in rows if row < num_old)
+    chosen = sorted(row - num_old for row in rows if row >= num_old)
+    entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
+    shares = composition([entries[row] for row in kept]) | {arriving_task(inputs.training): len(chosen)}
+    return Plan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())
 
 
 def _most_used(inputs: TaskInputs, known: QueryKeys, task: str, rows: list[int], count: int) -> list[int]:
@@ -103,7 +130,7 @@ def starting_memory(
         temperature=torch.tensor(INITIAL_TEMPERATURE),
         value_gates=torch.full((backbone.num_layers,), INITIAL_VALUE_GATE),
         layer_bias=torch.zeros(backbone.num_layers),
-        weighting="prior",
+        weighting=settings.weighting,
     )
     if inputs.previous is None:
         return memory, records

@@ -29,13 +29,14 @@ INTRUDED: Final = 0.01  # of the others, which it may let in
 TOWARDS_OTHERS: Final = 0.15  # where both can be had: how far the threshold stands from the own towards the others
 
 
-def fit_gate(own: Mapping[str, Tensor], base: Tensor) -> Gate:
+def fit_gate(own: Mapping[str, Tensor], base: Tensor, *, prefix_only: bool = False) -> Gate:
     """A gate that tells C tasks from each other and from everything else.
 
     Args:
         own: query keys [n, 2, d] of questions of each task, in the order of the stream.
         base: query keys [n, 2, d] of questions that no memory is needed for; may be empty, and then the gate of a
             memory of one task only knows what its own questions look like.
+        prefix_only: by the prefix part of the keys alone; the text part of the gate's keys is 0.
 
     Returns:
         A `Gate` whose keys and thresholds are rounded as a bundle stores them.
@@ -43,6 +44,8 @@ def fit_gate(own: Mapping[str, Tensor], base: Tensor) -> Gate:
     Raises:
         ConfigError: a task without questions.
     """
+    if prefix_only:
+        own, base = {task: mine[:, :1] for task, mine in own.items()}, base[:, :1]
     keys, thresholds = [], []
     for task, mine in own.items():
         if not len(mine):
@@ -51,13 +54,16 @@ def fit_gate(own: Mapping[str, Tensor], base: Tensor) -> Gate:
         key, threshold = _fit_task(mine, [group for group in others if len(group)])
         keys.append(key)
         thresholds.append(threshold)
-    return Gate(torch.stack(keys).half(), torch.stack(thresholds).float(), tuple(own))
+    stacked = torch.stack(keys)  # [C, 2, d], or [C, 1, d] of the prefix part
+    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, 2 - stacked.shape[1]))
+    return Gate(stacked.half(), torch.stack(thresholds).float(), tuple(own))
 
 
 def _fit_task(own: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One task's direction [2, d] and threshold []."""
     if not others:
-        key = own.double().mean(dim=0) * torch.tensor([[0.0], [1.0]])  # [2, d]: where the text is alike
+        key = own.double().mean(dim=0)  # [2, d], or [1, d] of the prefix part
+        key[:-1] = 0  # where the text is known, it is alike
         key = key / key.norm()
         return key, _scores(own, key).quantile(MISSED)
     inside, outside = [], []

@@ -45,26 +45,30 @@ def prepare_lesson(
     anchors = Questions(examples, known.anchors[taught, 0])
     teacher = None
     if inputs.previous is not None and taught:
-        teacher = Teacher(Memory.from_bundle(inputs.previous), _prior(examples, inputs.previous.metadata.entries))
+        teacher = Teacher(
+            Memory.from_bundle(inputs.previous), _prior(examples, inputs.previous.metadata.entries, settings)
+        )
     training = Questions(inputs.training, known.training[:, 0])
     return Lesson(
         scorer=scorer,
         memory=start,
         trainable=torch.tensor([name == task or name in plan.shrunk for name in tasks]),
-        current=Routed(training, _prior(inputs.training, records)),
-        anchors=Routed(anchors, _prior(examples, records)) if taught else None,
+        current=Routed(training, _prior(inputs.training, records, settings)),
+        anchors=Routed(anchors, _prior(examples, records, settings)) if taught else None,
         teacher=teacher,
         calibrate=calibrate,
     )
 
 
-def _prior(examples: Sequence[Example], entries: Sequence[EntryRecord]) -> Tensor:
+def _prior(examples: Sequence[Example], entries: Sequence[EntryRecord], settings: RefinedSettings) -> Tensor:
     """[n, K] float32: 0 for the entries of an example's task, -inf for others, and for an entry made of itself.
 
-    Where it is the only entry of its task, the entry made of an example is all that it can retrieve.
+    Without a gate the entries of other tasks compete as well. Where it is the only entry, the one made of an example
+    is all that it can retrieve.
     """
-    own_task = np.array([[example.task == entry.task for entry in entries] for example in examples])  # [n, K] bool
+    every = settings.gate == "none"
+    reachable = np.array([[every or one.task == entry.task for entry in entries] for one in examples])  # [n, K] bool
     itself = np.array([[example.source_digest == entry.source_digest for entry in entries] for example in examples])
-    others = own_task & ~itself
-    wanted = np.where(others.any(axis=1, keepdims=True), others, own_task)
+    others = reachable & ~itself
+    wanted = np.where(others.any(axis=1, keepdims=True), others, reachable)
     return torch.zeros(wanted.shape).masked_fill(torch.from_numpy(~wanted), -math.inf)

@@ -29,11 +29,9 @@ def report_update(
     plan: Plan,
 ) -> dict[str, Any]:
     deployed, plain = Deployed(scorer, bundle), Deployed(scorer, None)
-    before, after = inputs.held, composition(bundle.metadata.entries)
     search = [
         {"learning_rate": one.learning_rate, "validation_nll": one.validation_nll} for one in trials if len(trials) > 1
     ]
-    assert bundle.gate is not None
     report: dict[str, Any] = {
         "recipe": REFINED,
         "digest": bundle.digest,
@@ -54,9 +52,10 @@ def report_update(
             "layer_bias": bundle.layer_bias.tolist(),
         },
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
-        "composition": {"before": before, "after": after},
-        "quotas": {"before": before, "after": plan.shares},
-        "gate": {
+        "composition": {"before": inputs.held, "after": composition(bundle.metadata.entries)},
+        "gate": None
+        if bundle.gate is None
+        else {
             "tasks": list(bundle.gate.tasks),
             "thresholds": bundle.gate.thresholds.tolist(),
             "openings": _openings(bundle, inputs, known, base),

@@ -8,7 +8,13 @@ from typing import Literal
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval import Weighting
 
+from .build import Policy
+from .checks import require_at_least, require_choice
 from .refinement import Precision, RefinementSettings
+
+Allocation = Literal["quotas", "joint"]
+Calibrate = Literal["first", "every", "never"]
+Gating = Literal["two-part", "prefix", "none"]
 
 
 @dataclass(frozen=True)
@@ -18,27 +24,34 @@ class RefinedSettings:
     budget: int = 256  # B
     payload_tokens: int = 8  # m
     weighting: Weighting = "prior"
-    entries_per_task: int = 4
-    entry_policy: Literal["random", "k-center"] = "k-center"
+    # Which questions get memory: those that a gate lets in, by the whole query key or by its prefix part alone, and
+    # then their task's entries; or, with "none", every question, and then all entries, told apart by their keys alone.
+    gate: Gating = "two-part"
+    # "joint" is without quotas: the entries are chosen over all tasks together, those held and the arriving ones; what
+    # is not chosen is evicted, and what stays is not trained again.
+    allocation: Allocation = "quotas"
+    entries_per_task: int = 4  # under quotas
+    entry_policy: Policy = "k-center"
     steps: int = RefinementSettings.steps
     batch_size: int = RefinementSettings.batch_size
     learning_rate: float | None = None  # None: searched on validation
     beta: float = RefinementSettings.beta  # weight of the anchors
     distillation: float = RefinementSettings.distillation
-    calibrate: Literal["first", "every", "never"] = "first"
+    calibrate: Calibrate = "first"
     precision: Precision = RefinementSettings.precision
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("budget", "payload_tokens", "entries_per_task"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.weighting != "prior":
-            raise ConfigError(f'the refined recipe needs the weighting "prior", found {self.weighting!r}')
-        if self.entry_policy not in ("random", "k-center"):
-            raise ConfigError(f"the entry policy must be random or k-center, found {self.entry_policy!r}")
-        if self.calibrate not in ("first", "every", "never"):
-            raise ConfigError(f"calibrate must be first, every or never, found {self.calibrate!r}")
+        require_at_least(
+            1, budget=self.budget, payload_tokens=self.payload_tokens, entries_per_task=self.entries_per_task
+        )
+        require_choice(Weighting, weighting=self.weighting)
+        require_choice(Gating, gate=self.gate)
+        require_choice(Allocation, allocation=self.allocation)
+        require_choice(Policy, entry_policy=self.entry_policy)
+        require_choice(Calibrate, calibrate=self.calibrate)
+        if self.gate != "none" and self.weighting != "prior":
+            raise ConfigError(f'a memory with a gate needs the weighting "prior", found {self.weighting!r}')
         self.refinement(RefinementSettings.learning_rate if self.learning_rate is None else self.learning_rate)
 
     def refinement(self, learning_rate: float) -> RefinementSettings:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
 from .backbone import Backbone
 from .checkpoint import Checkpoint
@@ -89,7 +89,9 @@ def update_refined(
                 after_step=lambda state: advance(state.step, shown(state)),
             )
     with phases.phase("gate"):
-        gate = fit_gate(_own_keys(inputs, known, plan), known.base)
+        gate = None
+        if settings.gate != "none":
+            gate = fit_gate(_own_keys(inputs, known, plan), known.base, prefix_only=settings.gate == "prefix")
         bundle = _bundle(backbone, inputs, settings, best.learning_rate, records, state.memory(lesson), gate, len(base))
     with phases.phase("measure"), induced_attention(backbone):
         report = report_update(scorer, inputs, known, base, bundle, state, trials, plan)
@@ -120,7 +122,14 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
             f"the store holds anchors of the task {inputs.anchors[0].task!r}, but there is no previous bundle: "
             "name it, or a store of its own for this stream"
         )
-    quotas(inputs.held, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
+    known = inputs.previous.metadata if inputs.previous is not None else None
+    if known is not None and known.recipe == RECIPE and known.weighting != settings.weighting:
+        raise BundleError(
+            f"the previous bundle was refined for the weighting {known.weighting!r}, "
+            f"found {settings.weighting!r} in the settings"
+        )
+    if settings.allocation == "quotas":
+        quotas(inputs.held, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
     if settings.learning_rate is None and not inputs.validation:
         raise ConfigError("the learning rate is searched on validation examples, and there are none: give it, or some")
 
@@ -141,7 +150,7 @@ def _bundle(
     learning_rate: float,
     records: tuple[EntryRecord, ...],
     memory: Memory,
-    gate: Gate,
+    gate: Gate | None,
     base_questions: int,
 ) -> Bundle:
     require_storable(memory)
@@ -155,7 +164,7 @@ def _bundle(
         backbone=backbone.fingerprint,
         budget=settings.budget,
         entries=records,
-        weighting="prior",
+        weighting=settings.weighting,
         recipe=RECIPE,
         settings=asdict(settings)
         | {"learning_rate": learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},

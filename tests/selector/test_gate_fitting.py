@@ -91,6 +91,21 @@ def test_a_handful_of_examples_gives_a_finite_gate(counts: tuple[int, int]) -> N
     assert (gate.keys.dtype, gate.thresholds.dtype) == (torch.float16, torch.float32)
 
 
+@pytest.mark.parametrize("others", ["another task", "nothing"])
+def test_a_gate_of_the_prefix_part_alone(others: str) -> None:
+    """It is what the whole gate would be if every question had the same text, and it looks at no text."""
+    tasks = {"a": group(0, 64, 0, part=0)} | ({"b": group(1, 64, 1, part=0)} if others == "another task" else {})
+    gate = fit_gate(tasks, torch.empty(0, 2, d), prefix_only=True)
+    assert gate.keys.shape == (len(tasks), 2, d)
+    assert not gate.keys[:, 1].any()
+    asked = group(0, 200, 20, part=0)
+    asked[:, 1] = torch.nn.functional.normalize(torch.randn(200, d, generator=torch.Generator().manual_seed(5)), dim=1)
+    is_open, prior = gated_prior(gate, list(tasks), asked)
+    assert is_open.double().mean() >= 0.8
+    assert (prior.argmax(dim=1) == 0).all()
+    assert not gated_prior(gate, list(tasks), group(4, 200, 30, part=0))[0].double().mean() > 0.1
+
+
 def test_a_task_without_questions_is_refused() -> None:
     with pytest.raises(ConfigError, match="task 'b'"):
         fit_gate({"a": group(0, 4, 0), "b": torch.empty(0, 2, d)}, torch.empty(0, 2, d))

@@ -90,8 +90,8 @@ def test_old_entries_stay_to_the_bit_until_their_quota_shrinks(run: Any, tmp_pat
     assert main(run("places", *more, previous="counts")) == 0
     first, second, third = (bundle_of(tmp_path, task) for task in ("colours", "counts", "places"))
     third.require_backbone(llava.fingerprint)
-    assert report_of(tmp_path, "counts")["quotas"]["after"] == {"colours": 2, "counts": 2}
-    assert report_of(tmp_path, "places")["quotas"]["after"] == {"colours": 1, "counts": 1, "places": 1}
+    assert report_of(tmp_path, "counts")["composition"]["after"] == {"colours": 2, "counts": 2}
+    assert report_of(tmp_path, "places")["composition"]["after"] == {"colours": 1, "counts": 1, "places": 1}
 
     for before, after in zip(payload(first, "colours"), payload(second, "colours"), strict=True):
         assert torch.equal(before, after)
