@@ -10,8 +10,9 @@ from typing import Any
 
 from inducekv_vllm.errors import ConfigError
 
+from . import paper_memory, refined_memory
+from .built_memory import Built
 from .lora import Lora
-from .memory import Refined
 from .method import Artifact, Circumstances, Method
 from .no_memory import NoMemory
 
@@ -22,7 +23,12 @@ METHODS: Mapping[str, Any] = MappingProxyType(
             NoMemory(),
             Lora("lora", replay=False),
             Lora("lora_replay", replay=True),
-            Refined(),
+            Built("random_memory", "random"),
+            Built("kcenter_memory", "k-center"),
+            paper_memory.Paper(),
+            *paper_memory.ABLATIONS,
+            refined_memory.Refined(),
+            *refined_memory.ABLATIONS,
         )
     }
 )
