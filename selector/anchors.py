@@ -25,7 +25,7 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
-from .build import k_center
+from .build import pick
 from .data import Example, read_task
 from .files import replace_file
 
@@ -161,10 +161,8 @@ def choose_anchors(
     if count >= len(examples):
         return list(range(len(examples)))
     rng = np.random.default_rng((seed, 1))
-    if policy == "random":
-        return sorted(rng.choice(len(examples), count, replace=False).tolist())
-    if policy == "k-center":
-        return sorted(k_center(keys, count, first=int(rng.integers(len(examples)))))
+    if policy in ("random", "k-center"):
+        return pick(len(examples), count, policy, rng, keys)
     if policy == "hard":
         assert len(losses) == len(examples)
         return sorted(np.argsort(-np.asarray(losses), kind="stable")[:count].tolist())

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval import Weighting
 
 from .backbone import Backbone
+from .checks import require_at_least, require_choice
 from .data import Example, entry_records
 from .extract import extract, extract_keys
 
@@ -40,15 +40,10 @@ class BuildSettings:
     batch_size: int = 8  # of extraction; affects speed and memory only
 
     def __post_init__(self) -> None:
-        for name in ("budget", "payload_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.policy not in ("random", "k-center"):
-            raise ConfigError(f"the policy must be random or k-center, found {self.policy!r}")
-        if self.weighting not in ("sqrt", "prior"):
-            raise ConfigError(f"the weighting must be sqrt or prior, found {self.weighting!r}")
-        if self.seed < 0:
-            raise ConfigError(f"the seed must not be negative, found {self.seed}")
+        require_at_least(1, budget=self.budget, payload_tokens=self.payload_tokens, batch_size=self.batch_size)
+        require_at_least(0, seed=self.seed)
+        require_choice(Policy, policy=self.policy)
+        require_choice(Weighting, weighting=self.weighting)
 
 
 def build_bundle(
@@ -93,11 +88,18 @@ def choose(
     """Which examples become entries, in the order of the data; all of them where the budget allows."""
     if len(examples) <= settings.budget:
         return list(range(len(examples)))
-    rng = np.random.default_rng(settings.seed)
-    if settings.policy == "random":
-        return sorted(rng.choice(len(examples), settings.budget, replace=False).tolist())
-    keys = extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
-    return sorted(k_center(keys, settings.budget, first=int(rng.integers(len(examples)))))
+    keys = None
+    if settings.policy == "k-center":
+        keys = extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
+    return pick(len(examples), settings.budget, settings.policy, np.random.default_rng(settings.seed), keys)
+
+
+def pick(N: int, count: int, policy: Policy, rng: np.random.Generator, keys: Tensor | None) -> list[int]:
+    """`count` of N rows, at most N, rising; those of the largest spread by `keys` [N, d] where k-center is wanted."""
+    if policy == "random":
+        return sorted(rng.choice(N, count, replace=False).tolist())
+    assert keys is not None
+    return sorted(k_center(keys, count, first=int(rng.integers(N))))
 
 
 def k_center(keys: Tensor, count: int, first: int) -> list[int]:

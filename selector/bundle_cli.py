@@ -21,6 +21,8 @@ from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
 
+from .checks import require_at_least
+
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # Results are for people and pipes alike: never wrapped to the width of a terminal.
 _output = Console(soft_wrap=True, highlight=False)
@@ -77,9 +79,7 @@ def diff(options: argparse.Namespace) -> int:
 def show_plan(options: argparse.Namespace) -> int:
     """Print the footprint of several budgets for a model's configuration."""
     m, budgets = options.payload_tokens, options.budget or PAPER_BUDGETS
-    for name, value in [("--payload-tokens", m), *(("--budget", budget) for budget in budgets)]:
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, found {value}")
+    require_at_least(1, **{"--payload-tokens": m, "--budget": min(budgets)})
     geometry = text_geometry(read_config(options.config))
     print(
         f"layers {geometry.num_layers}, KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}, "

@@ -2,6 +2,10 @@
 
     tau = softplus(phi_tau) > 0        gate_l = sigmoid(phi_l) in (0, 1)
 
+An infinite phi is one that is not fitted: no step moves it, and the penalty does not count it. It stands for a gate of
+exactly 1, or for a temperature at which all entries have the same weight (the paper's ablations "w/o layerwise value
+gates" and "w/o retrieval-weighted induction").
+
 Adam is written out, because the hypergradient has to pass through its steps and torch's own works in place. With no
 weight decay it is the paper's AdamW; a test holds it against torch's.
 """
@@ -23,6 +27,7 @@ BETAS: Final = (0.9, 0.999)
 ADAM_EPSILON: Final = 1e-8
 L2_PENALTY: Final = 1e-4  # eta
 INNER_STEPS: Final = 10  # J
+UNIFORM_TEMPERATURE: Final = 1e30  # finite, as a bundle needs it; inner products divided by it are 0 beside each other
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,13 @@ class Calibration:
     steps: int  # taken so far
 
     @classmethod
-    def initial(cls, num_layers: int) -> Calibration:
-        """tau = 0.07 and every gate 0.5."""
-        phi = torch.full((1 + num_layers,), _logit(INITIAL_VALUE_GATE), dtype=torch.float64)
-        phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
+    def initial(cls, num_layers: int, *, fit_temperature: bool = True, fit_gates: bool = True) -> Calibration:
+        """tau = 0.07 and every gate 0.5; what is not to be fitted is infinite: uniform retrieval, gates of 1."""
+        phi = torch.full((1 + num_layers,), math.inf, dtype=torch.float64)
+        if fit_temperature:
+            phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
+        if fit_gates:
+            phi[1:] = _logit(INITIAL_VALUE_GATE)
         return cls(phi, torch.zeros_like(phi), torch.zeros_like(phi), 0)
 
     @property
@@ -69,12 +77,17 @@ class Calibration:
 
 def temperature(phi: Tensor) -> Tensor:
     """tau of `phi` [1 + L]: []."""
-    return torch.nn.functional.softplus(phi[0])
+    return torch.nn.functional.softplus(phi[0]).clamp(max=UNIFORM_TEMPERATURE)
 
 
 def value_gates(phi: Tensor) -> Tensor:
     """The gates of `phi` [1 + L]: [L]."""
     return phi[1:].sigmoid()
+
+
+def penalty(phi: Tensor) -> Tensor:
+    """1e-4 |phi|^2 of the `phi` [1 + L] that are fitted: []."""
+    return L2_PENALTY * torch.where(phi.isfinite(), phi, 0.0).square().sum()
 
 
 def fit(
@@ -90,7 +103,7 @@ def fit(
     for step in range(steps):
         phi = calibration.phi if differentiable and calibration.phi.requires_grad else leaf(calibration.phi)
         current = replace(calibration, phi=phi)
-        regularised = loss(phi, step).to(phi.dtype) + L2_PENALTY * (phi**2).sum()
+        regularised = loss(phi, step).to(phi.dtype) + penalty(phi)
         (gradient,) = torch.autograd.grad(regularised, phi, create_graph=differentiable)
         calibration = current.stepped(gradient) if differentiable else current.detached().stepped(gradient)
     return calibration if differentiable else calibration.detached()

@@ -3,6 +3,7 @@
 DIR/identity.json       what the run is made from; progress of another run is of no use
 DIR/NAME.safetensors    one optimisation's state after its last complete iteration
 DIR/pool/               the candidates' payloads, see `selector.pool`
+DIR/finished.json       the digest of the bundle that the run has written, with all that belongs to it
 
 Under `torchrun` all processes read, and only the main one writes; they share the folder.
 """
@@ -14,7 +15,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors
 import safetensors.torch
@@ -26,6 +27,9 @@ from .calibration import Calibration
 from .distributed import barrier, is_main, together
 from .files import replace_file
 from .selection import Measured, SelectionState
+
+IDENTITY: Final = "identity.json"
+FINISHED: Final = "finished.json"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Checkpoint:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        path, content = folder / "identity.json", json.dumps(identity, sort_keys=True, indent=1).encode()
+        path, content = folder / IDENTITY, _content(identity)
         try:
             with together():
                 resumed = path.is_file() and path.read_bytes() == content
@@ -59,6 +63,32 @@ class Checkpoint:
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
         return cls(folder), resumed
+
+    @classmethod
+    def finished(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, str] | None:
+        """The run's checkpoint and the digest of the bundle it has written, if it got as far. Collective.
+
+        Raises:
+            ConfigError: the files cannot be read.
+        """
+        with together():
+            try:
+                if (folder / FINISHED).is_file() and (folder / IDENTITY).read_bytes() == _content(identity):
+                    return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise cls(folder).damaged(FINISHED, error) from error
+        return None
+
+    def finish(self, digest: str) -> None:
+        """Keep in mind that the bundle of this digest is written. For the main process alone.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            replace_file(self.folder / FINISHED, json.dumps({"digest": digest}).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
 
     def save(self, name: str, state: SelectionState) -> None:
         """Collective. Raises ConfigError: the file cannot be written; the last state stays."""
@@ -91,7 +121,7 @@ class Checkpoint:
             calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
             return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
         except (KeyError, TypeError) as error:
-            raise self._damaged(name, error) from error
+            raise self.damaged(name, error) from error
 
     def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Replace what is kept under `name`, in one move. Collective.
@@ -125,7 +155,7 @@ class Checkpoint:
                     names, progress = list(file.keys()), json.loads(file.metadata()["progress"])
                     return {name: file.get_tensor(name) for name in names}, progress
             except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-                raise self._damaged(name, error) from error
+                raise self.damaged(name, error) from error
 
     def remove(self) -> None:
         """Collective."""
@@ -133,11 +163,17 @@ class Checkpoint:
         if is_main():
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _damaged(self, name: str, error: Exception) -> ConfigError:
-        return ConfigError(f"{self._path(name)}: the progress is damaged, remove the folder to start again: {error}")
+    def damaged(self, name: str, error: Exception | str) -> ConfigError:
+        """What to raise where the file that holds `name` does not say what it must."""
+        path = self.folder / FINISHED if name == FINISHED else self._path(name)
+        return ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _content(identity: dict[str, Any]) -> bytes:
+    return json.dumps(identity, sort_keys=True, indent=1).encode()
 
 
 def identity_digest(identity: dict[str, Any]) -> str:

@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from inducekv_vllm.errors import ConfigError
-
 from .backbone import Backbone, Inputs, pool_query_keys
+from .checks import require_at_least
 from .data import Example
 from .distributed import in_step, is_main, merge_rows, together
 from .pool import Pool
@@ -64,8 +63,7 @@ def extract(
         ConfigError: `payload_tokens` or `batch_size` below 1, or the pool cannot be written.
         TaskDataError: the model's processor refuses an example.
     """
-    if payload_tokens < 1:
-        raise ConfigError(f"payload_tokens must be at least 1, found {payload_tokens}")
+    require_at_least(1, payload_tokens=payload_tokens)
     if pool is not None and (finished := pool.query_keys()) is not None:
         return _in_pool(finished, pool)
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
@@ -159,8 +157,7 @@ def _each_batch(
 
     Prefixes stand in the order of the examples, padded on the right, where padding changes nothing.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
+    require_at_least(1, batch_size=batch_size)
     steps = in_step(range(0, len(examples), batch_size))
     shown = progress and is_main()
     for mine in track(steps, title, console=Console(stderr=True), disable=not shown, transient=True):

@@ -114,26 +114,15 @@ def _validation(report: Report) -> list[str]:
 
 
 def _composition(report: Report) -> list[str]:
-    held, quotas = _section(report, "composition"), _section(report, "quotas")
-    columns = {
-        "entries before": _section(held, "before"),
-        "entries after": _section(held, "after"),
-        "quota before": _section(quotas, "before"),
-        "quota after": _section(quotas, "after"),
-    }
-    columns = {name: counts for name, counts in columns.items() if (held if name.startswith("entries") else quotas)}
+    held = _section(report, "composition")
+    columns = {f"entries {when}": _section(held, when) for when in ("before", "after")}
     tasks = list(dict.fromkeys(task for counts in columns.values() for task in counts))
     if not tasks:
         return []
-    drawn = {
-        name: [counts.get(task, 0) for task in tasks]
-        for name, counts in columns.items()
-        if name.startswith("entries" if held else "quota")
-    }
-    what = "entries" if held else "quota (entries)"
+    drawn = {name: [counts.get(task, 0) for task in tasks] for name, counts in columns.items()}
     return [
         figure(
-            bars(tasks, [Panel(what, drawn)], ".0f"),
+            bars(tasks, [Panel("entries", drawn)], ".0f"),
             "Entries of the memory by task, before and after this update",
             "How many entries each task has before and after this update: the memory's size is fixed, so a new task's "
             "entries come out of free room or out of the other tasks' share.",
@@ -393,13 +382,16 @@ def _phases(report: Report) -> list[str]:
     seconds = [one.get("seconds") for one in phases]
     peaks = [one["peak_bytes"] / 2**20 if is_number(one.get("peak_bytes")) else None for one in phases]
     names = [str(one.get("name")) for one in phases]
-    panels = [Panel("time (s)", {"time": seconds}), Panel("peak memory so far (MiB)", {"peak": peaks})]
+    own = all(one.get("peak_of") == "phase" for one in phases)
+    title = "peak memory (MiB)" if own else "peak memory so far (MiB)"
+    panels = [Panel("time (s)", {"time": seconds}), Panel(title, {"peak": peaks})]
     return [
         figure(
             bars(names, panels),
             "Time and peak memory of each phase",
-            "Where the run spent its time, and the most main memory the process had used by the end of each phase "
-            f"({number(math.fsum(x for x in finite(seconds) if not math.isnan(x)))} s in all).",
+            "Where the run spent its time, and the most main memory the process had used "
+            + ("during each phase " if own else "by the end of each phase, by work before it included ")
+            + f"({number(math.fsum(x for x in finite(seconds) if not math.isnan(x)))} s in all).",
         )
     ]
 

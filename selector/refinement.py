@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import TaskDataError
 
 from .calibration import temperature, value_gates
 from .checkpoint import Checkpoint
+from .checks import require_at_least, require_choice, require_positive
 from .distributed import replicated
 from .injection import Memory, answer_logprobs
 from .objective import Questions, Scorer, batch_rows, mean_of_batch
@@ -47,16 +48,10 @@ class RefinementSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
-        if self.precision not in ("bfloat16", "float32"):
-            raise ConfigError(f"the precision must be bfloat16 or float32, found {self.precision!r}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ConfigError(f"the learning rate must be a positive number, found {self.learning_rate}")
-        for name in ("beta", "distillation"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{name} must be a number of at least 0, found {getattr(self, name)}")
+        require_at_least(0, steps=self.steps, seed=self.seed, beta=self.beta, distillation=self.distillation)
+        require_at_least(1, batch_size=self.batch_size)
+        require_positive(learning_rate=self.learning_rate)
+        require_choice(Precision, precision=self.precision)
 
 
 @dataclass(frozen=True)
@@ -149,9 +144,10 @@ def refine(
 
     Raises:
         TaskDataError: a loss or a gradient is not finite.
-        ConfigError: the progress cannot be written.
+        ConfigError: the progress cannot be written, or what is there is damaged.
     """
-    state = _load(checkpoint, name) or start or RefinementState.initial(lesson)
+    initial = RefinementState.initial(lesson)
+    state = _load(checkpoint, name, initial) or start or initial
     last = settings.steps if until is None else min(until, settings.steps)
     while state.step < last:
         state = step(lesson, settings, state)
@@ -241,9 +237,12 @@ def _precision(lesson: Lesson, settings: RefinementSettings) -> torch.autocast:
 
 
 def _reachable(memory: Memory, log_prior: Tensor) -> tuple[Memory, Tensor]:
-    """The memory and the prior [n, K] without entries that none of the n questions may retrieve."""
+    """The memory and the prior [n, K] without entries that none of the n questions may retrieve.
+
+    Under "sqrt" they stay: an entry of alpha = 0 still takes its share of the attention.
+    """
     used = (log_prior > -math.inf).any(dim=0)  # [K] bool
-    if bool(used.all()):
+    if memory.weighting == "sqrt" or bool(used.all()):
         return memory, log_prior
     kept = replace(
         memory,
@@ -295,20 +294,30 @@ def _stepped(state: RefinementState, gradients: dict[str, Tensor], settings: Ref
 
 
 def _save(checkpoint: Checkpoint, name: str, state: RefinementState) -> None:
-    groups = {"values": state.values, "means": state.means, "squares": state.squares}
-    tensors = {f"{group}.{key}": tensor for group, found in groups.items() for key, tensor in found.items()}
     progress: dict[str, Any] = {"step": state.step, "history": [asdict(measured) for measured in state.history]}
-    checkpoint.write(name, tensors, progress)
+    checkpoint.write(name, _tensors(state), progress)
 
 
-def _load(checkpoint: Checkpoint, name: str) -> RefinementState | None:
+def _tensors(state: RefinementState) -> dict[str, Tensor]:
+    groups = {"values": state.values, "means": state.means, "squares": state.squares}
+    return {f"{group}.{key}": tensor for group, found in groups.items() for key, tensor in found.items()}
+
+
+def _load(checkpoint: Checkpoint, name: str, like: RefinementState) -> RefinementState | None:
+    """What was saved last, if anything: tensors of the names and shapes of `like`."""
     found = checkpoint.read(name)
     if found is None:
         return None
     tensors, progress = found
-    groups: dict[str, dict[str, Tensor]] = {"values": {}, "means": {}, "squares": {}}
+    wanted = _tensors(like)
+    if {key: tensor.shape for key, tensor in tensors.items()} != {key: t.shape for key, t in wanted.items()}:
+        raise checkpoint.damaged(name, f"expected the tensors {sorted(wanted)} in their shapes, found others")
+    groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         group, _, rest = key.partition(".")
-        groups[group][rest] = tensor
-    history = tuple(Measured(**measured) for measured in progress["history"])
-    return RefinementState(**groups, step=progress["step"], history=history)
+        groups.setdefault(group, {})[rest] = tensor
+    try:
+        history = tuple(Measured(**measured) for measured in progress["history"])
+        return RefinementState(**groups, step=int(progress["step"]), history=history)
+    except (KeyError, TypeError, ValueError) as error:
+        raise checkpoint.damaged(name, error) from error

@@ -5,7 +5,6 @@ Letters: N candidates, B selected, n queries, d hidden size.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import EntryRecord
 
 from .coverage import Coverage
+from .process_memory import reset_peak, status_bytes
 from .simplex import effective_entries, support_size
 
 COSINE_BINS = 20
@@ -28,16 +28,22 @@ COSINE_BINS = 20
 
 @dataclass
 class Phases:
-    """Wall time of each part of a run, and the process's highest memory up to its end."""
+    """Wall time of each part of a run, and the process's highest memory in it.
+
+    Where the system does not let the peak be reset, it is the highest of the process's life up to the part's end, and
+    the record says so.
+    """
 
     records: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        own = reset_peak()
         start = time.perf_counter()
         yield
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        self.records.append({"name": name, "seconds": round(time.perf_counter() - start, 3), "peak_bytes": peak})
+        seconds, peak = round(time.perf_counter() - start, 3), status_bytes("VmHWM")
+        peak_of = "phase" if own else "process"
+        self.records.append({"name": name, "seconds": seconds, "peak_bytes": peak, "peak_of": peak_of})
 
 
 def rounding(weights: Tensor, selected: Tensor) -> dict[str, Any]:

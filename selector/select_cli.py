@@ -1,8 +1,8 @@
 """`inducekv-select`: after a task, choose the entries of the next memory bundle.
 
-Reads the task's examples, the previous bundle and the anchors of earlier tasks, and writes the next bundle, a report as
-NAME.report.json and NAME.report.html beside it, and this task's anchors. It may be killed at any moment: run again
-with the same arguments it goes on where it was, and ends with the same bundle.
+Reads the task's examples, the previous bundle and the anchors of earlier tasks, and writes the next bundle, this task's
+anchors, and a report as NAME.report.json and NAME.report.html beside the bundle. It may be killed at any moment: run
+again with the same arguments it goes on where it was, and ends with the same bundle.
 
 `torchrun --standalone --nproc-per-node N -m selector.select_cli ...` shares the work among N processes, which see the
 same files; torchrun has exit status 1 where this has any other than 0.
@@ -14,31 +14,30 @@ better on the validation examples than none: then only the report is written, un
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
+from .checks import require_at_least
+from .publishing import API_KEY_VARIABLE, publish
+
 if TYPE_CHECKING:
+    from .anchors import AnchorStore
     from .backbone import Backbone
     from .checkpoint import Checkpoint
     from .data import Example
-    from .refined_update import RefinedSettings
+    from .refined_settings import RefinedSettings
     from .update import TaskInputs, Update, UpdateSettings
 
 SUCCESS, FAILED, WORSE = 0, 2, 3
 PROGRAM = "inducekv-select"
 VALIDATION_SHARE = 0.1  # held out of the task's examples where no file of validation examples is given
-API_KEY_VARIABLE = "INDUCEKV_API_KEY"
 # Flags by the recipe that knows them; each is the name of a setting, whose default stands there.
 SHARED_SETTINGS = ("payload_tokens", "weighting", "beta", "batch_size", "seed")
 RECIPE_SETTINGS = {
@@ -70,15 +69,14 @@ def run(options: argparse.Namespace) -> int:
     _check_paths(options)
     previous = read_bundle(options.previous) if options.previous else None
 
-    from .anchors import AnchorStore, choose_anchors, examples_digest
-    from .checkpoint import Checkpoint, identity_digest
+    from .anchors import AnchorStore, examples_digest
+    from .checkpoint import identity_digest
     from .data import read_task
     from .distributed import is_main, together, world_size
     from .update import TaskInputs
 
     settings = _settings(options, previous)
-    if options.anchors_per_task < 1:
-        raise ConfigError(f"anchors_per_task must be at least 1, found {options.anchors_per_task}")
+    require_at_least(1, anchors_per_task=options.anchors_per_task)
     examples = read_task(options.task)
     training, validation = _split(examples, options)
     base = _base(options, [*training, *validation])
@@ -106,50 +104,90 @@ def run(options: argparse.Namespace) -> int:
     inputs = TaskInputs(training, validation, anchors, previous)
     _check_inputs(inputs, settings)
 
+    checkpoint = _written(options.output, identity)
+    if checkpoint is None:
+        checkpoint = _make(options, settings, inputs, base, store, run_name, identity)
+    if checkpoint is None:
+        return WORSE
+    with together():
+        if is_main() and options.publish:
+            publish(options.publish, options.output)
+    checkpoint.remove()  # only now: a refused publication can be repeated without anything else
+    return SUCCESS
+
+
+def _written(output: Path, identity: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint of a run that has written everything already and is not yet cleared away, if there is one."""
+    from .checkpoint import Checkpoint
+    from .distributed import together
+
+    found = Checkpoint.finished(checkpoint_folder(output), identity)
+    if found is None:
+        return None
+    checkpoint, digest = found
+    with together():
+        if not output.exists() or read_bundle(output).digest != digest:
+            return None
+    _note(f"{output} is written already, digest {digest}")
+    return checkpoint
+
+
+def _make(
+    options: argparse.Namespace,
+    settings: UpdateSettings | RefinedSettings,
+    inputs: TaskInputs,
+    base: Sequence[Example],
+    store: AnchorStore | None,
+    run_name: str,
+    identity: dict[str, Any],
+) -> Checkpoint | None:
+    """Update and write; None where nothing but the report is written, because the memory does no better than none."""
+    from .checkpoint import Checkpoint
+    from .distributed import is_main, together
+    from .outputs import write_outputs, write_report
+
     backbone = _load(options.model)
-    checkpoint, resumed = Checkpoint.open(_checkpoint_folder(options.output), identity)
-    if resumed and is_main():
-        print(f"{PROGRAM}: going on where an earlier run ended", file=sys.stderr)
+    checkpoint, resumed = Checkpoint.open(checkpoint_folder(options.output), identity)
+    if resumed:
+        _note("going on where an earlier run ended")
     done = _update(backbone, inputs, settings, checkpoint, base)
     if (worse := _no_better(done.report)) and not options.allow_worse:
         with together():
             if is_main():
-                _write_report(options.output, done.report)
-                print(
-                    f"{PROGRAM}: {worse}; no bundle was written (--allow-worse does, without repeating what is done)",
-                    file=sys.stderr,
-                )
-        return WORSE
-
-    chosen: list[Any] = []
-    storage: dict[str, Any] = {"memory_bytes": done.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
-    if store:
-        losses: list[float] = []
-        if options.anchor_policy == "hard":
-            losses = _frozen_losses(backbone, training, settings.batch_size)
-        rows = choose_anchors(
-            training,
-            options.anchors_per_task,
-            options.anchor_policy,
-            options.seed,
-            keys=done.training_keys,
-            losses=losses,
-        )
-        chosen = [training[row] for row in rows]
+                write_report(options.output, done.report)
+        _note(f"{worse}; no bundle was written (--allow-worse does, without repeating what is done)")
+        return None
+    anchors = _anchors(options, backbone, inputs, settings, done) if store else []
     with together():
         if is_main():
-            if store:
-                store.append(chosen, run=run_name, policy=options.anchor_policy, seed=options.seed)
-                storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
-            _write_report(options.output, done.report | {"storage": storage})
-            write_bundle(done.bundle, options.output)
-    checkpoint.remove()
-    with together():
-        if is_main():
+            write_outputs(options.output, done, store, anchors, options.anchor_policy, options.seed, run_name)
+            checkpoint.finish(done.bundle.digest)
             _tell(done.bundle, done.report, options.output)
-            if options.publish:
-                publish(options.publish, options.output)
-    return SUCCESS
+    return checkpoint
+
+
+def _anchors(
+    options: argparse.Namespace,
+    backbone: Backbone,
+    inputs: TaskInputs,
+    settings: UpdateSettings | RefinedSettings,
+    done: Update,
+) -> list[Example]:
+    """The examples that stay as the task's anchors."""
+    from .anchors import choose_anchors
+
+    losses: list[float] = []
+    if options.anchor_policy == "hard":
+        losses = _frozen_losses(backbone, inputs.training, settings.batch_size)
+    rows = choose_anchors(
+        inputs.training,
+        options.anchors_per_task,
+        options.anchor_policy,
+        options.seed,
+        keys=done.training_keys,
+        losses=losses,
+    )
+    return [inputs.training[row] for row in rows]
 
 
 def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSettings | RefinedSettings:
@@ -158,7 +196,7 @@ def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSet
     Raises:
         ConfigError: a flag of the other recipe is given, or a value is out of range.
     """
-    from .refined_update import RefinedSettings
+    from .refined_settings import RefinedSettings
     from .update import UpdateSettings
 
     given = vars(options)
@@ -177,7 +215,8 @@ def _settings(options: argparse.Namespace, previous: Bundle | None) -> UpdateSet
 
 def _check_inputs(inputs: TaskInputs, settings: UpdateSettings | RefinedSettings) -> None:
     """What can be refused before the model is loaded."""
-    from .refined_update import RefinedSettings, check_tasks
+    from .refined_settings import RefinedSettings
+    from .refined_update import check_tasks
     from .update import pairs_to_try
 
     if isinstance(settings, RefinedSettings):
@@ -193,7 +232,8 @@ def _update(
     checkpoint: Checkpoint,
     base: Sequence[Example],
 ) -> Update:
-    from .refined_update import RefinedSettings, update_refined
+    from .refined_settings import RefinedSettings
+    from .refined_update import update_refined
     from .update import update
 
     if isinstance(settings, RefinedSettings):
@@ -210,31 +250,6 @@ def _no_better(report: dict[str, Any]) -> str | None:
         "on the validation examples the memory is no better than none: "
         f"NLL {losses['deployed']:.4f} with it, {losses['no_memory']:.4f} without"
     )
-
-
-def publish(url: str, path: Path) -> None:
-    """Load the finished bundle into a running server, under the file's name without its ending.
-
-    The API key, where the server wants one, is read from INDUCEKV_API_KEY.
-
-    Raises:
-        ConfigError: the server cannot be reached or refuses; the bundle stays on disk.
-    """
-    body = json.dumps({"name": path.stem, "path": str(path.resolve()), "replace": True}).encode()
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(API_KEY_VARIABLE):
-        headers["Authorization"] = f"Bearer {key}"
-    address = f"{url.rstrip('/')}/v1/load_memory_bundle"
-    try:
-        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            card = json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        reason = error.read(2000).decode(errors="replace")
-        raise ConfigError(f"{path} was written, but {address} refused it ({error.code}): {reason}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} was written, but {address} cannot be reached: {error}") from error
-    print(f"published as {card['name']} at {url}")
 
 
 def _check_paths(options: argparse.Namespace) -> None:
@@ -287,10 +302,15 @@ def _base(options: argparse.Namespace, asked: Sequence[Example]) -> list[Example
 
 
 def _warn(text: str) -> None:
+    _note(f"warning: {text}")
+
+
+def _note(text: str) -> None:
+    """Tell it on standard error, once for all processes."""
     from .distributed import is_main
 
     if is_main():
-        print(f"{PROGRAM}: warning: {text}", file=sys.stderr)
+        print(f"{PROGRAM}: {text}", file=sys.stderr)
 
 
 def _load(model: str) -> Any:
@@ -316,34 +336,17 @@ def _frozen_losses(backbone: Any, examples: Sequence[Any], batch_size: int) -> l
     return losses
 
 
-def _checkpoint_folder(output: Path) -> Path:
+def checkpoint_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.progress")
-
-
-def report_path(output: Path) -> Path:
-    return output.with_name(f"{output.stem}.report.json")
-
-
-def _write_report(output: Path, report: dict[str, Any]) -> None:
-    from .files import replace_file
-    from .html_report import render_html
-
-    path = report_path(output)
-    try:
-        replace_file(path, json.dumps(report, indent=1).encode())
-        replace_file(path.with_suffix(".html"), render_html(report).encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write the report: {error}") from error
 
 
 def _tell(bundle: Bundle, report: dict[str, Any], output: Path) -> None:
     rounding = report.get("rounding")
     if rounding and rounding["collapsed"]:
-        print(
-            f"{PROGRAM}: warning: the selection collapsed onto {rounding['support']} entries; "
+        _warn(
+            f"the selection collapsed onto {rounding['support']} entries; "
             f"{rounding['selected_without_weight']} of the {rounding['selected']} selected have no weight and stand "
-            "there by their order alone (--step-rule normalized avoids it)",
-            file=sys.stderr,
+            "there by their order alone (--step-rule normalized avoids it)"
         )
     if worse := _no_better(report):
         _warn(worse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -12,10 +11,12 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
-from .calibration import INNER_STEPS, Calibration, fit, leaf
+from .calibration import INNER_STEPS, Calibration, fit, leaf, penalty
+from .checks import require_at_least, require_choice, require_positive
 from .coverage import Coverage
 from .simplex import effective_entries, project, support_size, top_b
 
+Coupling = Literal["bilevel", "single-level"]
 Hypergradient = Literal["alternating", "unrolled"]
 StepRule = Literal["plain", "normalized"]
 
@@ -38,24 +39,23 @@ class SelectionSettings:
     iterations: int = 100  # I
     inner_steps: int = INNER_STEPS  # J
     outer_step: float = 0.1
+    # "single-level" (the paper's ablation) has no inner problem, and `inner_steps` has no part in it: in an iteration w
+    # and phi take one step each, along the gradient of one loss, that of the outer problem with phi's penalty.
+    coupling: Coupling = "bilevel"
     # How phi depends on w in the outer gradient: not at all, or through the iteration's own inner steps.
     hypergradient: Hypergradient = "alternating"
     # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
     step_rule: StepRule = "plain"
 
     def __post_init__(self) -> None:
-        for name, least in (("budget", 1), ("iterations", 0), ("inner_steps", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
-        for name in ("beta", "gamma"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{name} must be a number of at least 0, found {getattr(self, name)}")
-        if not (math.isfinite(self.outer_step) and self.outer_step > 0):
-            raise ConfigError(f"outer_step must be a positive number, found {self.outer_step}")
-        if self.hypergradient not in ("alternating", "unrolled"):
-            raise ConfigError(f"the hypergradient must be alternating or unrolled, found {self.hypergradient!r}")
-        if self.step_rule not in ("plain", "normalized"):
-            raise ConfigError(f"the step rule must be plain or normalized, found {self.step_rule!r}")
+        require_at_least(1, budget=self.budget)
+        require_at_least(0, iterations=self.iterations, inner_steps=self.inner_steps, beta=self.beta, gamma=self.gamma)
+        require_positive(outer_step=self.outer_step)
+        require_choice(Coupling, coupling=self.coupling)
+        require_choice(Hypergradient, hypergradient=self.hypergradient)
+        require_choice(StepRule, step_rule=self.step_rule)
+        if self.coupling == "single-level" and self.hypergradient == "unrolled":
+            raise ConfigError("a single-level update has no inner steps to unroll: use the alternating hypergradient")
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,9 @@ class SelectionState:
     history: tuple[Measured, ...] = field(default=())
 
     @classmethod
-    def initial(cls, num_candidates: int, budget: int, num_layers: int) -> SelectionState:
-        """Uniform weights and the paper's starting calibration."""
-        weights = torch.full((num_candidates,), budget / num_candidates, dtype=torch.float64)
-        return cls(weights, Calibration.initial(num_layers))
+    def initial(cls, num_candidates: int, budget: int, calibration: Calibration) -> SelectionState:
+        """Uniform weights, and the calibration to start from."""
+        return cls(torch.full((num_candidates,), budget / num_candidates, dtype=torch.float64), calibration)
 
     def selected(self, budget: int) -> Tensor:
         """TopB(w): [min(B, N)] int64, rising."""
@@ -122,19 +121,21 @@ def select(
 def iterate(
     losses: Losses, coverage: Coverage, settings: SelectionSettings, state: SelectionState, *, has_anchors: bool
 ) -> SelectionState:
-    """One outer iteration: J inner steps on phi, one projected step on w."""
-    iteration, unrolled = state.iteration, settings.hypergradient == "unrolled"
-    w = leaf(state.weights)
-
-    def inner_loss(phi: Tensor, step: int) -> Tensor:
-        return losses.current_loss(w if unrolled else state.weights, phi, (iteration, step))
-
-    calibration = fit(state.calibration, inner_loss, settings.inner_steps, differentiable=unrolled)
+    """One outer iteration: J inner steps on phi, one projected step on w; or one step of both together."""
+    iteration, w = state.iteration, leaf(state.weights)
+    if settings.coupling == "bilevel":
+        calibration = fit_inner(losses, settings, state, w)
+    else:
+        calibration = replace(state.calibration, phi=leaf(state.calibration.phi))
     batch = (iteration, settings.inner_steps)
     current = losses.current_loss(w, calibration.phi, batch).double()
     anchors = losses.anchor_loss(w, calibration.phi, batch).double() if has_anchors else None
     likelihood = current if anchors is None else current + settings.beta * anchors
-    (gradient,) = torch.autograd.grad(likelihood, w)
+    if settings.coupling == "bilevel":
+        (gradient,) = torch.autograd.grad(likelihood, w)
+    else:
+        gradient, slope = torch.autograd.grad(likelihood + penalty(calibration.phi), (w, calibration.phi))
+        calibration = calibration.detached().stepped(slope)
     if not (likelihood.isfinite() and gradient.isfinite().all()):
         raise TaskDataError(f"the loss or its gradient is not finite in iteration {iteration}; nothing was written")
 
@@ -160,6 +161,16 @@ def iterate(
         iteration=iteration + 1,
         history=(*state.history, measured),
     )
+
+
+def fit_inner(losses: Losses, settings: SelectionSettings, state: SelectionState, w: Tensor) -> Calibration:
+    """phi after the iteration's J inner steps, as a function of `w` [N] where the hypergradient is unrolled."""
+    unrolled = settings.hypergradient == "unrolled"
+
+    def inner_loss(phi: Tensor, step: int) -> Tensor:
+        return losses.current_loss(w if unrolled else state.weights, phi, (state.iteration, step))
+
+    return fit(state.calibration, inner_loss, settings.inner_steps, differentiable=unrolled)
 
 
 def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -> Tensor:

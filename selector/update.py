@@ -23,8 +23,9 @@ from inducekv_vllm.footprint import footprint_bytes, gate_bytes
 from inducekv_vllm.retrieval import Weighting
 
 from .backbone import Backbone
-from .calibration import INNER_STEPS
+from .calibration import INNER_STEPS, Calibration
 from .checkpoint import Checkpoint
+from .checks import require_at_least, require_choice
 from .coverage import Coverage
 from .data import Example
 from .distributed import in_step, is_main, together
@@ -35,9 +36,12 @@ from .objective import Candidates, Objective, Questions, Scorer, log_prior
 from .pool import Pool
 from .progress import progress_bar
 from .report import Phases, composition, diversity, retrieval_divergence, rounding
-from .selection import Hypergradient, SelectionSettings, SelectionState, StepRule, select
+from .selection import Coupling, Hypergradient, SelectionSettings, SelectionState, StepRule, select
 from .shortlist import at_random, nearest, query_rows
 
+Retrieval = Literal["softmax", "uniform"]
+ShortlistPolicy = Literal["nearest", "random"]
+ValueGates = Literal["fitted", "one"]
 RECIPE: Final = "paper"
 REFINED: Final = "refined"
 # The grid of the paper's "Implementation Details", searched on the first task.
@@ -57,24 +61,23 @@ class UpdateSettings:
     iterations: int = 100  # I
     inner_steps: int = INNER_STEPS  # J
     outer_step: float = 0.1
+    coupling: Coupling = "bilevel"
     hypergradient: Hypergradient = "alternating"
     step_rule: StepRule = "plain"
     shortlist: int | None = 8  # keep this many times B of the current task's candidates; None: the full pool
-    shortlist_policy: Literal["nearest", "random"] = "nearest"
+    shortlist_policy: ShortlistPolicy = "nearest"
     batch_size: int = 8
+    retrieval: Retrieval = "softmax"  # "uniform": every entry has the same weight, whatever is asked
+    value_gates: ValueGates = "fitted"  # "one": every gate is 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("payload_tokens", "batch_size", "shortlist"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, found {value}")
-        if self.seed < 0:
-            raise ConfigError(f"the seed must not be negative, found {self.seed}")
-        if self.weighting not in ("sqrt", "prior"):
-            raise ConfigError(f"the weighting must be sqrt or prior, found {self.weighting!r}")
-        if self.shortlist_policy not in ("nearest", "random"):
-            raise ConfigError(f"the shortlist policy must be nearest or random, found {self.shortlist_policy!r}")
+        require_at_least(1, payload_tokens=self.payload_tokens, batch_size=self.batch_size, shortlist=self.shortlist)
+        require_at_least(0, seed=self.seed)
+        require_choice(Weighting, weighting=self.weighting)
+        require_choice(Retrieval, retrieval=self.retrieval)
+        require_choice(ValueGates, value_gates=self.value_gates)
+        require_choice(ShortlistPolicy, shortlist_policy=self.shortlist_policy)
         self.selection(self.beta or 0.0, self.gamma or 0.0)
 
     def selection(self, beta: float, gamma: float) -> SelectionSettings:
@@ -85,8 +88,15 @@ class UpdateSettings:
             iterations=self.iterations,
             inner_steps=self.inner_steps,
             outer_step=self.outer_step,
+            coupling=self.coupling,
             hypergradient=self.hypergradient,
             step_rule=self.step_rule,
+        )
+
+    def calibration(self, num_layers: int) -> Calibration:
+        """What the inner problem starts from."""
+        return Calibration.initial(
+            num_layers, fit_temperature=self.retrieval == "softmax", fit_gates=self.value_gates == "fitted"
         )
 
 
@@ -280,7 +290,7 @@ def _solve(
         for number, (beta, gamma) in enumerate(pairs):
             name, chosen = f"beta-{beta}-gamma-{gamma}", settings.selection(beta, gamma)
             state = checkpoint.load(name) or SelectionState.initial(
-                len(objective.candidates), settings.budget, backbone.num_layers
+                len(objective.candidates), settings.budget, settings.calibration(backbone.num_layers)
             )
 
             def keep(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from selector.induced_attention import attend_concatenated, attend_induced
 from selector.injection import Memory, attend
+from selector.process_memory import status_bytes
 
 METHODS = {"induced": attend_induced, "concatenated": attend_concatenated, "reference": attend}
 VARIABLES = ("selection weights", "temperature", "value gates")
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict:
             hidden = query + output.transpose(1, 2)
         return torch.autograd.grad(hidden.square().mean(), variables)
 
-    before = _memory("VmRSS")
+    before = status_bytes("VmRSS")
     seconds = []
     for _ in range(1 if reference else 1 + options.repeats):
         start = time.perf_counter()
@@ -112,15 +112,9 @@ def measure(options: argparse.Namespace) -> dict:
         seconds.append(time.perf_counter() - start)
     return {
         "seconds": round(statistics.median(seconds[-options.repeats :]), 4),
-        "peak_bytes": _memory("VmHWM") - before,
+        "peak_bytes": status_bytes("VmHWM") - before,
         "gradients": [gradient.flatten().tolist() for gradient in gradients],
     }
-
-
-def _memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 def _relative_error(found: list[float], expected: list[float]) -> float:

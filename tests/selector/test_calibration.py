@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selector.calibration import L2_PENALTY, Calibration, fit, leaf
+from selector.calibration import (
+    L2_PENALTY,
+    UNIFORM_TEMPERATURE,
+    Calibration,
+    fit,
+    leaf,
+    temperature,
+    value_gates,
+)
 
 LAYERS = 3
 
@@ -33,6 +41,23 @@ def test_its_steps_are_those_of_torch_adamw() -> None:
     calibration = fit(calibration, lambda p, _: bowl(p), 15)
     assert calibration.steps == 25
     torch.testing.assert_close(calibration.phi, phi.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_not_fitted_stays_to_the_bit() -> None:
+    """Gates of 1, or one temperature for all weights; the rest goes the way it would go alone."""
+    gates = Calibration.initial(LAYERS, fit_gates=False)
+    ungated = fit(gates, lambda p, _: (temperature(p) - 0.2) ** 2 + value_gates(p).cosh().sum(), 20)
+    assert ungated.value_gates.tolist() == [1.0] * LAYERS
+    alone = fit(Calibration.initial(0), lambda p, _: (temperature(p) - 0.2) ** 2, 20)
+    assert torch.equal(ungated.phi[:1], alone.phi)
+    assert ungated.temperature != gates.temperature
+
+    uniform = Calibration.initial(LAYERS, fit_temperature=False)
+    fitted = fit(uniform, lambda p, _: 0.3 / temperature(p) + (value_gates(p) - 0.9).square().sum(), 20)
+    assert fitted.temperature == uniform.temperature == UNIFORM_TEMPERATURE
+    assert (fitted.value_gates > 0.5).all()
+    scores = torch.linspace(-1, 1, 9)
+    assert torch.equal((scores / fitted.temperature.float()).softmax(0), torch.full((9,), 1 / 9))
 
 
 def test_it_minimises() -> None:

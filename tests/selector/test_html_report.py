@@ -16,7 +16,8 @@ from xml.etree import ElementTree
 import pytest
 
 from selector.html_report import render_html
-from selector.select_cli import main, report_path
+from selector.outputs import report_path
+from selector.select_cli import main
 
 VOID = {"meta", "img"}
 HISTOGRAM = {"counts": [0, 3, 7, 0], "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
@@ -62,7 +63,6 @@ FULL: dict[str, Any] = {
     },
     "diversity": {"selected": DIVERSITY, "random": DIVERSITY, "selected_with_gamma_0": DIVERSITY},
     "composition": {"before": {"colours": 8}, "after": {"colours": 5, "counts": 3}},
-    "quotas": {"before": {"colours": 8}, "after": {"colours": 4, "counts": 4}},
     "gate": {
         "tasks": ["colours", "counts"],
         "thresholds": [0.8125, 0.6875],
@@ -102,7 +102,7 @@ FULL: dict[str, Any] = {
 # The page's sections, and what of the report each is made from.
 SECTIONS = {
     "does-it-help": ("validation_nll", "validation_accuracy"),
-    "entries-by-task": ("composition", "quotas"),
+    "entries-by-task": ("composition",),
     "relevance-gate": ("gate",),
     "selection-losses": ("history",),
     "calibration": ("history", "calibration"),
@@ -235,8 +235,8 @@ def test_the_summary_says_so_if_it_does_not_help() -> None:
 
 def test_tables_hold_the_reports_numbers(full: Page) -> None:
     for row in (
-        ["colours", "8", "5", "8", "4"],
-        ["counts", "0", "3", "0", "4"],
+        ["colours", "8", "5"],
+        ["counts", "0", "3"],
         ["counts", "validation", "16", "100", "93.75"],
         ["base", "base", "64", "1.562", "–"],
         ["counts", "0.6875"],
@@ -287,7 +287,6 @@ def test_names_are_text_wherever_they_stand(name: str, full: Page) -> None:
     report = copy.deepcopy({part: FULL[part] for part in ("gate", "phases", "settings", "pool")})
     report["recipe"] = name
     report["composition"] = {"before": {}, "after": {name: 8}}
-    report["quotas"] = {"before": {}, "after": {name: 8}}
     report["gate"]["tasks"][0] = name
     report["gate"]["openings"][0] |= {"task": name, "split": name}
     report["phases"][0]["name"] = name
@@ -297,7 +296,7 @@ def test_names_are_text_wherever_they_stand(name: str, full: Page) -> None:
     found = Page(text)
     expected = name.replace("a\x00b\x1b\ud800c\nd", "a\ufffdb\ufffd\ufffdc\ufffdd")
     assert text.encode()
-    assert [expected, "0", "8", "0", "8"] in found.rows
+    assert [expected, "0", "8"] in found.rows
     assert ["weighting", expected] in found.rows
     assert expected in found.summary
     assert found.tags <= full.tags

@@ -93,7 +93,7 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
     objective = make_objective(precise, examples, torch.float64)
     settings = SelectionSettings(BUDGET, beta=0.5, gamma=0.0, iterations=1, inner_steps=2, hypergradient="unrolled")
     # Adam's first steps take the sign of the gradient, which has no slope: warm up first.
-    start = SelectionState.initial(6, BUDGET, precise.num_layers)
+    start = SelectionState.initial(6, BUDGET, Calibration.initial(precise.num_layers))
     warm = fit(start.calibration, lambda phi, s: objective.current_loss(start.weights, phi, (9, s)), 3)
     state = replace(start, calibration=warm, weights=weights_of(objective))
     coverage = Coverage.of_keys(objective.candidates.keys, BUDGET)

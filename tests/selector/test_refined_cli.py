@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import selector.refined_update as refined_update
+import selector.rate_search as rate_search
 import selector.refinement as refinement
 from inducekv_vllm.bundle import Bundle, read_bundle
 from selector.backbone import Backbone
@@ -90,8 +90,8 @@ def test_old_entries_stay_to_the_bit_until_their_quota_shrinks(run: Any, tmp_pat
     assert main(run("places", *more, previous="counts")) == 0
     first, second, third = (bundle_of(tmp_path, task) for task in ("colours", "counts", "places"))
     third.require_backbone(llava.fingerprint)
-    assert report_of(tmp_path, "counts")["quotas"]["after"] == {"colours": 2, "counts": 2}
-    assert report_of(tmp_path, "places")["quotas"]["after"] == {"colours": 1, "counts": 1, "places": 1}
+    assert report_of(tmp_path, "counts")["composition"]["after"] == {"colours": 2, "counts": 2}
+    assert report_of(tmp_path, "places")["composition"]["after"] == {"colours": 1, "counts": 1, "places": 1}
 
     for before, after in zip(payload(first, "colours"), payload(second, "colours"), strict=True):
         assert torch.equal(before, after)
@@ -223,7 +223,7 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(
 def test_a_learning_rate_that_diverges_is_out_of_the_search(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refined_update, "LEARNING_RATES", (0.05, 1e30))
+    monkeypatch.setattr(rate_search, "LEARNING_RATES", (0.05, 1e30))
     arguments = run("colours", "--steps", "12")
     at = arguments.index("--learning-rate")
     assert main(arguments[:at] + arguments[at + 2 :]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,30 @@ def test_stopped_and_gone_on_is_the_same_as_in_one_go(anchored: Lesson, tmp_path
         assert other.history == whole.history
         for name, value in whole.values.items():
             assert torch.equal(other.values[name], value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "progress", "said"),
+    [
+        ({}, {}, "expected the tensors"),
+        ({"values.phi": torch.zeros(7)}, {}, "expected the tensors"),
+        ({"stray": torch.zeros(1)}, {}, "expected the tensors"),
+        (None, {}, "'history'"),
+        (None, {"history": [{"colour": 1}], "step": 1}, "colour"),
+        (None, {"history": [], "step": "many"}, "many"),
+    ],
+)
+def test_damaged_progress_is_named(
+    lesson: Lesson, tmp_path: Path, tensors: dict[str, torch.Tensor] | None, progress: dict[str, Any], said: str
+) -> None:
+    """Of `tensors` what a run saves where nothing else is said."""
+    kept = checkpoint(tmp_path / "progress")
+    refine(lesson, EXACT, kept, "one", until=1)
+    good = kept.read("one")
+    assert good is not None
+    kept.write("one", good[0] if tensors is None else tensors, progress)
+    with pytest.raises(ConfigError, match=rf"one\.safetensors: the progress is damaged.*{said}"):
+        refine(lesson, EXACT, kept, "one")
 
 
 def test_bfloat16_products_change_the_loss_a_little(lesson: Lesson) -> None:

@@ -179,12 +179,12 @@ def test_killed_at_any_moment_it_ends_with_the_same_digest(
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
-    """Anchors, report and bundle are three writes: stopping after any of them must not confuse the next run."""
+    """Bundle, anchors and report are three writes: stopping after any of them must not confuse the next run."""
     arguments = [*command, *FIXED, "--anchors", str(tmp_path / "anchors")]
     target = {
         "AnchorStore.append": "selector.anchors.AnchorStore.append",
-        "write_report": "selector.select_cli._write_report",
-        "write_bundle": "selector.select_cli.write_bundle",
+        "write_report": "selector.outputs.write_report",
+        "write_bundle": "selector.outputs.write_bundle",
     }[crash]
 
     def stop(*_: Any, **__: Any) -> None:
@@ -193,7 +193,7 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     with monkeypatch.context() as patch:
         patch.setattr(target, stop)
         assert main(arguments) == 2
-    assert not output(tmp_path).exists()
+    assert output(tmp_path).exists() is (crash != "write_bundle")  # the first of the three
     assert main(arguments) == 0
     resumed = read_bundle(output(tmp_path)).digest
     assert main([*command, *FIXED, "--anchors", str(tmp_path / "others")]) == 0
@@ -266,9 +266,9 @@ def test_a_wrong_settings_file_is_refused(
         (["--payload-tokens", "0"], "payload_tokens must be at least 1"),
         (["--iterations", "-1"], "iterations must be at least 0"),
         (["--shortlist", "0"], "shortlist must be at least 1"),
-        (["--beta", "-1"], "beta must be a number of at least 0"),
-        (["--gamma", "nan"], "gamma must be a number of at least 0"),
-        (["--seed", "-1"], "the seed must not be negative"),
+        (["--beta", "-1"], "beta must be at least 0, found -1.0"),
+        (["--gamma", "nan"], "gamma must be a finite number, found nan"),
+        (["--seed", "-1"], "seed must be at least 0, found -1"),
         (["--anchors-per-task", "0"], "anchors_per_task must be at least 1"),
         (["--output", "/nowhere/next.safetensors"], "the folder /nowhere does not exist"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
@@ -365,6 +365,31 @@ def test_a_full_disk_leaves_the_old_bundle(
     assert not list((tmp_path / "out").glob("*.tmp"))
 
 
+@pytest.mark.parametrize("full_for", ["bundle", "anchors"])
+def test_a_full_disk_leaves_the_store_as_it_was_and_the_run_can_be_repeated(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    full_for: str,
+) -> None:
+    """The store is only ever appended to: anchors of a memory that never came would be in every later run's way."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    arguments = [*command, *FIXED, "--anchors", str(tmp_path / "anchors")]
+    target = {"bundle": "inducekv_vllm.bundle.safetensors.torch.save_file", "anchors": "selector.anchors.replace_file"}
+    with monkeypatch.context() as patch:
+        patch.setattr(target[full_for], full)
+        assert "No space left" in refuse(capsys, arguments)
+    assert AnchorStore(tmp_path / "anchors").tasks() == ()
+    assert output(tmp_path).exists() is (full_for == "anchors")
+    # The store takes the task from whoever asks for it next, be it with other settings.
+    assert main([*arguments, "--seed", "1"]) == 0
+    assert [task.count for task in AnchorStore(tmp_path / "anchors").tasks()] == [11]
+
+
 def test_a_loss_that_is_no_number_is_an_error(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,21 +401,23 @@ def test_a_loss_that_is_no_number_is_an_error(
     assert not output(tmp_path).exists()
 
 
-@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("refused", [False, True])
 def test_the_bundle_is_published(
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    status: int,
+    refused: bool,
 ) -> None:
+    """Where the server refuses at first, the same command publishes again without computing anything."""
+    statuses, progress = [400 if refused else 200], tmp_path / "out" / ".next.safetensors.progress"
     requests: list[tuple[str, str | None, dict[str, Any]]] = []
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append((self.path, self.headers["Authorization"], body))
-            self.send_response(status)
+            self.send_response(statuses[-1])
             self.end_headers()
             self.wfile.write(json.dumps({"name": body["name"], "error": {"message": "no room"}}).encode())
 
@@ -401,13 +428,30 @@ def test_the_bundle_is_published(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("INDUCEKV_API_KEY", "secret")
         address = f"http://127.0.0.1:{server.server_port}/"
-        if status == 200:
-            assert main([*command, *FIXED, "--publish", address]) == 0
-        else:
-            message = refuse(capsys, [*command, *FIXED, "--publish", address])
+        arguments = [*command, *FIXED, "--publish", address]
+        if refused:
+            message = refuse(capsys, arguments)
             assert "was written, but" in message
             assert "no room" in message
+            assert progress.exists()
+            written = output(tmp_path).stat().st_mtime_ns
+            statuses.append(200)
+            monkeypatch.setattr("selector.select_cli._load", lambda model: pytest.fail("it computes again"))
+        assert main(arguments) == 0
         server.shutdown()
     body = {"name": "next", "path": str(output(tmp_path).resolve()), "replace": True}
-    assert requests == [("/v1/load_memory_bundle", "Bearer secret", body)]
+    assert requests == [("/v1/load_memory_bundle", "Bearer secret", body)] * (2 if refused else 1)
     assert isinstance(read_bundle(output(tmp_path)), Bundle)
+    assert not refused or output(tmp_path).stat().st_mtime_ns == written
+    assert not progress.exists()
+
+
+def test_a_bundle_that_was_removed_after_a_refused_publication_is_made_again(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*command, *FIXED, "--publish", "http://127.0.0.1:9"]
+    assert "cannot be reached" in refuse(capsys, arguments)
+    expected = read_bundle(output(tmp_path))
+    output(tmp_path).unlink()
+    assert "cannot be reached" in refuse(capsys, arguments)
+    assert read_bundle(output(tmp_path)).digest == expected.digest

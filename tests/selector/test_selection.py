@@ -37,7 +37,7 @@ def coverage() -> Coverage:
 
 
 def start() -> SelectionState:
-    return SelectionState.initial(N, BUDGET, LAYERS)
+    return SelectionState.initial(N, BUDGET, Calibration.initial(LAYERS))
 
 
 def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
@@ -93,6 +93,26 @@ def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
     assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
+def test_a_single_level_update_steps_w_and_phi_along_one_gradient() -> None:
+    """Against torch's AdamW, and a gradient descent written out."""
+    settings = replace(SETTINGS, coupling="single-level")
+    state, phi = start(), Calibration.initial(LAYERS).phi.requires_grad_()
+    optimizer = torch.optim.AdamW([phi], lr=1e-2, betas=(0.9, 0.999), weight_decay=0)
+    w = state.weights.clone()
+    for iteration in range(3):
+        w.requires_grad_()
+        likelihood = Analytic().current_loss(w, phi, (iteration, 3)) + 0.3 * Analytic().anchor_loss(w, phi, (3,))
+        optimizer.zero_grad()
+        (likelihood + 0.1 * coverage().value(w) + 1e-4 * (phi**2).sum()).backward()
+        optimizer.step()
+        assert w.grad is not None
+        w = outer_step(w.detach(), w.grad, settings)
+        state = iterate(Analytic(), coverage(), settings, state, has_anchors=True)
+        torch.testing.assert_close(state.weights, w)
+        torch.testing.assert_close(state.calibration.phi, phi.detach())
+    assert state.calibration.steps == 3
+
+
 def test_without_anchors_beta_changes_nothing() -> None:
     one = select(Analytic(), coverage(), SETTINGS, start(), has_anchors=False)
     other = select(Analytic(), coverage(), replace(SETTINGS, beta=7.0), start(), has_anchors=False)
@@ -128,11 +148,13 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
     [
         ({"budget": 0}, "budget must be at least 1, found 0"),
         ({"iterations": -1}, "iterations must be at least 0"),
-        ({"beta": float("nan")}, "beta must be a number"),
-        ({"gamma": -0.1}, "gamma must be a number of at least 0"),
+        ({"beta": float("nan")}, "beta must be a finite number"),
+        ({"gamma": -0.1}, "gamma must be at least 0"),
         ({"outer_step": 0.0}, "outer_step must be a positive number"),
         ({"hypergradient": "exact"}, "alternating or unrolled, found 'exact'"),
         ({"step_rule": "huge"}, "plain or normalized, found 'huge'"),
+        ({"coupling": "loose"}, "bilevel or single-level, found 'loose'"),
+        ({"coupling": "single-level", "hypergradient": "unrolled"}, "no inner steps to unroll"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, object], message: str) -> None:

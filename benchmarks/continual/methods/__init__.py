@@ -10,6 +10,8 @@ from typing import Any
 
 from inducekv_vllm.errors import ConfigError
 
+from . import paper_memory, refined_memory
+from .built_memory import Built
 from .er_replay import ErReplay
 from .ewc import Ewc
 from .gated import GatedLoraReplay, GatedTaskLora
@@ -17,7 +19,6 @@ from .knn_copier import KnnCopier
 from .lora import Lora
 from .lora_replay import LoraReplay
 from .lwf import Lwf
-from .memory import Refined
 from .method import Artifact, Circumstances, Method
 from .no_memory import NoMemory
 from .prompt_replay import PromptReplay
@@ -36,7 +37,12 @@ METHODS: Mapping[str, Any] = MappingProxyType(
             GatedLoraReplay(),
             GatedTaskLora(),
             KnnCopier(),
-            Refined(),
+            Built("random_memory", "random"),
+            Built("kcenter_memory", "k-center"),
+            paper_memory.Paper(),
+            *paper_memory.ABLATIONS,
+            refined_memory.Refined(),
+            *refined_memory.ABLATIONS,
         )
     }
 )

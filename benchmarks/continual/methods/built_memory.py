@@ -1,0 +1,90 @@
+"""Memories without selection and without training: entries at random, or spread by k-center, as they are extracted.
+
+Every task has an equal quota of the budget. An earlier task's entries are those that the memory before holds: when a
+task arrives, the same policy chooses among them which ones stay.
+
+Letters: B entries of the budget, n tasks seen so far, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from benchmarks.continual.suites import TaskData
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from selector.backbone import Backbone
+from selector.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, BuildSettings, Policy, choose, pick
+from selector.extract import extract
+from selector.objective import Candidates
+from selector.report import composition
+from selector.update import memory_bytes
+
+from .memory import BUNDLE
+from .method import Artifact, Circumstances, Kind
+
+
+@dataclass(frozen=True)
+class Built:
+    """Entries by a policy alone, with the paper's starting calibration."""
+
+    kind: ClassVar[Kind] = "bundle"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"temperature": value} for value in (0.02, 0.07, 0.2))
+
+    name: str
+    policy: Policy
+    temperature: float = INITIAL_TEMPERATURE
+    payload_tokens: int = BuildSettings.payload_tokens
+    batch_size: int = BuildSettings.batch_size
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        backbone = Backbone.load(circumstances.model)
+        before = None if previous is None else read_bundle(previous / BUNDLE)
+        *earlier, own = shares(circumstances.budget, circumstances.number + 1)
+        settings = BuildSettings(
+            budget=own, payload_tokens=self.payload_tokens, policy=self.policy, seed=circumstances.seed
+        )
+        chosen = [task.train[row] for row in choose(backbone, task.train, settings)]
+        fresh = extract(backbone, chosen, self.payload_tokens, batch_size=self.batch_size, payload_dtype=torch.float16)
+        pool = Candidates.join(before, fresh, chosen)
+        kept = [] if before is None else self._kept(before, earlier, circumstances)
+        selected = pool.take(torch.tensor([*kept, *range(pool.num_previous, len(pool))]))
+        bundle = Bundle.create(
+            retrieval_keys=selected.keys,
+            payload_keys=selected.payload_keys,
+            payload_values=selected.payload_values,
+            temperature=self.temperature,
+            value_gates=torch.full((backbone.num_layers,), INITIAL_VALUE_GATE),
+            layer_bias=torch.zeros(backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=circumstances.budget,
+            entries=selected.records,
+            weighting=settings.weighting,
+            recipe="build",
+            settings={"policy": self.policy, "temperature": self.temperature, "seed": circumstances.seed},
+            parent_digest=None if before is None else before.digest,
+        )
+        write_bundle(bundle, out / BUNDLE)
+        report = {"digest": bundle.digest, "composition": composition(selected.records)}
+        return Artifact("bundle", BUNDLE, memory_bytes(bundle), report)
+
+    def _kept(self, before: Bundle, quotas: list[int], circumstances: Circumstances) -> list[int]:
+        """Rows of the memory before that stay, rising: of each task as many as its quota now is."""
+        entries = before.metadata.entries
+        rng = np.random.default_rng((circumstances.seed, circumstances.number))
+        kept: list[int] = []
+        for task, quota in zip(composition(entries), quotas, strict=True):
+            rows = [row for row, entry in enumerate(entries) if entry.task == task]
+            keys = before.retrieval_keys[rows].float()  # [len(rows), d]
+            kept += [rows[place] for place in pick(len(rows), min(quota, len(rows)), self.policy, rng, keys)]
+        return sorted(kept)
+
+
+def shares(budget: int, tasks: int) -> list[int]:
+    """B entries over n tasks, as equal as they can be; what is over goes to the first ones. No share ever grows."""
+    return [-(-(budget - number) // tasks) for number in range(tasks)]

@@ -1,0 +1,73 @@
+"""InduceKV by the practical recipe, `inducekv-select --recipe refined`, and the same with one part taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.continual.suites import TaskData
+from inducekv_vllm.retrieval import Weighting
+from selector.build import Policy
+from selector.refined_settings import Allocation, Calibrate, Gating, RefinedSettings
+from selector.refined_update import update_refined
+
+from .memory import learn_memory, selector_settings
+from .method import Artifact, Circumstances, Kind
+
+
+@dataclass(frozen=True)
+class Refined:
+    """The recipe with its own defaults; `RefinedSettings` says what the fields mean."""
+
+    kind: ClassVar[Kind] = "bundle"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in (0.05, 0.1, 0.2))
+
+    name: str = "refined"
+    steps: int = RefinedSettings.steps
+    entries_per_task: int = RefinedSettings.entries_per_task
+    entry_policy: Policy = RefinedSettings.entry_policy
+    learning_rate: float | None = None  # None: searched for each task, on its validation split
+    calibrate: Calibrate = RefinedSettings.calibrate
+    weighting: Weighting = RefinedSettings.weighting
+    gate: Gating = RefinedSettings.gate
+    allocation: Allocation = RefinedSettings.allocation
+    anchors_per_task: int = 64
+    base: bool = True  # whether the gate is shown base questions
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        settings = selector_settings(RefinedSettings, self, circumstances)
+        base = circumstances.base if self.base else ()
+        return learn_memory(
+            lambda *given: update_refined(*given[:2], settings, given[2], base=base),
+            self.anchors_per_task,
+            task,
+            previous,
+            out,
+            circumstances,
+        )
+
+
+@dataclass(frozen=True)
+class Unrefined(Refined):
+    """Entries as they were extracted, with the calibration that they start from: there is nothing to search."""
+
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+
+    name: str = "refined_no_refinement"
+    steps: int = 0
+    learning_rate: float | None = 0.1  # of no step
+
+
+ABLATIONS = (
+    # Every question gets memory, and all entries compete by the prefix key, while they are trained as well.
+    Refined("refined_no_gate", gate="none"),
+    # Gate and routing from the prefix mean alone.
+    Refined("refined_prefix_key", gate="prefix"),
+    # The budget goes to what is most spread among old entries and new examples; what is not chosen is evicted.
+    Refined("refined_no_quotas", allocation="joint"),
+    Unrefined(),
+    # A gate needs prior weighting, so this goes without: to be held against refined_no_gate.
+    Refined("refined_sqrt", weighting="sqrt", gate="none"),
+)
