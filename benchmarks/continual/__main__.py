@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from benchmarks.continual.answering.endpoint import EndpointFailed
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InduceKVError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except (EndpointFailed, ServerFailed) as error:
+    except (EndpointFailed, ServerFailed, BrokenProcessPool) as error:  # the last: a stream's process was killed
         print(f"{PROGRAM}: error: {error}\n{GO_ON}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

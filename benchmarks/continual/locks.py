@@ -12,12 +12,16 @@ from typing import BinaryIO
 POLL_SECONDS = 0.1
 
 
+class HeldElsewhere(RuntimeError):
+    """Another process holds the file."""
+
+
 @contextmanager
 def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
     """The file `path`, made if it is not there, open to read and to append, and nobody else's meanwhile.
 
     Raises:
-        TimeoutError: another process has held it for `patience` seconds (None: wait for as long as it takes).
+        HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).
     """
     with path.open("a+b") as file:
         deadline = None if patience is None else time.monotonic() + patience
@@ -27,7 +31,7 @@ def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} is held by another process") from None
+                    raise HeldElsewhere(f"{path} is held by another process") from None
                 time.sleep(POLL_SECONDS)
         else:
             fcntl.flock(file, fcntl.LOCK_EX)

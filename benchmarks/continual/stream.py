@@ -25,7 +25,7 @@ from typing import Any, Literal
 from benchmarks.continual.answering.answerer import Answerer, is_right
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.answering.known import KnownAnswers
-from benchmarks.continual.locks import locked
+from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Circumstances, Method
 from benchmarks.continual.metrics import accuracy_matrix, base_retention, standard_error, summary
 from benchmarks.continual.suites import Suite, TaskData
@@ -115,7 +115,7 @@ def run_stream(run: Run, answerer: Answerer, tell: Tell, keep: KeepStates = "las
                 tidy(run, keep)
             tidy(run, keep)
             return write_matrix(run)
-    except TimeoutError as error:
+    except HeldElsewhere as error:
         raise ConfigError(f"{run.own_folder}: another process is at this stream; wait for it, or end it") from error
 
 
