@@ -18,7 +18,8 @@ PROGRAM = "python -m benchmarks.continual"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        return run(options)
+        status: int = options.command(options)
+        return status
     except InduceKVError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -87,9 +88,15 @@ def weights_digest(model: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from benchmarks.continual import footprint_table, search
+    from benchmarks.continual.report import command as report
+
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Continual-learning benchmark.")
     commands = parser.add_subparsers(required=True)
+    for module in (report, search, footprint_table):
+        module.add_parser(commands)
     one = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
+    one.set_defaults(command=run)
     add = one.add_argument
     add("--suite", choices=tuple(SUITES), default="demo")
     add("--model", type=Path, help="(default: the demo model)", default=_demo_model())

@@ -1,0 +1,251 @@
+"""The search of hyperparameters, the same for every method: a few trials each, judged on validation questions alone.
+
+    python -m benchmarks.continual search --method all --tasks 3 --seed 0 --out DIR [--tuned FILE]
+
+A method names its trials in its class attribute `trials`: equally many dicts of settings for all methods that have
+any; a method without settings to search has none. Each trial learns the first N tasks of the stream with the same
+budget and seeds, and is judged by AP, the mean accuracy on those tasks after the last of them, over their validation
+questions; of equal ones the first wins. The accuracy on base questions is written beside it, and does not count. The
+suite that the trials run on holds no test question at all.
+
+The winners go into FILE (default DIR/tuned.json), where `run --tuned FILE` takes them from. It goes on where it was
+killed, since it runs through `stream`; several searches of one configuration may share DIR and FILE.
+
+    DIR/search.json                               what the folder is of; another configuration is refused
+    DIR/trial-K/METHOD/budget-B/seed-S/           a trial's stream
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continual.answer import Answerer
+from benchmarks.continual.methods import METHODS, Method, with_setting
+from benchmarks.continual.stream import Run, Tell, claim, run_stream, write_json
+from benchmarks.continual.suites import SUITES, Suite, load_suite
+from inducekv_vllm.errors import ConfigError
+
+TUNED = "tuned.json"
+CRITERION = "AP"
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What every trial of every method shares."""
+
+    suite: Suite  # as `searched_suite` makes it
+    model: Path
+    budget: int
+    seeds: tuple[int, ...]
+    folder: Path
+
+
+def searched_suite(suite: Suite, tasks: int, questions: int, base_questions: int) -> Suite:
+    """The first `tasks` tasks, asked about by their validation questions; the test questions are not in it.
+
+    Raises:
+        ConfigError: there are fewer tasks.
+    """
+    if not 1 <= tasks <= len(suite.tasks):
+        raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
+    return replace(suite, tasks=suite.tasks[:tasks]).asked_about("validation").limited(questions, base_questions)
+
+
+def trials_of(method: Method) -> tuple[Settings, ...]:
+    """The settings that are tried, in their order; none for a method without any to search."""
+    return tuple(getattr(method, "trials", ()))
+
+
+def require_equal_trials(methods: Sequence[Method]) -> int:
+    """The number of trials that all methods have which have any (0 where none has).
+
+    Raises:
+        ConfigError: one has more than another, or tries the same settings twice.
+    """
+    counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ConfigError(f"every method must have the same number of trials, found {told}")
+    for method in methods:
+        for number, settings in enumerate(trials_of(method)):
+            if settings in trials_of(method)[:number]:
+                raise ConfigError(f"{method.name}: the trial {dict(settings)} occurs more than once")
+    return next(iter(counts.values()), 0)
+
+
+def search(method: Method, shared: Search, answerer: Answerer, tell: Tell) -> dict[str, Any]:
+    """All trials of one method; returns its record in the file: the winner's settings, and every trial's scores."""
+    trials = [try_out(method, number, shared, answerer, tell) for number in range(len(trials_of(method)))]
+    best = max(trials, key=lambda trial: trial[CRITERION]) if trials else {"settings": {}}  # the first of equal ones
+    return {"settings": best["settings"], "trials": trials, "unsearched": unsearched_digest(method)}
+
+
+def try_out(method: Method, number: int, shared: Search, answerer: Answerer, tell: Tell) -> dict[str, Any]:
+    """Trial `number` of a method over all seeds: its scores are means over them."""
+    settings = trials_of(method)[number]
+    tried = apply_settings(method, settings)
+    runs = []
+    for seed in shared.seeds:
+        folder = shared.folder / f"trial-{number}"
+        runs.append(run_stream(Run(shared.suite, tried, shared.model, shared.budget, seed, folder), answerer, tell))
+
+    def mean(values: Sequence[float], digits: int) -> float:
+        return round(sum(values) / len(values), digits)
+
+    return {
+        "settings": dict(settings),
+        CRITERION: mean([run["metrics"][CRITERION] for run in runs], 6),
+        "base_final": mean([run["metrics"]["base_final"] for run in runs], 6),
+        "seconds": mean([sum(task["learn"] for task in run["seconds"]) for run in runs], 1),
+    }
+
+
+def apply_settings(method: Method, settings: Settings) -> Method:
+    """The method with other settings.
+
+    Raises:
+        ConfigError: it has no such setting, or one of another type.
+    """
+    for key, value in settings.items():
+        known = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
+        if key not in known:
+            raise ConfigError(f"{method.name} has no setting {key!r}, it has: {', '.join(known) or 'none'}")
+        method = with_setting(method, key, value)
+    return method
+
+
+def unsearched_digest(method: Method) -> str:
+    """sha256 of the settings that no trial changes: the winner is one under them."""
+    searched = {key for settings in trials_of(method) for key in settings}
+    rest = {key: value for key, value in asdict(method).items() if key not in searched}  # type: ignore[call-overload]
+    return _digest(rest)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- the winners' file
+
+
+def write_tuned(path: Path, configuration: dict[str, Any], found: Mapping[str, dict[str, Any]]) -> None:
+    """Adds the records of methods to the file, or makes it.
+
+    Raises:
+        ConfigError: the file is of a search of another configuration, or cannot be read.
+    """
+    digest = _digest(configuration)
+    earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
+    if earlier["digest"] != digest:
+        raise ConfigError(f"{path}: the winners there are of a search of another configuration; choose another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    methods = {**earlier["methods"], **found}
+    write_json(path, {"search": configuration, "digest": digest, "methods": dict(sorted(methods.items()))})
+
+
+def read_tuned(path: Path) -> dict[str, Any]:
+    """What `write_tuned` has written.
+
+    Raises:
+        ConfigError: there is no such file, or it is something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found["digest"], str) or not all("settings" in one for one in found["methods"].values()):
+            raise ValueError("a method has no settings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
+    return dict(found)
+
+
+def tuned_settings(path: Path, method: Method) -> Method:
+    """The method, as `METHODS` has it, with the settings that a search found best.
+
+    Raises:
+        ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
+    """
+    methods = read_tuned(path)["methods"]
+    if method.name not in methods:
+        raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")
+    record = methods[method.name]
+    if record.get("unsearched") != unsearched_digest(method):
+        raise ConfigError(f"{path}: {method.name} was searched with other settings than it has now; search it again")
+    return apply_settings(method, record["settings"])
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def add_parser(commands: Any) -> None:
+    from benchmarks.demo.model import CHECKPOINT
+
+    parser = commands.add_parser("search", help="search every method's settings the same way, on validation questions")
+    add = parser.add_argument
+    add("--suite", choices=tuple(SUITES), default="demo")
+    add("--model", type=Path, help="(default: the demo model)", default=CHECKPOINT)
+    add("--method", nargs="+", required=True, help="names, or all")
+    add("--tasks", type=int, required=True, help="the first N tasks of the stream are learned in every trial")
+    add("--budget", type=int, default=32)
+    add("--seed", nargs="+", type=int, default=[0])
+    add("--out", type=Path, required=True, help="the folder of the trials")
+    add("--tuned", type=Path, metavar="FILE", help=f"where the winners go (default: OUT/{TUNED})")
+    add("--data", type=Path, help="the suite's data, made there if it is not (default: OUT/data)")
+    add("--validation-limit", type=int, default=128, help="validation questions of each task (default 128)")
+    add("--base-limit", type=int, default=135, help="base questions of the validation split (default 135)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
+    add("--threads", type=int, default=0, help="of torch (default: its own choice)")
+    parser.set_defaults(command=command)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Ends in one JSON line: every method's settings."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from benchmarks.continual.__main__ import weights_digest
+    from benchmarks.continual.answer import OfflineAnswerer
+    from benchmarks.continual.methods import choose_methods
+    from inducekv_vllm.fingerprint import require_model_folder
+
+    disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    methods = choose_methods([*METHODS] if options.method == ["all"] else options.method, options.set)
+    trials = require_equal_trials(methods)
+    require_model_folder(options.model)
+    if options.budget < 1 or min(options.seed) < 0:
+        raise ConfigError(f"a budget must be positive and seeds not negative, found {options.budget}, {options.seed}")
+    whole = load_suite(options.suite, options.data or options.out / "data")
+    suite = searched_suite(whole, options.tasks, options.validation_limit, options.base_limit)
+    configuration = {
+        "suite": suite.name,
+        "data": suite.digest(),
+        "tasks": [task.name for task in suite.tasks],
+        "model": {"name": options.model.name, "weights": weights_digest(options.model)},
+        "budget": options.budget,
+        "seeds": options.seed,
+        "split": "validation",
+        "questions": options.validation_limit,
+        "base_questions": options.base_limit,
+        "criterion": CRITERION,
+        "trials": trials,
+        "set": options.set,
+    }
+    claim(options.out, "search.json", configuration)
+    shared = Search(suite, options.model, options.budget, tuple(options.seed), options.out)
+    answerer = OfflineAnswerer(options.model)
+    tuned = options.tuned or options.out / TUNED
+    found = {}
+    for method in methods:
+        found[method.name] = search(method, shared, answerer, lambda line: print(line, file=sys.stderr))
+        write_tuned(tuned, configuration, {method.name: found[method.name]})
+    print(json.dumps({"benchmark": "search", **configuration, "methods": found}))
+    return 0

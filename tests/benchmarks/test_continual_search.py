@@ -1,0 +1,194 @@
+"""The search with methods that only write their setting down, on questions whose splits can be told apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks.continual import search as searching
+from benchmarks.continual.__main__ import main
+from benchmarks.continual.methods import Artifact, Circumstances
+from benchmarks.continual.search import (
+    Search,
+    apply_settings,
+    read_tuned,
+    require_equal_trials,
+    searched_suite,
+    tuned_settings,
+    write_tuned,
+)
+from benchmarks.continual.suites import Suite, TaskData
+from benchmarks.demo.model import CHECKPOINT
+from inducekv_vllm.errors import ConfigError
+from selector.data import Example
+
+QUESTIONS = 10
+
+
+def split(task: str, name: str) -> tuple[Example, ...]:
+    """Question k of a split has the answer "k"."""
+    return tuple(Example(f"{task}/{name}_{k}", task, (), (), str(k), f"{task}{name}{k}") for k in range(QUESTIONS))
+
+
+def task_data(name: str) -> TaskData:
+    return TaskData(name, split(name, "train"), split(name, "validation"), split(name, "test"))
+
+
+@pytest.fixture
+def suite() -> Suite:
+    return Suite("tiny", tuple(task_data(name) for name in ("one", "two", "three")), task_data("base"))
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Answers the first `right` questions of every task right (after a task named in `bad_at`, none)."""
+
+    name: str = "fake"
+    right: int = 0
+    steps: int = 5
+    bad_at: str = ""
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 4}, {"right": 7}, {"right": 7, "bad_at": "base"})
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        assert "test" not in "".join(e.id for part in (task.train, task.validation, task.test) for e in part)
+        assert "test" not in "".join(example.id for example in circumstances.base)
+        return Artifact("none", None, 0, {"right": self.right, "bad_at": self.bad_at})
+
+
+@dataclass
+class FakeAnswerer:
+    """Knows from the artifact how many to answer right; keeps what it was asked."""
+
+    asked: list[str]
+    right: int = 0
+    bad_at: str = ""
+
+    def prepare(self, artifact: Artifact, state: Path) -> FakeAnswerer:
+        return FakeAnswerer(self.asked, artifact.report["right"], artifact.report["bad_at"])
+
+    def answers(self, examples: Sequence[Example]) -> list[str]:
+        self.asked += [example.id for example in examples]
+        known = 0 if examples[0].task == self.bad_at else self.right
+        return [example.answer if number < known else "?" for number, example in enumerate(examples)]
+
+
+@pytest.fixture
+def shared(suite: Suite, tmp_path: Path) -> Search:
+    return Search(searched_suite(suite, 2, 10, 10), CHECKPOINT, 8, (0, 1), tmp_path / "trials")
+
+
+def test_the_best_trial_wins_and_no_test_question_is_ever_read(shared):
+    asked: list[str] = []
+    told: list[str] = []
+    found = searching.search(Fake(), shared, FakeAnswerer(asked), told.append)
+    assert [trial["AP"] for trial in found["trials"]] == pytest.approx([0.4, 0.7, 0.7])
+    assert found["settings"] == {"right": 7}  # the first of equal ones
+    # Base accuracy stands beside the criterion and does not count.
+    assert [trial["base_final"] for trial in found["trials"]] == pytest.approx([0.4, 0.7, 0.0])
+    assert {name.split("_")[0] for name in asked} == {"one/validation", "two/validation", "base/validation"}
+    # 3 trials, 2 seeds: after the first task 10 + 10 questions, after the second 20 + 10.
+    assert len(asked) == 3 * 2 * 50
+    assert len(told) == 3 * 2 * 2
+    assert (shared.folder / "trial-1" / "fake" / "budget-8" / "seed-1" / "matrix.json").exists()
+
+
+def test_a_search_goes_on_where_it_was_killed(shared):
+    first = searching.search(Fake(), shared, FakeAnswerer([]), lambda _: None)
+    asked: list[str] = []
+    assert searching.search(Fake(), shared, FakeAnswerer(asked), lambda _: None) == first
+    assert asked == []
+    (shared.folder / "trial-2" / "fake" / "budget-8" / "seed-0" / "01-two" / "result.json").unlink()
+    assert searching.search(Fake(), shared, FakeAnswerer(asked), lambda _: None)["settings"] == first["settings"]
+    assert len(asked) == 30
+
+
+def test_the_searched_suite_holds_no_test_question(suite):
+    searched = searched_suite(suite, 2, 4, 3)
+    parts = [part for task in (*searched.tasks, searched.base) for part in (task.train, task.validation, task.test)]
+    assert not [example.id for part in parts for example in part if "/test" in example.id]
+    assert [task.name for task in searched.tasks] == ["one", "two"]
+    assert [len(task.test) for task in (*searched.tasks, searched.base)] == [4, 4, 3]
+    for tasks in (0, 4):
+        with pytest.raises(ConfigError, match=f"has 3 tasks, a search over {tasks}"):
+            searched_suite(suite, tasks, 4, 3)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Has nothing to search."""
+
+    name: str = "fixed"
+
+
+@dataclass(frozen=True)
+class Fewer(Fake):
+    name: str = "fewer"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 1}, {"right": 2})
+
+
+@dataclass(frozen=True)
+class Repeated(Fake):
+    name: str = "repeated"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 1}, {"right": 2}, {"right": 1})
+
+
+def test_all_methods_have_equally_many_different_trials():
+    assert require_equal_trials([Fake(), Fixed(), Fake("other")]) == 3
+    assert require_equal_trials([Fixed()]) == 0
+    with pytest.raises(ConfigError, match="same number of trials, found fake: 3, fewer: 2"):
+        require_equal_trials([Fake(), Fewer()])
+    with pytest.raises(ConfigError, match=r"repeated: the trial \{'right': 1\} occurs more than once"):
+        require_equal_trials([Repeated()])
+
+
+def test_winners_are_read_back_and_applied(shared, tmp_path):
+    path = tmp_path / "tuned.json"
+    found = searching.search(Fake(), shared, FakeAnswerer([]), lambda _: None)
+    write_tuned(path, {"budget": 8}, {"fake": found})
+    write_tuned(path, {"budget": 8}, {"fixed": searching.search(Fixed(), shared, FakeAnswerer([]), lambda _: None)})
+    assert tuned_settings(path, Fake()) == Fake(right=7)
+    assert tuned_settings(path, Fixed()) == Fixed()
+    assert tuned_settings(path, Fake(right=1)) == Fake(right=7)  # the default of a searched setting may change
+    assert read_tuned(path)["methods"]["fake"]["trials"] == found["trials"]
+    with pytest.raises(ConfigError, match="no searched settings of other, only of: fake, fixed"):
+        tuned_settings(path, Fake("other"))
+    with pytest.raises(ConfigError, match="fake was searched with other settings than it has now"):
+        tuned_settings(path, Fake(steps=6))
+    with pytest.raises(ConfigError, match="of a search of another configuration"):
+        write_tuned(path, {"budget": 16}, {"fake": found})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"digest": "", "methods": {"fake": {}}}'])
+def test_a_file_of_something_else_is_refused(content, tmp_path):
+    path = tmp_path / "tuned.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"tuned\.json: not a file of searched settings"):
+        tuned_settings(path, Fake())
+
+
+def test_settings_that_a_method_lacks_are_refused():
+    with pytest.raises(ConfigError, match="fake has no setting 'rigth', it has: right, steps, bad_at"):
+        apply_settings(Fake(), {"rigth": 1})
+    with pytest.raises(ConfigError, match="right must be like 0, found 'many'"):
+        apply_settings(Fake(), {"right": "many"})
+
+
+def test_the_command_searches_methods_without_settings_too(tmp_path, capsys, suite, monkeypatch):
+    monkeypatch.setattr(searching, "load_suite", lambda name, data: suite)
+    monkeypatch.setattr("benchmarks.continual.answer.OfflineAnswerer", lambda model: FakeAnswerer([]))
+    out = ["--out", str(tmp_path / "out"), "--method", "no_memory", "--threads", "1"]
+    assert main(["search", "--tasks", "2", *out]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["split"] == "validation"
+    assert printed["methods"]["no_memory"]["trials"] == []
+    assert read_tuned(tmp_path / "out" / "tuned.json")["search"]["tasks"] == ["one", "two"]
+    assert main(["search", "--tasks", "3", *out]) == 2  # a folder of another configuration
+    assert "tasks: ['one', 'two'] there" in capsys.readouterr().err
+    assert main(["search", "--tasks", "4", *out]) == 2
+    assert "has 3 tasks" in capsys.readouterr().err
