@@ -123,7 +123,8 @@ def plain(text: str, longest: int | None = None) -> str:
 
 
 @contextmanager
-def _figure(height: float) -> Iterator[Figure]:
+def style() -> Iterator[None]:
+    """Inside, whatever is drawn and saved has this module's fonts, grid and spines."""
     with (
         mpl.rc_context(
             {
@@ -143,6 +144,12 @@ def _figure(height: float) -> Iterator[Figure]:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+@contextmanager
+def _figure(height: float) -> Iterator[Figure]:
+    with style():
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 

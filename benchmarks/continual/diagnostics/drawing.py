@@ -1,0 +1,52 @@
+"""Pictures of diagnostics, in the style of the selector's reports (`selector.plots`)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selector.plots import WIDTH, Numbers, finite, style
+
+DOTS_PER_INCH = 120
+
+
+def blank(height: float) -> Figure:
+    """An empty figure of the reports' width; `height` in inches."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def png(plot: Callable[[dict[str, Any]], Figure], found: dict[str, Any]) -> bytes:
+    """What a `plot` draws: the same numbers give the same bytes, with every version of matplotlib its own."""
+    data = io.BytesIO()
+    with style():
+        plot(found).savefig(data, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    return data.getvalue()
+
+
+def heatmap(
+    axes: Axes,
+    values: Sequence[Numbers],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    limits: tuple[float, float] | None = None,
+) -> None:
+    """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank."""
+    matrix = np.array([finite(row) for row in values])
+    low, high = limits or (float(np.nanmin(matrix)), float(np.nanmax(matrix)))
+    image = axes.imshow(matrix, vmin=low, vmax=high, cmap="viridis", aspect="auto")
+    for (row, column), value in np.ndenumerate(matrix):
+        if not np.isnan(value):
+            colour = "white" if value < (low + high) / 2 else "black"
+            axes.text(column, row, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7)
+    axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.grid(False)
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.colorbar(image, ax=axes, label=label, shrink=0.8)

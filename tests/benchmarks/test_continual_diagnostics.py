@@ -1,0 +1,146 @@
+"""What diagnostics share: reading a finished run, the command, its files."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.continual.diagnostics.__main__ import as_json, main
+from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, find_diagnostics
+from benchmarks.continual.suites.demo import load
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.inducekv_vllm.bundles import random_bundle
+
+MEMORY = [{"a": [True, True], "base": [True]}, {"a": [True, False], "b": [True, True], "base": [False]}]
+PLAIN = [{"a": [False, False], "base": [True]}, {"a": [False, True], "b": [False, False], "base": [True]}]
+
+
+@pytest.fixture
+def out(tmp_path):
+    write_configuration(tmp_path)
+    bundles = [random_bundle(seed=seed) for seed in (0, 1)]
+    write_finished_run(tmp_path, "refined", MEMORY, seed=0, bundles=bundles)
+    write_finished_run(tmp_path, "refined", MEMORY, seed=1)
+    write_finished_run(tmp_path, "no_memory", PLAIN, seed=5)
+    return tmp_path
+
+
+def test_a_run_is_read_with_its_matrix_predictions_and_memory(out):
+    first, second = Finished.read(out).runs("refined", 32)
+    assert (first.seed, second.seed, first.order) == (0, 1, ["a", "b"])
+    np.testing.assert_array_equal(first.accuracy, [[1.0, np.nan], [0.5, 1.0]])
+    assert first.base == [1.0, 0.0]
+    assert list(first.predictions(0)) == [("a", "0"), ("a", "1"), ("base", "0")]
+    assert not first.predictions()["a", "1"].right
+    assert first.bundle(0).digest == random_bundle(seed=0).digest
+    assert first.bundle().digest == random_bundle(seed=1).digest
+    with pytest.raises(ConfigError, match="refined has no memory bundle to look at: what it makes is 'none'"):
+        second.bundle()
+
+
+def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
+    finished = Finished.read(out)
+    pairs = finished.paired(finished.runs("refined")[0])
+    assert [(mine.task, mine.right, theirs.right) for mine, theirs in pairs] == [
+        ("a", True, False),
+        ("a", False, True),
+        ("b", True, False),
+        ("b", True, False),
+        ("base", False, True),
+    ]
+
+
+def test_predictions_of_other_questions_are_not_paired(out):
+    path = out / "no_memory/budget-32/seed-5/01-b/predictions.jsonl"
+    path.write_text(path.read_text().replace('"base", "id": "0"', '"base", "id": "9"'))
+    finished = Finished.read(out)
+    with pytest.raises(TaskDataError, match="different questions: '0' of task 'base' is in one of them only"):
+        finished.paired(finished.runs("refined")[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "3: not a prediction"),
+        ('{"task": "a"}', "3: not a prediction"),
+        ('{"task": "a", "id": "0", "expected": "", "answer": "", "right": true}', "3: question '0' of task 'a' stands"),
+    ],
+)
+def test_predictions_that_do_not_parse_are_named_by_line(out, line, problem):
+    run = Finished.read(out).runs("refined")[0]
+    path = run.task_folder(0) / "predictions.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
+    with pytest.raises(TaskDataError, match=f"predictions.jsonl:{problem}"):
+        run.predictions(0)
+
+
+def test_what_is_missing_is_named(out):
+    finished = Finished.read(out)
+    with pytest.raises(
+        ConfigError, match=r"no finished run of paper with budget 32 under .*; there are: no_memory with"
+    ):
+        finished.runs("paper", 32)
+    with pytest.raises(ConfigError, match="no finished run of refined with budget 64"):
+        finished.runs("refined", 64)
+    with pytest.raises(ConfigError, match=r"with seed 3 under .*; there are the seeds 0, 1"):
+        finished.runs("refined", 32, [0, 3])
+    with pytest.raises(ConfigError, match=r"run.json: not the folder of a run"):
+        Finished.read(out / "refined")
+
+
+def test_a_budget_must_be_named_where_there_are_several(out):
+    write_finished_run(out, "refined", MEMORY, budget=64)
+    finished = Finished.read(out)
+    assert [run.budget for run in finished.runs("refined", 64)] == [64]
+    with pytest.raises(ConfigError, match="runs of refined with the budgets 32, 64: name one"):
+        finished.runs("refined")
+
+
+def test_a_run_that_is_not_complete_is_as_good_as_absent(out):
+    path = out / "refined/budget-32/seed-1/matrix.json"
+    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    assert [run.seed for run in Finished.read(out).runs("refined")] == [0]
+
+
+def test_the_suite_is_the_one_that_was_asked_about_and_no_other(tmp_path):
+    data = tmp_path / "data"
+    sizes = {"train": 1, "validation": 1, "test": 2}
+    suite = load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
+    write_configuration(tmp_path, suite)
+    assert Finished.read(tmp_path).suite == suite
+    lines = (data / "guild" / "test.jsonl").read_text().splitlines()
+    (data / "guild" / "test.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(ConfigError, match="not the data of the run"):
+        _ = Finished.read(tmp_path).suite
+
+
+def test_another_model_is_refused(out):
+    text = (out / "run.json").read_text()
+    digest = json.loads(text)["model"]["weights"]
+    (out / "run.json").write_text(text.replace(digest, "0" * 64))
+    with pytest.raises(ConfigError, match=r"not the model of the run .*, which is 'checkpoint'"):
+        _ = Finished.read(out).backbone
+
+
+def test_every_diagnostic_has_its_parts():
+    found = find_diagnostics()
+    assert "gate" in found
+    assert "framework" not in found
+    for name, module in found.items():
+        assert isinstance(module, Diagnostic)
+        assert module.__doc__, name
+
+
+def test_json_has_six_digits_and_none_for_what_is_no_number():
+    found = as_json({1: (0.123456789, float("nan")), "deep": [{"x": float("inf"), "y": True, "z": 12345678}]})
+    assert found == {"1": [0.123457, None], "deep": [{"x": None, "y": True, "z": 12345678}]}
+
+
+def test_the_command_names_what_is_missing(out, capsys):
+    assert main(["gate", "--out", str(out), "--method", "paper", "--budget", "32"]) == 2
+    error = capsys.readouterr().err
+    assert "error: no finished run of paper with budget 32 under" in error
+    assert error.count("\n") == 1
+    assert not (out / "diagnostics").exists()
