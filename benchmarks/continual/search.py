@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual.answer import Answerer
+from benchmarks.continual.answering import Answerer
 from benchmarks.continual.methods import METHODS, Method, with_setting
 from benchmarks.continual.stream import Run, Tell, claim, run_stream, write_json
 from benchmarks.continual.suites import SUITES, Suite, load_suite
@@ -211,7 +211,7 @@ def command(options: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from benchmarks.continual.__main__ import weights_digest
-    from benchmarks.continual.answer import OfflineAnswerer
+    from benchmarks.continual.answering import OfflineAnswerer
     from benchmarks.continual.methods import choose_methods
     from inducekv_vllm.fingerprint import require_model_folder
 

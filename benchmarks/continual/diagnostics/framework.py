@@ -179,13 +179,14 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Finished:
-    """The folder of a command whose runs are read; those that are not complete are as good as absent."""
+    """The folder of a command whose runs are read; diagnostics look at those that are complete."""
 
     out: Path
     model: Path
     data: Path
     configuration: Mapping[str, Any]  # of run.json
     complete: tuple[FinishedRun, ...]  # by method, budget and seed
+    unfinished: tuple[FinishedRun, ...] = ()  # likewise; begun, with tasks still to do
     _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
 
     @classmethod
@@ -199,9 +200,10 @@ class Finished:
             FinishedRun(path.parent, _read_json(path, "cannot read a run's results"))
             for path in out.glob("*/budget-*/seed-*/matrix.json")
         ]
-        complete = [run for run in matrices if run.matrix["complete"]]
-        complete.sort(key=lambda run: (run.method, run.budget, run.seed))
-        return cls(out, model, data or out / "data", configuration, tuple(complete))
+        matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
+        complete = tuple(run for run in matrices if run.matrix["complete"])
+        unfinished = tuple(run for run in matrices if not run.matrix["complete"])
+        return cls(out, model, data or out / "data", configuration, complete, unfinished)
 
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None

@@ -1,8 +1,8 @@
 """What was found, in plain sentences: where InduceKV gains nothing or loses, then who won.
 
 Shares are percentages, differences percentage points with the standard error of the paired differences. A difference
-counts where 0 lies outside its 95% interval over the seeds; a single seed has no error, and its differences are told
-as such.
+counts where 0 lies outside its 95% interval over the seeds; a single seed has no error, its sign counts, and the
+sentence says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.continual.comparison import UNTOUCHED, Difference, Mean, Streams, final_accuracy, metric
+from benchmarks.continual.comparison import UNTOUCHED, Difference, Mean, Streams, final_accuracy, in_errors, metric
 
 from .names import RECIPES, RIVALS, is_ours, listed, title
 
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def verdict(streams: Streams) -> Verdict:
-    """The page's first paragraph, in up to three lines."""
+    """The page's first paragraph, in three lines: where InduceKV falls short, who won, how to read the numbers."""
     won = [sentence for budget in streams.budgets if (sentence := winner(streams, budget))]
     if not won:
         return Verdict("open", "No stream is complete, so nothing can be said yet.")
@@ -42,7 +42,7 @@ def verdict(streams: Streams) -> Verdict:
 
 
 def shortfalls(streams: Streams, budget: int) -> list[str]:
-    """For each recipe, what it gains nothing over or loses to with this budget, on which tasks and by how much.
+    """A sentence for each recipe: what it gains nothing over or loses to with this budget, where and by how much.
 
     A recipe that was never run has no sentence; one that is not complete with this budget is named.
     """
@@ -51,55 +51,57 @@ def shortfalls(streams: Streams, budget: int) -> list[str]:
         if not any(run["method"] == recipe for run in streams.runs):
             continue
         if not streams.of(recipe, budget):
-            told.append(f"With {budget} entries: no stream of {title(recipe)} is complete.")
+            told.append(f"With {budget} entries, no stream of {title(recipe)} is complete.")
             continue
         found = against_untouched(streams, budget, recipe)
-        for rival in RIVALS:
+        for rival in rivals(streams, budget):
             found += against_rival(streams, budget, recipe, rival)
         if not found:
-            found = [f"{title(recipe)} falls behind {listed(map(title, (UNTOUCHED, *RIVALS)))} on no task."]
-        told += [f"With {budget} entries: {found[0]}", *found[1:]]
+            found = [f"falls behind {listed(map(title, (UNTOUCHED, *rivals(streams, budget))))} on no task"]
+        told.append(f"With {budget} entries, {title(recipe)} {'; '.join(found)}.")
     return told
 
 
+def rivals(streams: Streams, budget: int) -> tuple[str, ...]:
+    """Whom a recipe is held against: those of `RIVALS`, and whoever is the best of all that is not InduceKV's."""
+    best = next((name for name in ranking(streams, budget) if not is_ours(name) and name != UNTOUCHED), None)
+    return RIVALS if best in (None, *RIVALS) else (*RIVALS, best)
+
+
 def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
-    """Where a recipe gains nothing over the untouched model, and what it costs on base questions."""
+    """Where a recipe gains nothing over the untouched model, and what it costs on base questions; sentence parts."""
     overall = streams.difference(recipe, UNTOUCHED, budget, AP)
     if overall is None:
-        return [f"{title(recipe)} cannot be held against no memory, which was not run."]
+        return ["cannot be held against no memory, which was not run"]
     told = []
-    useless = {
-        task: found for task, found in _by_task(streams, budget, recipe, UNTOUCHED).items() if not _gained(found)
-    }
-    if not _gained(overall):
-        lead = "answers fewer questions than no memory" if _lost(overall) else "gains nothing over no memory"
-        told.append(f"{title(recipe)} {lead}: {_both(streams, budget, recipe, UNTOUCHED)}, {difference(overall)}.")
+    useless = {t: found for t, found in _by_task(streams, budget, recipe, UNTOUCHED).items() if not _gained(found)}
+    if _lost(overall):
+        told.append(f"answers fewer questions than no memory ({_ap(overall)}){_on(useless, streams)}")
+    elif not _gained(overall):
+        told.append(f"gains nothing over no memory ({_ap(overall)})")
     elif useless:
-        told.append(f"{title(recipe)} gains nothing over no memory on {_tasks(useless, streams)}{_if_single(overall)}.")
+        told.append(f"gains nothing over no memory{_on(useless, streams)}, though over all tasks ({_ap(overall)})")
     base = streams.difference(recipe, UNTOUCHED, budget, BASE)
     if base is not None and _lost(base):
-        told.append(f"{title(recipe)} costs base accuracy: {points(base)} points against no memory{_if_single(base)}.")
+        told.append(f"costs base accuracy ({points(base)}{_if_single(base, ', ')})")
     return told
 
 
 def against_rival(streams: Streams, budget: int, recipe: str, rival: str) -> list[str]:
-    """Where a recipe is not ahead of a rival, overall or on tasks; empty where it falls behind on no task."""
+    """Where a recipe is not ahead of a rival, overall or on tasks; sentence parts, none where it is everywhere."""
     overall = streams.difference(recipe, rival, budget, AP)
     if overall is None:
-        return [f"{title(recipe)} cannot be held against {title(rival)}: no seed is complete in both."]
+        return [f"cannot be held against {title(rival)}, as no seed is complete in both"]
     behind = {task: found for task, found in _by_task(streams, budget, recipe, rival).items() if _lost(found)}
-    on = f" on {_tasks(behind, streams)}" if behind else ""
-    both = f"{_both(streams, budget, recipe, rival)}, {difference(overall)}"
     if _lost(overall):
-        return [f"{title(recipe)} loses to {title(rival)}{on}: {both}."]
+        return [f"loses to {title(rival)} ({_ap(overall)}){_on(behind, streams)}"]
     if not _gained(overall):
-        return [f"{title(recipe)} is not ahead of {title(rival)}: {both}{f', and it is behind{on}' if on else ''}."]
-    if behind:
-        return [f"{title(recipe)} is behind {title(rival)}{on}, though ahead over all tasks{_if_single(overall)}."]
-    return []
+        and_behind = f", behind{_on(behind, streams)}" if behind else ""
+        return [f"is not ahead of {title(rival)} ({_ap(overall)}){and_behind}"]
+    return [f"is behind {title(rival)}{_on(behind, streams)}, though ahead in all ({_ap(overall)})"] if behind else []
 
 
-# ------------------------------------------------------------------------------------------------- who won
+# ------------------------------------------------------------------------------------------------------- who won
 
 
 def winner(streams: Streams, budget: int) -> str:
@@ -111,23 +113,16 @@ def winner(streams: Streams, budget: int) -> str:
     if not ranked:
         return ""
     best, *rest = ranked
-    said = f"With {budget} entries, the best of {len(ranked)} methods is {title(best)}: "
-    said += f"{share(streams.mean(best, budget, AP))} of all tasks' questions answered right after the last task (AP)"
-    said += f", and {share(streams.mean(best, budget, BASE))} of the base questions"
+    said = f"With {budget} entries, {title(best)} answers most of all tasks' questions after the last task: "
+    said += f"AP {share(streams.mean(best, budget, AP))}, base questions {share(streams.mean(best, budget, BASE))}"
     if not rest:
-        return said + "."
-    second = streams.difference(best, rest[0], budget, AP)
-    assert second is not None  # both have all seeds
-    said += f". The next, {title(rest[0])}, has {share(streams.mean(rest[0], budget, AP))}: {difference(second)}."
-    others = [name for name in rest[1:] if _verdict(streams, budget, best, name) == "open"]
-    if others:
-        said += f" Nor can the error tell {listed(map(title, others))} from the best."
+        return f"{said}; no other method is complete."
+    said += f", the best of {len(ranked)} methods. {_behind(streams, budget, best, rest[0], 'The next, ')}"
+    if others := [name for name in rest[1:] if _ap_difference(streams, budget, best, name).verdict == "open"]:
+        said += f" The error does not tell {listed(map(title, others))} from the best either."
     ours = next((name for name in ranked if name in RECIPES), None)
     if ours not in (None, best, rest[0]):
-        found = streams.difference(best, ours, budget, AP)
-        assert found is not None
-        said += f" InduceKV's better recipe, {title(ours)}, has {share(streams.mean(ours, budget, AP))}: "
-        said += f"{difference(found)}."
+        said += f" {_behind(streams, budget, best, ours, 'The better recipe of InduceKV, ')}"
     return said
 
 
@@ -137,18 +132,34 @@ def ranking(streams: Streams, budget: int) -> list[str]:
     return sorted(complete, key=lambda method: -streams.mean(method, budget, AP).value)
 
 
+def _behind(streams: Streams, budget: int, best: str, other: str, lead: str) -> str:
+    found = _ap_difference(streams, budget, best, other)
+    said = f"{lead}{title(other)}, has AP {share(streams.mean(other, budget, AP))}"
+    said += f" (base {share(streams.mean(other, budget, BASE))}): "
+    if found.verdict == "open":
+        return f"{said}no difference beyond the error ({points(found)})."
+    return f"{said}{points(found).removeprefix('+')} points less{_if_single(found) or ', beyond the error'}."
+
+
+def _ap_difference(streams: Streams, budget: int, best: str, other: str) -> Difference:
+    """Of two methods that have all seeds."""
+    found = streams.difference(best, other, budget, AP)
+    assert found is not None
+    return found
+
+
 def _kind(streams: Streams) -> Kind:
     """Of the better recipe against the best method that is not ours, over all budgets."""
-    verdicts = []
+    verdicts = set()
     for budget in streams.budgets:
         ranked = ranking(streams, budget)
         ours = next((name for name in ranked if name in RECIPES), None)
         rival = next((name for name in ranked if not is_ours(name)), None)
         if ours and rival:
-            verdicts.append(_verdict(streams, budget, ours, rival))
+            verdicts.add(_ap_difference(streams, budget, ours, rival).verdict)
     if "less" in verdicts:
         return "worse"
-    return "better" if verdicts and set(verdicts) == {"more"} else "open"
+    return "better" if verdicts == {"more"} else "open"
 
 
 def _reading(streams: Streams) -> str:
@@ -157,20 +168,12 @@ def _reading(streams: Streams) -> str:
     if most == 1:
         return "There is one seed only, so no error is known, and small differences mean nothing."
     return (
-        f"Numbers after ± are standard errors over {most} seeds, of differences paired seed by seed; a difference is "
-        "beyond the error where 0 lies outside its 95% interval (Student's t)."
+        f"Differences are percentage points; ± is the standard error over {most} seeds, paired seed by seed. Beyond "
+        f"the error: more than {in_errors(most):.1f} of them, so that 0 lies outside the 95% interval (Student's t)."
     )
 
 
 # ------------------------------------------------------------------------------------------------- parts of sentences
-
-
-def difference(found: Difference) -> str:
-    """A difference of shares, and whether it is beyond the error."""
-    if found.verdict == "unknown":
-        return f"a difference of {points(found)} points in a single seed, whose error is unknown"
-    said = f"a difference of {points(found)} points over {len(found.seeds)} seeds"
-    return said + (", no difference beyond the error" if found.verdict == "open" else ", beyond the error")
 
 
 def points(found: Mean) -> str:
@@ -186,18 +189,23 @@ def share(found: Mean) -> str:
     return f"{100 * found.value:.1f}{error}%"
 
 
-def _both(streams: Streams, budget: int, method: str, rival: str) -> str:
-    return f"AP {share(streams.mean(method, budget, AP))} against {share(streams.mean(rival, budget, AP))}"
+def _ap(found: Difference) -> str:
+    """A difference over all tasks, and whether it is within the error."""
+    within = ", no difference beyond the error" if found.verdict == "open" else ""
+    return f"AP {points(found)}{within}{_if_single(found, ', ')}"
 
 
-def _tasks(found: Mapping[str, Difference], streams: Streams) -> str:
-    """The tasks with their differences in points, the lowest first; the others beyond a few by their number."""
+def _on(found: Mapping[str, Difference], streams: Streams) -> str:
+    """ " on" the tasks with their differences, the lowest first, those beyond a few by their number; empty for none."""
+    if not found:
+        return ""
+    if len(found) == len(streams.tasks) > TASKS_NAMED:
+        return f" on all {len(found)} tasks"
     lowest = sorted(found, key=lambda task: found[task].value)
     named = [f"{task} ({points(found[task])})" for task in lowest[:TASKS_NAMED]]
     if more := len(lowest) - len(named):
         named.append("1 other task" if more == 1 else f"{more} other tasks")
-    every = f"all {len(streams.tasks)} tasks, most on " if len(lowest) == len(streams.tasks) > TASKS_NAMED else ""
-    return every + listed(named[:TASKS_NAMED] if every else named)
+    return f" on {listed(named)}"
 
 
 def _by_task(streams: Streams, budget: int, method: str, rival: str) -> dict[str, Difference]:
@@ -205,13 +213,7 @@ def _by_task(streams: Streams, budget: int, method: str, rival: str) -> dict[str
     return {task: one for task, one in found.items() if one is not None}
 
 
-def _verdict(streams: Streams, budget: int, method: str, rival: str) -> str:
-    found = streams.difference(method, rival, budget, AP)
-    return "unknown" if found is None else found.verdict
-
-
 def _gained(found: Difference) -> bool:
-    """With a single seed the sign alone decides, and the sentence says so."""
     return found.verdict == "more" or (found.verdict == "unknown" and found.value > 0)
 
 
@@ -219,5 +221,5 @@ def _lost(found: Difference) -> bool:
     return found.verdict == "less" or (found.verdict == "unknown" and found.value < 0)
 
 
-def _if_single(found: Difference) -> str:
-    return " (a single seed, error unknown)" if found.verdict == "unknown" else ""
+def _if_single(found: Difference, lead: str = " ") -> str:
+    return f"{lead}of a single seed, error unknown" if found.verdict == "unknown" else ""
