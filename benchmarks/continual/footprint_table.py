@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.continual.suites import SUITES, load_suite
+from benchmarks.continual.suites import load_suite
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES, TextGeometry, plan, read_config, text_geometry
 from selector.data import Example
@@ -133,7 +133,7 @@ def add_parser(commands: Any) -> None:
     add("--budget", type=int, nargs="+", help="entries (default: the tiers of the paper's two tables)")
     add("--payload-tokens", type=int, default=PAYLOAD_TOKENS, help=f"m (default {PAYLOAD_TOKENS})")
     add("--text-tokens", type=int, default=TEXT_TOKENS, help=f"of a replayed exemplar (default {TEXT_TOKENS})")
-    add("--suite", choices=tuple(SUITES), help="whose pictures are measured (default: none, and no such column)")
+    add("--suite", metavar="demo|FILE", help="whose pictures are measured (default: none, and no such column)")
     add("--data", type=Path, help="the suite's data (default: made for the moment)")
     parser.set_defaults(command=command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,10 @@ from benchmarks.continual.methods import Artifact, Circumstances
 from benchmarks.continual.search import (
     Search,
     apply_settings,
+    judge,
     read_tuned,
     require_equal_trials,
+    run_trials,
     searched_suite,
     tuned_settings,
     write_tuned,
@@ -46,46 +49,57 @@ def suite() -> Suite:
 
 @dataclass(frozen=True)
 class Fake:
-    """Answers the first `right` questions of every task right (after a task named in `bad_at`, none)."""
+    """Answers the first `right` questions of every task right, of the task `bad_at` none."""
+
+    kind: ClassVar[str] = "none"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 4}, {"right": 7}, {"right": 7, "bad_at": "base"})
 
     name: str = "fake"
     right: int = 0
     steps: int = 5
     bad_at: str = ""
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 4}, {"right": 7}, {"right": 7, "bad_at": "base"})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        assert "test" not in "".join(e.id for part in (task.train, task.validation, task.test) for e in part)
-        assert "test" not in "".join(example.id for example in circumstances.base)
-        return Artifact("none", None, 0, {"right": self.right, "bad_at": self.bad_at})
+        seen = [e.id for part in (task.train, task.validation, task.test, circumstances.base) for e in part]
+        assert not [identity for identity in seen if "/test" in identity]
+        number = 10 * circumstances.seed + circumstances.number  # no two states are the same
+        (out / "state").write_text(f"{self.right} {self.bad_at} {number}")
+        return Artifact("none", None, 0, {})
 
 
 @dataclass
 class FakeAnswerer:
-    """Knows from the artifact how many to answer right; keeps what it was asked."""
+    """Knows from the state how many to answer right; keeps what it was asked."""
 
     asked: list[str]
     right: int = 0
     bad_at: str = ""
 
     def prepare(self, artifact: Artifact, state: Path) -> FakeAnswerer:
-        return FakeAnswerer(self.asked, artifact.report["right"], artifact.report["bad_at"])
+        right, bad_at, _ = (state / "state").read_text().split(" ")
+        return FakeAnswerer(self.asked, int(right), bad_at)
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
         self.asked += [example.id for example in examples]
-        known = 0 if examples[0].task == self.bad_at else self.right
-        return [example.answer if number < known else "?" for number, example in enumerate(examples)]
+        return [example.answer if self._knows(example) else "?" for example in examples]
+
+    def _knows(self, example: Example) -> bool:
+        return int(example.answer) < (0 if example.task == self.bad_at else self.right)
 
 
 @pytest.fixture
 def shared(suite: Suite, tmp_path: Path) -> Search:
-    return Search(searched_suite(suite, 2, 10, 10), CHECKPOINT, 8, (0, 1), tmp_path / "trials")
+    return Search(searched_suite(suite, 2, 10, 10, 10), CHECKPOINT, 8, (0, 1), tmp_path / "trials")
+
+
+def search(shared: Search, method: Any, asked: list[str]) -> dict[str, Any]:
+    assert run_trials([method], shared, FakeAnswerer(asked)) == {}
+    return judge(method, shared)
 
 
 def test_the_best_trial_wins_and_no_test_question_is_ever_read(shared):
     asked: list[str] = []
-    told: list[str] = []
-    found = searching.search(Fake(), shared, FakeAnswerer(asked), told.append)
+    found = search(shared, Fake(), asked)
     assert [trial["AP"] for trial in found["trials"]] == pytest.approx([0.4, 0.7, 0.7])
     assert found["settings"] == {"right": 7}  # the first of equal ones
     # Base accuracy stands beside the criterion and does not count.
@@ -93,29 +107,44 @@ def test_the_best_trial_wins_and_no_test_question_is_ever_read(shared):
     assert {name.split("_")[0] for name in asked} == {"one/validation", "two/validation", "base/validation"}
     # 3 trials, 2 seeds: after the first task 10 + 10 questions, after the second 20 + 10.
     assert len(asked) == 3 * 2 * 50
-    assert len(told) == 3 * 2 * 2
     assert (shared.folder / "trial-1" / "fake" / "budget-8" / "seed-1" / "matrix.json").exists()
 
 
 def test_a_search_goes_on_where_it_was_killed(shared):
-    first = searching.search(Fake(), shared, FakeAnswerer([]), lambda _: None)
+    first = search(shared, Fake(), [])
     asked: list[str] = []
-    assert searching.search(Fake(), shared, FakeAnswerer(asked), lambda _: None) == first
+    assert search(shared, Fake(), asked) == first
     assert asked == []
-    (shared.folder / "trial-2" / "fake" / "budget-8" / "seed-0" / "01-two" / "result.json").unlink()
-    assert searching.search(Fake(), shared, FakeAnswerer(asked), lambda _: None)["settings"] == first["settings"]
-    assert len(asked) == 30
+    shutil.rmtree(shared.folder / "trial-2" / "fake" / "budget-8" / "seed-0")
+    shutil.rmtree(shared.folder / "answers")
+    again = search(shared, Fake(), asked)
+    assert again["settings"] == first["settings"]
+    assert [trial["AP"] for trial in again["trials"]] == [trial["AP"] for trial in first["trials"]]
+    assert len(asked) == 50
+
+
+@dataclass(frozen=True)
+class Refusing(Fake):
+    name: str = "refusing"
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        raise ConfigError("not with this budget")
+
+
+def test_a_method_that_cannot_be_run_does_not_stop_the_others(shared):
+    assert run_trials([Refusing(), Fake()], shared, FakeAnswerer([])) == {"refusing": "not with this budget"}
+    assert judge(Fake(), shared)["settings"] == {"right": 7}
 
 
 def test_the_searched_suite_holds_no_test_question(suite):
-    searched = searched_suite(suite, 2, 4, 3)
+    searched = searched_suite(suite, 2, 5, 4, 3)
     parts = [part for task in (*searched.tasks, searched.base) for part in (task.train, task.validation, task.test)]
     assert not [example.id for part in parts for example in part if "/test" in example.id]
     assert [task.name for task in searched.tasks] == ["one", "two"]
     assert [len(task.test) for task in (*searched.tasks, searched.base)] == [4, 4, 3]
     for tasks in (0, 4):
         with pytest.raises(ConfigError, match=f"has 3 tasks, a search over {tasks}"):
-            searched_suite(suite, tasks, 4, 3)
+            searched_suite(suite, tasks, 5, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -148,9 +177,9 @@ def test_all_methods_have_equally_many_different_trials():
 
 def test_winners_are_read_back_and_applied(shared, tmp_path):
     path = tmp_path / "tuned.json"
-    found = searching.search(Fake(), shared, FakeAnswerer([]), lambda _: None)
+    found = search(shared, Fake(), [])
     write_tuned(path, {"budget": 8}, {"fake": found})
-    write_tuned(path, {"budget": 8}, {"fixed": searching.search(Fixed(), shared, FakeAnswerer([]), lambda _: None)})
+    write_tuned(path, {"budget": 8}, {"fixed": search(shared, Fixed(), [])})
     assert tuned_settings(path, Fake()) == Fake(right=7)
     assert tuned_settings(path, Fixed()) == Fixed()
     assert tuned_settings(path, Fake(right=1)) == Fake(right=7)  # the default of a searched setting may change
@@ -181,14 +210,16 @@ def test_settings_that_a_method_lacks_are_refused():
 
 def test_the_command_searches_methods_without_settings_too(tmp_path, capsys, suite, monkeypatch):
     monkeypatch.setattr(searching, "load_suite", lambda name, data: suite)
-    monkeypatch.setattr("benchmarks.continual.answer.OfflineAnswerer", lambda model: FakeAnswerer([]))
-    out = ["--out", str(tmp_path / "out"), "--method", "no_memory", "--threads", "1"]
-    assert main(["search", "--tasks", "2", *out]) == 0
+    monkeypatch.setattr(searching, "METHODS", {"fake": Fake(), "fixed": Fixed()})
+    monkeypatch.setattr(searching, "choose_methods", lambda names, settings: [Fake(), Fixed()])
+    monkeypatch.setattr(searching, "OfflineAnswerer", lambda model: FakeAnswerer([]))
+    arguments = ["search", "--out", str(tmp_path / "out"), "--method", "all", "--jobs", "1"]
+    assert main([*arguments, "--tasks", "2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed["split"] == "validation"
-    assert printed["methods"]["no_memory"]["trials"] == []
-    assert read_tuned(tmp_path / "out" / "tuned.json")["search"]["tasks"] == ["one", "two"]
-    assert main(["search", "--tasks", "3", *out]) == 2  # a folder of another configuration
+    assert (printed["split"], printed["trials"]) == ("validation", 3)
+    assert {name: one["settings"] for name, one in printed["methods"].items()} == {"fake": {"right": 7}, "fixed": {}}
+    assert read_tuned(tmp_path / "out" / "tuned.json")["methods"] == printed["methods"]
+    assert main([*arguments, "--tasks", "3"]) == 2  # the folder is of another configuration
     assert "tasks: ['one', 'two'] there" in capsys.readouterr().err
-    assert main(["search", "--tasks", "4", *out]) == 2
+    assert main([*arguments, "--tasks", "4"]) == 2
     assert "has 3 tasks" in capsys.readouterr().err

@@ -17,7 +17,7 @@ TUNED = Path(__file__).parents[1] / "tuned.json"  # what this repository's metho
 
 def write_report(
     out: Path,
-    model: Path,
+    model: Path | None = None,
     *,
     data: Path | None = None,
     tuned: Path | None = None,
@@ -27,6 +27,7 @@ def write_report(
     """Writes both files (default: into OUT); returns what the JSON file holds.
 
     Args:
+        model, data: None for where the run found them.
         tuned: what a search has found, to be told on the page.
 
     Raises:
@@ -52,15 +53,13 @@ def write_report(
 
 
 def add_parser(commands: Any) -> None:
-    from benchmarks.demo.model import CHECKPOINT
-
     parser = commands.add_parser("report", help="the page and the JSON file of a folder of streams, complete or not")
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of the results")
     add("--html", type=Path, metavar="FILE", help=f"(default: OUT/{HTML})")
     add("--json", type=Path, metavar="FILE", help=f"(default: OUT/{JSON})")
-    add("--model", type=Path, default=CHECKPOINT, help="the model of the run (default: the demo model)")
-    add("--data", type=Path, help="the suite's data (default: OUT/data)")
+    add("--model", type=Path, help="the model of the run (default: where the run found it)")
+    add("--data", type=Path, help="the suite's data (default: where the run found them)")
     add("--tuned", type=Path, default=TUNED if TUNED.exists() else None, metavar="FILE", help="searched settings")
     parser.set_defaults(command=command)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 from benchmarks.continual.comparison import Streams
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.footprint_table import Conversion, conversions, mean_picture_bytes
+from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import TaskData
-from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry
 from selector.data import Example
-from selector.files import replace_file
 
-COMMANDS = "commands.jsonl"
+from .commands import read_commands
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Diagnosed:
 class Findings:
     """All that the page and the JSON file are made of."""
 
-    configuration: Mapping[str, Any]  # of run.json
+    configuration: Mapping[str, Any]  # of run.json, but for where things lay
     streams: Streams
     tasks: tuple[TaskShown, ...]  # in the order of learning, the base last; empty where the data cannot be read
     no_tasks_because: str | None
@@ -67,11 +65,13 @@ class Findings:
     tuned: Mapping[str, Any] | None  # what a search found, see `search.read_tuned`
 
 
-def read_findings(out: Path, model: Path, data: Path | None = None, tuned: Mapping[str, Any] | None = None) -> Findings:
+def read_findings(
+    out: Path, model: Path | None = None, data: Path | None = None, tuned: Mapping[str, Any] | None = None
+) -> Findings:
     """
     Args:
-        model: of the run; its configuration is read.
-        data: of the suite (default: OUT/data).
+        model, data: None for where the run found them.
+        tuned: what a search has found, see `search.read_tuned`.
 
     Raises:
         ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
@@ -81,13 +81,13 @@ def read_findings(out: Path, model: Path, data: Path | None = None, tuned: Mappi
     if not runs:
         raise ConfigError(f"{out}: no task of any stream is done yet")
     known = finished.configuration["model"]["name"]
-    if model.name != known:
-        raise ConfigError(f"{out} is of the model {known!r}: name its folder with --model, found {model}")
+    if finished.model.name != known:
+        raise ConfigError(f"{out} is of the model {known!r}: name its folder with --model, found {finished.model}")
     streams = Streams([run.matrix for run in runs])
     shown, because, picture_bytes = _tasks(finished)
-    geometry = text_geometry(read_config(model / "config.json"))
+    geometry = text_geometry(read_config(finished.model / "config.json"))
     return Findings(
-        configuration=finished.configuration,
+        configuration={key: value for key, value in finished.configuration.items() if key != WHERE},
         streams=streams,
         tasks=shown,
         no_tasks_because=because,
@@ -160,42 +160,3 @@ def _diagnostics(folder: Path) -> list[Diagnosed]:
         except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
             raise ConfigError(f"{path}: not what a diagnostic writes: {error!r}") from error
     return found
-
-
-# ------------------------------------------------------------------------------------------------- the commands
-
-
-def record_command(out: Path, command: Sequence[str]) -> None:
-    """Adds a command to OUT/commands.jsonl, once for each machine and versions that it ran with.
-
-    Of paths outside the working directory only the last part is kept: where things lie is nobody's concern.
-
-    Raises:
-        ConfigError: the file cannot be read or written.
-    """
-    record = {"command": shlex.join(map(_without_place, command)), "machine": describe_machine()}
-    known = read_commands(out)
-    if record in known:
-        return
-    lines = [json.dumps(one) + "\n" for one in (*known, record)]
-    try:
-        replace_file(out / COMMANDS, "".join(lines).encode())
-    except OSError as error:
-        raise ConfigError(f"{out / COMMANDS}: cannot write: {error}") from error
-
-
-def read_commands(out: Path) -> list[dict[str, Any]]:
-    """Those that are on record.
-
-    Raises:
-        ConfigError: the file does not parse.
-    """
-    path = out / COMMANDS
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a list of commands: {error}") from error
-
-
-def _without_place(argument: str) -> str:
-    return Path(argument).name if Path(argument).is_absolute() else argument

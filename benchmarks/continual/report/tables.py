@@ -224,7 +224,7 @@ def stored_bytes(streams: Streams, method: str, budget: int) -> int:
 
 def anchor_bytes(run: Collected) -> int:
     """Of examples that a method keeps for its own learning, not for answering."""
-    return int(run["reports"][-1].get("anchor_bytes", 0))
+    return int(run["anchor_bytes"][-1])
 
 
 def evaluate_seconds(run: Collected) -> float:
