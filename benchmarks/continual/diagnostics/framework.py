@@ -24,6 +24,8 @@ from torch import Tensor
 
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import Matrix, accuracy_matrix
+from benchmarks.continual.run import weights_digest
+from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import Suite, TaskData, load_suite
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, read_bundle
@@ -73,8 +75,8 @@ def add_common_arguments(parser: ArgumentParser) -> None:
     add("--method", default="refined", help="(default: %(default)s)")
     add("--budget", type=int, help="(default: the method's only one)")
     add("--seed", nargs="+", type=int, help="(default: all there are)")
-    add("--model", type=Path, default=CHECKPOINT, help="the model of the run (default: the demo model)")
-    add("--data", type=Path, help="the suite's data (default: OUT/data)")
+    add("--model", type=Path, help="the model of the run (default: where the run found it)")
+    add("--data", type=Path, help="the suite's data (default: where the run found them)")
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,11 @@ class Finished:
     _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
 
     @classmethod
-    def read(cls, out: Path, model: Path = CHECKPOINT, data: Path | None = None) -> Finished:
+    def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
         """
+        Args:
+            model, data: None for where the run found them; the data may also have moved with the folder.
+
         Raises:
             ConfigError: the folder is not one of a run, or one of its files does not parse.
         """
@@ -203,7 +208,12 @@ class Finished:
         matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
         complete = tuple(run for run in matrices if run.matrix["complete"])
         unfinished = tuple(run for run in matrices if not run.matrix["complete"])
-        return cls(out, model, data or out / "data", configuration, complete, unfinished)
+        where = configuration.get(WHERE, {})
+        model = model or Path(where.get("model", CHECKPOINT))
+        if data is None:
+            there = Path(where.get("data", out / "data"))
+            data = there if there.exists() else out / "data"
+        return cls(out, model, data, configuration, complete, unfinished)
 
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None
@@ -278,8 +288,9 @@ class Finished:
             TaskDataError: they cannot be read.
         """
         known = self.configuration
-        suite = load_suite(known["suite"], self.data).ordered(known["order"])
-        suite = suite.asked_about(known["split"]).limited(known["test_limit"], known["base_limit"])
+        name = known.get(WHERE, {}).get("suite", known["suite"])  # or the file that describes it
+        suite = load_suite(name, self.data).ordered(known["order"]).asked_about(known["split"])
+        suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
         if suite.digest() != known["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")
         return suite
@@ -291,8 +302,6 @@ class Finished:
         Raises:
             ConfigError: its weights are others.
         """
-        from benchmarks.continual.__main__ import weights_digest
-
         known = self.configuration["model"]
         backbone = Backbone.load(self.model)
         if weights_digest(self.model) != known["weights"]:
