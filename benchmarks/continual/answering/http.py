@@ -87,7 +87,9 @@ class HttpModel:
 
     async def _ask_all(self, asks: Sequence[Ask], models: Sequence[str]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]
-        waiting = iter([row for row, ask in enumerate(asks) if ask.answer is None])
+        # Those of one model together: a server holds only so many adapters at once.
+        rows = sorted((row for row, ask in enumerate(asks) if ask.answer is None), key=lambda row: models[row])
+        waiting = iter(rows)
 
         async def worker(client: httpx.AsyncClient) -> None:
             for row in waiting:  # shared by all workers: each takes the next one when it is free
