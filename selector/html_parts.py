@@ -25,7 +25,9 @@ table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular
 th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
 tr.chosen { font-weight: bold; background: #eef6fb; } td.marked { font-weight: bold; background: #eef6fb; }
-.wide { overflow-x: auto; } .wide td, .wide th { white-space: nowrap; }
+.wide { overflow-x: auto; width: min(96vw, 90rem); margin-left: calc(50% - min(48vw, 45rem)); }
+.wide table { margin: 1rem auto; font-size: .85rem; } .wide td, .wide th { white-space: nowrap; padding: .2rem .5rem; }
+.prose td, .prose th { text-align: left; }
 .gallery { display: flex; flex-wrap: wrap; gap: 1rem; } .gallery figure { flex: 1 1 13rem; margin: 0; }
 .gallery img { width: 7rem; image-rendering: pixelated; } pre { overflow-x: auto; background: #f4f4f4; padding: .6rem; }
 """

@@ -21,6 +21,7 @@ from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, compare, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         write_json(options.results, {**results, "runs": [brief(one) for one in done]})
     if done:
         record_command(options.out, [*COMMAND, *options.given])
-        write_report(options.out, options.model, data=options.data)
+        write_report(options.out, tuned=options.tuned)
     print(json.dumps(results))
     if refused:
         raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
@@ -66,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: what is asked for cannot be run."""
-    methods = choose_methods(list(METHODS) if ALL_METHODS in options.method else options.method, options.set)
+    names = list(METHODS) if ALL_METHODS in options.method else options.method
+    methods = choose_methods(names, options.set, tuned_methods(options.tuned, names) if options.tuned else METHODS)
     require_model_folder(options.model)
     if min(options.budget) < 1 or min(options.seed) < 0:
         raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")

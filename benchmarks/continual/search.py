@@ -20,11 +20,10 @@ configuration may share DIR and FILE.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,16 @@ from typing import Any
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.jobs import run_all
-from benchmarks.continual.methods import METHODS, Method, choose_methods, with_setting
+from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.run import ALL_METHODS, tell, weights_digest
-from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream, write_json
+from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
 
-TUNED = "tuned.json"
 CRITERION = "AP"
-Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,6 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
         raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
     first = replace(suite, tasks=suite.tasks[:tasks])
     return first.asked_about("validation").limited(train, questions, base_questions)
-
-
-def trials_of(method: Method) -> tuple[Settings, ...]:
-    """The settings that are tried, in their order; none for a method without any to search."""
-    return tuple(getattr(method, "trials", ()))
 
 
 def require_equal_trials(methods: Sequence[Method]) -> int:
@@ -144,79 +137,6 @@ def judge_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
         "base_final": mean([one["metrics"]["base_final"] for one in found], 6),
         "seconds": mean([math.fsum(task["learn"] for task in one["seconds"]) for one in found], 1),
     }
-
-
-def apply_settings(method: Method, settings: Settings) -> Method:
-    """The method with other settings.
-
-    Raises:
-        ConfigError: it has no such setting, or one of another type.
-    """
-    for key, value in settings.items():
-        known = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
-        if key not in known:
-            raise ConfigError(f"{method.name} has no setting {key!r}, it has: {', '.join(known) or 'none'}")
-        method = with_setting(method, key, value)
-    return method
-
-
-def unsearched_digest(method: Method) -> str:
-    """sha256 of the settings that no trial changes: the winner is one under them."""
-    searched = {key for settings in trials_of(method) for key in settings}
-    rest = {key: value for key, value in asdict(method).items() if key not in searched}  # type: ignore[call-overload]
-    return _digest(rest)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-# --------------------------------------------------------------------------------------------- the winners' file
-
-
-def write_tuned(path: Path, configuration: dict[str, Any], found: Mapping[str, dict[str, Any]]) -> None:
-    """Adds the records of methods to the file, or makes it.
-
-    Raises:
-        ConfigError: the file is of a search of another configuration, or cannot be read.
-    """
-    digest = _digest(configuration)
-    earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
-    if earlier["digest"] != digest:
-        raise ConfigError(f"{path}: the winners there are of a search of another configuration; choose another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    methods = {**earlier["methods"], **found}
-    write_json(path, {"search": configuration, "digest": digest, "methods": dict(sorted(methods.items()))})
-
-
-def read_tuned(path: Path) -> dict[str, Any]:
-    """What `write_tuned` has written.
-
-    Raises:
-        ConfigError: there is no such file, or it is something else.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found["digest"], str) or not all("settings" in one for one in found["methods"].values()):
-            raise ValueError("a method has no settings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
-    return dict(found)
-
-
-def tuned_settings(path: Path, method: Method) -> Method:
-    """The method, as `METHODS` has it, with the settings that a search found best.
-
-    Raises:
-        ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
-    """
-    methods = read_tuned(path)["methods"]
-    if method.name not in methods:
-        raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")
-    record = methods[method.name]
-    if record.get("unsearched") != unsearched_digest(method):
-        raise ConfigError(f"{path}: {method.name} was searched with other settings than it has now; search it again")
-    return apply_settings(method, record["settings"])
 
 
 # ------------------------------------------------------------------------------------------------- the command

@@ -14,18 +14,9 @@ import pytest
 from benchmarks.continual import search as searching
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.methods import Artifact, Circumstances
-from benchmarks.continual.search import (
-    Search,
-    apply_settings,
-    judge,
-    read_tuned,
-    require_equal_trials,
-    run_trials,
-    searched_suite,
-    tuned_settings,
-    write_tuned,
-)
+from benchmarks.continual.search import Search, judge, require_equal_trials, run_trials, searched_suite
 from benchmarks.continual.suites import Suite, TaskData
+from benchmarks.continual.tuned import apply_settings, read_tuned, tuned_settings, write_tuned
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
 from selector.data import Example

@@ -35,15 +35,20 @@ def heatmap(
     columns: Sequence[str],
     label: str,
     limits: tuple[float, float] | None = None,
+    digits: str = ".2g",
 ) -> None:
-    """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank."""
+    """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank.
+
+    Args:
+        digits: the format of the numbers.
+    """
     matrix = np.array([finite(row) for row in values])
     low, high = limits or (float(np.nanmin(matrix)), float(np.nanmax(matrix)))
     image = axes.imshow(matrix, vmin=low, vmax=high, cmap="viridis", aspect="auto")
     for (row, column), value in np.ndenumerate(matrix):
         if not np.isnan(value):
             colour = "white" if value < (low + high) / 2 else "black"
-            axes.text(column, row, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7)
+            axes.text(column, row, format(value, digits), ha="center", va="center", color=colour, fontsize=7)
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(rows)), rows)
     axes.grid(False)

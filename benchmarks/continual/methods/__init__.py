@@ -44,8 +44,13 @@ METHODS: Mapping[str, Any] = MappingProxyType(
 __all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods", "with_setting"]
 
 
-def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+def choose_methods(
+    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] = METHODS
+) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that know such a setting.
+
+    Args:
+        start: every method as it is before that.
 
     Raises:
         ConfigError: an unknown method, a setting that none of them has, or a value of another type.
@@ -53,7 +58,7 @@ def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[M
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ConfigError(f"there is no method {unknown[0]!r}, there are: {', '.join(METHODS)}")
-    chosen = [METHODS[name] for name in dict.fromkeys(names)]
+    chosen = [start[name] for name in dict.fromkeys(names)]
     for setting in settings:
         key, given, text = setting.partition("=")
         try:

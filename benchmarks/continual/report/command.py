@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.continual.tuned import read_tuned
 from inducekv_vllm.errors import ConfigError
 from selector.files import replace_file
 
 HTML, JSON = "report.html", "report.json"
-TUNED = Path(__file__).parents[1] / "tuned.json"  # what this repository's methods were searched to
 
 
 def write_report(
@@ -33,8 +33,6 @@ def write_report(
     Raises:
         ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
     """
-    from benchmarks.continual.search import read_tuned
-
     from .findings import read_findings
     from .page import as_json, render_html
 
@@ -60,7 +58,7 @@ def add_parser(commands: Any) -> None:
     add("--json", type=Path, metavar="FILE", help=f"(default: OUT/{JSON})")
     add("--model", type=Path, help="the model of the run (default: where the run found it)")
     add("--data", type=Path, help="the suite's data (default: where the run found them)")
-    add("--tuned", type=Path, default=TUNED if TUNED.exists() else None, metavar="FILE", help="searched settings")
+    add("--tuned", type=Path, metavar="FILE", help="what a search found, to be told on the page")
     parser.set_defaults(command=command)
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.continual.comparison import Score, Streams, final_accuracy
 from benchmarks.continual.diagnostics.drawing import blank, heatmap, png
-from selector.html_parts import figure, picture
-from selector.plots import COLOURS, Panel, curves
+from selector.html_parts import picture
+from selector.plots import COLOURS
 
 from .names import RECIPES, is_ours, title
 from .sentences import AP, BASE
 from .tables import by_accuracy
 
 A_ROW = 3  # matrices
-LINES = 4  # that one pair of axes can keep apart
 
 
 def drawn(draw: Callable[[], Figure], name: str, said: str) -> str:
@@ -60,13 +59,12 @@ def heatmap_of_tasks(streams: Streams, budget: int) -> str:
     """Final accuracy, methods by tasks and the base."""
     methods = by_accuracy(streams, budget)
     scores = [*(final_accuracy(task) for task in streams.tasks), BASE]
-    values = [[100 * streams.mean(method, budget, score).value for score in scores] for method in methods]
+    values = {
+        method: np.array([100 * streams.mean(method, budget, score).value for score in scores]) for method in methods
+    }
 
     def draw() -> Figure:
-        canvas = blank(1.6 + 0.26 * len(methods))
-        axes = canvas.add_subplot()
-        heatmap(axes, values, [title(m) for m in methods], [*streams.tasks, "base"], "accuracy (%)", (0, 100))
-        return canvas
+        return _heatmap(values, [*streams.tasks, "base"])
 
     return drawn(
         draw,
@@ -114,23 +112,32 @@ def mean_matrix(streams: Streams, method: str, budget: int) -> np.ndarray:
     return found
 
 
-def lines_over_tasks(streams: Streams, budget: int) -> str:
-    """Base accuracy after each task."""
-    methods = by_accuracy(streams, budget)
-    panels = []
-    for start in range(0, len(methods), LINES):
-        series = {title(m): _base_over_tasks(streams, m, budget) for m in methods[start : start + LINES]}
-        panels.append(Panel("base questions (%)", series, limits=(0, 102)))
-    return figure(
-        curves(range(1, len(streams.tasks) + 1), "tasks learned", panels),
+def heatmap_of_base(streams: Streams, budget: int) -> str:
+    """Base accuracy after each task, methods by tasks."""
+    values = {method: 100 * _mean_base(streams, method, budget) for method in by_accuracy(streams, budget)}
+
+    def draw() -> Figure:
+        return _heatmap(values, streams.tasks)
+
+    return drawn(
+        draw,
         f"What the model could do before, {budget} entries",
-        "Accuracy on the base questions after each task, means over seeds: a flat line high up keeps what was there.",
+        "Accuracy on the base questions after each task was learned, from left to right.",
     )
 
 
-def _base_over_tasks(streams: Streams, method: str, budget: int) -> Sequence[float]:
-    """Percentages, [T]."""
-    return [float(value) for value in 100 * np.mean([r["base"] for r in streams.of(method, budget).values()], axis=0)]
+def _heatmap(values: Mapping[str, np.ndarray], columns: Sequence[str]) -> Figure:
+    """Percentages of methods, [number of columns] each."""
+    canvas = blank(1.6 + 0.26 * len(values))
+    rows = [[float(value) for value in row] for row in values.values()]
+    names = [title(method) for method in values]
+    heatmap(canvas.add_subplot(), rows, names, columns, "accuracy (%)", (0, 100), ".0f")
+    return canvas
+
+
+def _mean_base(streams: Streams, method: str, budget: int) -> np.ndarray:
+    """Over the complete seeds, [T] float64."""
+    return np.mean([run["base"] for run in streams.of(method, budget).values()], axis=0)
 
 
 def _colour(method: str) -> str:

@@ -22,6 +22,7 @@ from inducekv_vllm.footprint import read_config, text_geometry
 from selector.data import Example
 
 from .commands import read_commands
+from .names import place
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Findings:
     picture_bytes: float | None  # of an exemplar as JPEG, on average
     diagnostics: tuple[Diagnosed, ...]
     commands: tuple[Mapping[str, Any], ...]
-    tuned: Mapping[str, Any] | None  # what a search found, see `search.read_tuned`
+    tuned: Mapping[str, Any] | None  # what a search found, see `tuned.read_tuned`
 
 
 def read_findings(
@@ -71,7 +72,7 @@ def read_findings(
     """
     Args:
         model, data: None for where the run found them.
-        tuned: what a search has found, see `search.read_tuned`.
+        tuned: what a search has found, see `tuned.read_tuned`.
 
     Raises:
         ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
@@ -83,6 +84,7 @@ def read_findings(
     known = finished.configuration["model"]["name"]
     if finished.model.name != known:
         raise ConfigError(f"{out} is of the model {known!r}: name its folder with --model, found {finished.model}")
+    runs.sort(key=lambda run: place(run.method))
     streams = Streams([run.matrix for run in runs])
     shown, because, picture_bytes = _tasks(finished)
     geometry = text_geometry(read_config(finished.model / "config.json"))

@@ -59,6 +59,13 @@ def is_ours(method: str) -> bool:
     return method in RECIPES or full_method(method) is not None
 
 
+def place(method: str) -> tuple[int, bool, str]:
+    """Puts methods in order: as they stand above, a recipe's ablations after it, unknown ones last."""
+    names = list(METHODS)
+    family = method if method in METHODS else full_method(method)
+    return (names.index(family) if family else len(names), method not in METHODS, method)
+
+
 def ablations(methods: Iterable[str], recipe: str) -> list[str]:
     return [method for method in methods if full_method(method) == recipe]
 

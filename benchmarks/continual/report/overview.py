@@ -12,7 +12,7 @@ from selector.html_parts import byte_size, counted, picture, table, text
 
 from .findings import Findings, TaskShown
 from .names import RECIPES, RIVALS, described, listed, title
-from .tables import paragraph
+from .tables import paragraph, prose
 
 GLOSSARY: Mapping[str, str] = MappingProxyType(
     {
@@ -53,6 +53,7 @@ def what_was_run(findings: Findings) -> list[str]:
         ["budgets", f"{listed(map(str, streams.budgets))} entries of memory, or their bytes"],
         ["seeds", listed(map(str, seeds))],
         ["questions", _questions(findings)],
+        ["answers", _answered(known)],
         ["methods", str(len(methods))],
     ]  # fmt: skip
     for record in _machines(findings.commands):
@@ -61,17 +62,18 @@ def what_was_run(findings: Findings) -> list[str]:
         paragraph(
             f"The tasks of the suite “{known['suite']}” were learned one after the other. After each, the questions of "
             "all tasks seen so far were asked, and base questions of what the model could do before; an answer counts "
-            "where it is the expected one but for case, surrounding space and final punctuation. Every method had the "
-            "same bytes to answer with, and was learned anew for every budget and seed."
+            "where it is the expected one but for case, surrounding space and final punctuation. No method may "
+            "store more to answer with than a memory of the budget takes, and each was learned anew for every budget "
+            "and seed."
         ),
-        table(["what", ""], rows),
+        prose(table(["what", ""], rows)),
     ]
     return [*parts, *_missing(streams)]
 
 
 def methods_told(findings: Findings) -> list[str]:
     methods = dict.fromkeys(run["method"] for run in findings.streams.runs)
-    return [table(["method", "what it is"], [[title(method), described(method) or "–"] for method in methods])]
+    return [prose(table(["method", "what it is"], [[title(m), described(m) or "–"] for m in methods]))]
 
 
 def tasks_told(findings: Findings) -> list[str]:
@@ -93,7 +95,7 @@ def _task(shown: TaskShown) -> str:
 
 
 def glossary() -> list[str]:
-    return [table(["term", "what it means"], [[term, said] for term, said in GLOSSARY.items()])]
+    return [prose(table(["term", "what it means"], [[term, said] for term, said in GLOSSARY.items()]))]
 
 
 def footprint_told(findings: Findings) -> str:
@@ -134,6 +136,15 @@ def _questions(findings: Findings) -> str:
     *tasks, base = findings.tasks
     counts = sorted({shown.questions for shown in tasks})
     return f"{' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))} a task, {base.questions} base questions, {split}"
+
+
+def _answered(known: Mapping[str, Any]) -> str:
+    """Who answered the questions, from run.json."""
+    answer = known.get("answer", {})
+    if answer.get("by") == "http":
+        server = "a server given to the run" if answer.get("server") == "given" else "inducekv-serve"
+        return f"by {server} over HTTP, greedy"
+    return "in transformers, greedy"
 
 
 def _machines(commands: Sequence[Mapping[str, Any]]) -> list[str]:

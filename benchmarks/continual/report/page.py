@@ -125,7 +125,7 @@ def _tasks(findings: Findings) -> list[str]:
 def _forgetting(findings: Findings) -> list[str]:
     streams = findings.streams
     return for_each_budget(
-        streams, lambda budget: figures.matrices(streams, budget) + figures.lines_over_tasks(streams, budget)
+        streams, lambda budget: figures.matrices(streams, budget) + figures.heatmap_of_base(streams, budget)
     )
 
 

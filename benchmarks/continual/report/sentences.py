@@ -16,6 +16,7 @@ from benchmarks.continual.comparison import UNTOUCHED, Difference, Mean, Streams
 from .names import RECIPES, RIVALS, is_ours, listed, title
 
 AP, BASE = metric("AP"), metric("base_final")
+AP_MEANS = "AP is the accuracy over all tasks after the last one; base questions are what the model could do before."
 TASKS_NAMED = 3  # in a sentence; a table has them all
 Kind = Literal["better", "worse", "open"]
 
@@ -80,7 +81,10 @@ def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
     elif not _gained(overall):
         told.append(f"gains nothing over no memory ({_ap(overall)})")
     elif useless:
-        told.append(f"gains nothing over no memory{_on(useless, streams)}, though over all tasks ({_ap(overall)})")
+        surely = "" if overall.verdict == "unknown" else " beyond the error"
+        told.append(
+            f"gains nothing{surely} over no memory{_on(useless, streams)}, though ahead in all ({_ap(overall)})"
+        )
     base = streams.difference(recipe, UNTOUCHED, budget, BASE)
     if base is not None and _lost(base):
         told.append(f"costs base accuracy ({points(base)}{_if_single(base, ', ')})")
@@ -166,10 +170,11 @@ def _reading(streams: Streams) -> str:
     """What the signs in the paragraph mean."""
     most = max(len(streams.seeds(budget)) for budget in streams.budgets)
     if most == 1:
-        return "There is one seed only, so no error is known, and small differences mean nothing."
+        return f"{AP_MEANS} There is one seed only, so no error is known, and small differences mean nothing."
     return (
-        f"Differences are percentage points; ± is the standard error over {most} seeds, paired seed by seed. Beyond "
-        f"the error: more than {in_errors(most):.1f} of them, so that 0 lies outside the 95% interval (Student's t)."
+        f"{AP_MEANS} Differences are percentage points; ± is the standard error over {most} seeds, paired seed by "
+        f"seed. Beyond the error: more than {in_errors(most):.1f} of them, so that 0 lies outside the 95% interval "
+        "(Student's t)."
     )
 
 

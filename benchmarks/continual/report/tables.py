@@ -34,13 +34,15 @@ class Column:
     sign: int  # 1 where more is better, -1 where less is
 
 
-COLUMNS = (
+FIRST_COLUMNS = (
     Column("AP (%)", AP, 1),
     Column("AF (points)", metric("AF"), -1),
+    Column("base, at the end (%)", BASE, 1),
+)
+MORE_COLUMNS = (
     Column("BWT (points)", metric("BWT"), 1),
     Column("Last (%)", metric("Last"), 1),
     Column("MAA over time (%)", metric("MAA_over_time"), 1),
-    Column("base, at the end (%)", BASE, 1),
 )
 
 
@@ -49,9 +51,9 @@ def main_table(streams: Streams, budget: int) -> str:
 
     Only methods that learn something and have all seeds can be best: the untouched model forgets nothing.
     """
-    columns = [*COLUMNS]
-    if retention := streams.retention(budget):
-        columns.append(Column("base retention (%)", retention, 1))
+    retention = streams.retention(budget)
+    retained = [Column("base retention (%)", retention, 1)] if retention else []
+    columns = [*FIRST_COLUMNS, *retained, *MORE_COLUMNS]
     methods = by_accuracy(streams, budget)
     rows = [
         [
@@ -59,7 +61,7 @@ def main_table(streams: Streams, budget: int) -> str:
             _seeds(streams, method, budget),
             *(_percent(streams, method, budget, column.score) for column in columns),
             byte_size(stored_bytes(streams, method, budget)),
-            number(streams.mean(method, budget, learn_seconds).value, 3),
+            _seconds(streams, method, budget, learn_seconds),
         ]
         for method in methods
     ]
@@ -134,8 +136,8 @@ def cost_table(streams: Streams, budget: int) -> str:
                 stored_bytes(streams, method, budget),
                 byte_size(stored_bytes(streams, method, budget)),
                 byte_size(anchor_bytes(run)),
-                number(streams.mean(method, budget, learn_seconds).value, 3),
-                number(streams.mean(method, budget, evaluate_seconds).value, 3),
+                _seconds(streams, method, budget, learn_seconds),
+                _seconds(streams, method, budget, evaluate_seconds),
                 run["settings"].get("steps"),
                 run["settings"].get("batch_size"),
             ]
@@ -153,7 +155,7 @@ def settings_table(streams: Streams) -> str:
     for method, run in first.items():
         settings = {key: value for key, value in run["settings"].items() if key != "name"}
         rows.append([title(method), method, ", ".join(f"{key} = {_setting(value)}" for key, value in settings.items())])
-    return table(["method", "name in commands", "settings"], rows)
+    return prose(table(["method", "name in commands", "settings"], rows))
 
 
 def footprint_table(findings: Findings) -> str:
@@ -237,6 +239,11 @@ def wide(content: str) -> str:
     return f'<div class="wide">{content}</div>'
 
 
+def prose(content: str) -> str:
+    """A table of words."""
+    return f'<div class="prose">{content}</div>'
+
+
 def paragraph(said: str) -> str:
     return f"<p>{text(said)}</p>"
 
@@ -271,6 +278,10 @@ def _difference(streams: Streams, method: str, rival: str, budget: int, score: S
     if found is None:
         return "no seed in common"
     return points(found) + {"more": " ▲", "less": " ▼"}.get(found.verdict, "")
+
+
+def _seconds(streams: Streams, method: str, budget: int, score: Score) -> str:
+    return f"{streams.mean(method, budget, score).value:,.0f}"
 
 
 def _seeds(streams: Streams, method: str, budget: int) -> str:
