@@ -35,12 +35,13 @@ tr.chosen { font-weight: bold; background: #eef6fb; } td.marked { font-weight: b
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, verdict: str, summary: str, sections: Mapping[str, Sequence[str]]) -> str:
+def page(title: str, verdict: str, summary: str | Sequence[str], sections: Mapping[str, Sequence[str]]) -> str:
     """A whole page: its first paragraph, set off by the class `verdict`, then the parts of each section by heading.
 
     Args:
-        summary: its lines stay lines.
+        summary: a paragraph, or its lines.
     """
+    lines = [summary] if isinstance(summary, str) else summary
     body: list[str] = []
     for heading, parts in sections.items():
         anchor = text(heading.lower().replace(" ", "-"))
@@ -54,7 +55,7 @@ def page(title: str, verdict: str, summary: str, sections: Mapping[str, Sequence
             f"<title>{text(title)}</title>",
             f"<style>{STYLE}</style></head>",
             f"<body>\n<h1>{text(title)}</h1>",
-            f'<p class="summary {verdict}">{"<br>".join(map(text, summary.splitlines()))}</p>',
+            f'<p class="summary {verdict}">{"<br>".join(map(text, lines))}</p>',
             *body,
             "</body>\n</html>\n",
         ]

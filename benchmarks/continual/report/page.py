@@ -48,7 +48,9 @@ def render_html(findings: Findings) -> str:
         "Commands": overview.commands_told(findings),
     }
     name = f"Continual learning: {findings.configuration['suite']} suite"
-    return page(name, found.kind, found.text, {heading: parts for heading, parts in sections.items() if parts})
+    return page(
+        name, found.kind, found.text.splitlines(), {heading: parts for heading, parts in sections.items() if parts}
+    )
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
