@@ -98,7 +98,8 @@ class Streams:
     """All runs of one suite, model and order.
 
     Raises:
-        ConfigError: two runs of one method have different settings, or two runs different orders; or one occurs twice.
+        ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
+            one run occurs twice.
     """
 
     runs: Sequence[Collected]
@@ -106,16 +107,16 @@ class Streams:
 
     def __post_init__(self) -> None:
         groups: dict[tuple[str, int], dict[int, Collected]] = {}
-        first: dict[str, Collected] = {}
+        first: dict[tuple[str, int], Collected] = {}
         for run in self.runs:
             method, budget, seed = run["method"], run["budget"], run["seed"]
             if run["order"] != self.runs[0]["order"]:
                 raise ConfigError(f"{method}, budget {budget}, seed {seed} has another order of tasks than other runs")
-            known = first.setdefault(method, run)
+            known = first.setdefault((method, budget), run)
             if run["settings"] != known["settings"]:
                 raise ConfigError(
-                    f"{method} was run with different settings: {known['settings']} with budget {known['budget']}, "
-                    f"seed {known['seed']}; {run['settings']} with budget {budget}, seed {seed}"
+                    f"{method}, budget {budget} was run with different settings: {known['settings']} with seed "
+                    f"{known['seed']}, {run['settings']} with seed {seed}"
                 )
             if not run["complete"]:
                 continue

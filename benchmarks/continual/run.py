@@ -14,12 +14,13 @@ from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.answering.http import HttpAnswerer
+from benchmarks.continual.comparison import Streams, compare
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.report.command import write_report
 from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
-from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, compare, run_stream, write_json
+from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
@@ -52,14 +53,19 @@ def run(options: argparse.Namespace) -> int:
         claim_stream(one)
     refused = run_unfinished([one for one in runs if not one.finished], options)
     done = [collect(one) for one in runs if one.finished]
-    results = {"benchmark": "continual", **configuration, "machine": describe_machine(), "results": compare(done)}
+    results = {
+        "benchmark": "continual",
+        **configuration,
+        "machine": describe_machine(),
+        "results": compare(Streams(done)),
+    }
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.results, {**results, "runs": [brief(one) for one in done]})
+    print(json.dumps(results))
     if done:
         record_command(options.out, [*COMMAND, *options.given])
         write_report(options.out, tuned=options.tuned)
-    print(json.dumps(results))
     if refused:
         raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
     return 0

@@ -108,7 +108,7 @@ def run_trials(
     runs = [run for method in methods for trial in trial_runs(method, shared) for run in trial]
     for run in runs:
         claim_stream(run)
-    stream = partial(run_stream, answers=KnownAnswers(shared.folder / "answers", answerer), tell=tell, keep="none")
+    stream = partial(run_stream, known=KnownAnswers(shared.folder / "answers", answerer), tell=tell, keep="none")
     unfinished = [run for run in runs if not run.finished]
     outcomes = run_all(unfinished, stream, min(jobs, len(unfinished)), threads) if unfinished else ()
     return {run.method.name: str(outcome) for run, outcome in outcomes if isinstance(outcome, InduceKVError)}

@@ -125,7 +125,7 @@ def test_the_untouched_model_stands_in_for_every_budget_and_others_do_not():
 
 
 def test_streams_that_do_not_belong_together_are_refused():
-    with pytest.raises(ConfigError, match=r"lora was run with different settings: .*5.* with budget 32, seed 0; .*6"):
+    with pytest.raises(ConfigError, match=r"lora, budget 32 was run with different settings: .*5.* seed 0, .*6"):
         Streams([stream("lora", seed, [0, 0], settings={"steps": 5 + seed}) for seed in (0, 1)])
     with pytest.raises(ConfigError, match="lora, budget 32, seed 1 has another order of tasks"):
         Streams([stream("lora", 0, [0, 0]), {**stream("lora", 1, [0, 0]), "order": ["digit", "guild"]}])

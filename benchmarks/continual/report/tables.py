@@ -147,15 +147,16 @@ def cost_table(streams: Streams, budget: int) -> str:
 
 
 def settings_table(streams: Streams) -> str:
-    """The settings of every method."""
-    first: dict[str, Collected] = {}
+    """The settings of every method, which may differ between budgets."""
+    budgets: dict[tuple[str, str], list[int]] = {}
     for run in streams.runs:
-        first.setdefault(run["method"], run)
-    rows = []
-    for method, run in first.items():
-        settings = {key: value for key, value in run["settings"].items() if key != "name"}
-        rows.append([title(method), method, ", ".join(f"{key} = {_setting(value)}" for key, value in settings.items())])
-    return prose(table(["method", "name in commands", "settings"], rows))
+        settings = ", ".join(f"{key} = {_setting(value)}" for key, value in run["settings"].items() if key != "name")
+        budgets.setdefault((run["method"], settings), []).append(run["budget"])
+    rows = [
+        [title(method), method, ", ".join(map(str, sorted({*used}))), settings]
+        for (method, settings), used in budgets.items()
+    ]
+    return prose(table(["method", "name in commands", "entries", "settings"], rows))
 
 
 def footprint_table(findings: Findings) -> str:
