@@ -13,7 +13,6 @@ transformers, without a server. A search that was killed goes on, since its tria
 configuration may share DIR and FILE.
 
     DIR/search.json                               what the folder is of; another configuration is refused
-    DIR/answers/                                  what has been answered: see `answering.known`
     DIR/trial-K/METHOD/budget-B/seed-S/           a trial's stream
 """
 
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
-from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.run import ALL_METHODS, tell, weights_digest
@@ -108,7 +106,7 @@ def run_trials(
     runs = [run for method in methods for trial in trial_runs(method, shared) for run in trial]
     for run in runs:
         claim_stream(run)
-    stream = partial(run_stream, known=KnownAnswers(shared.folder / "answers", answerer), tell=tell, keep="none")
+    stream = partial(run_stream, answerer=answerer, tell=tell, keep="none")
     unfinished = [run for run in runs if not run.finished]
     outcomes = run_all(unfinished, stream, min(jobs, len(unfinished)), threads) if unfinished else ()
     return {run.method.name: str(outcome) for run, outcome in outcomes if isinstance(outcome, InduceKVError)}

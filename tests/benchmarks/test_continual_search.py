@@ -107,7 +107,7 @@ def test_a_search_goes_on_where_it_was_killed(shared):
     assert search(shared, Fake(), asked) == first
     assert asked == []
     shutil.rmtree(shared.folder / "trial-2" / "fake" / "budget-8" / "seed-0")
-    shutil.rmtree(shared.folder / "answers")
+    shutil.rmtree(shared.folder / "trial-2" / "answers")
     again = search(shared, Fake(), asked)
     assert again["settings"] == first["settings"]
     assert [trial["AP"] for trial in again["trials"]] == [trial["AP"] for trial in first["trials"]]
