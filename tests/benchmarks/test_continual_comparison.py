@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.continual.comparison import Streams, compare, final_accuracy, gaps, in_errors, metric, paired
+from benchmarks.continual.methods import METHODS
 from benchmarks.continual.metrics import accuracy_matrix, summary
+from benchmarks.continual.report import names
 from benchmarks.continual.report.figures import mean_matrix
 from benchmarks.continual.report.sentences import ranking, shortfalls, verdict, winner
 from benchmarks.continual.report.tables import ablation_table, main_table, rival_table
@@ -282,11 +284,33 @@ def test_ablations_stand_beside_their_recipe():
     gate = seeds("refined_no_gate", [[0.7, 0.7], [0.72, 0.72], [0.75, 0.75]], base=0.3, learned=[0.9, 0.9])
     rows = cells(ablation_table(Streams([*full, *gate]), 32, "refined"))
     assert rows[0][:3] == ["InduceKV (refined), full", "3", "82.0 ± 1.2"]
-    assert rows[1][0] == "no gate"
+    assert rows[1][0] == "no relevance gate"
     assert rows[1][3] == "−9.7 ± 0.3 ▼"
     assert rows[1][5] == "+9.7 ± 0.3 ▲"  # forgets as much more
     assert rows[1][7] == "−60.0 ± 0.0 ▼"
     assert ablation_table(Streams(full), 32, "refined") is None
+
+
+def test_an_ablation_of_two_parts_is_held_against_the_ablation_of_one():
+    full, gate = seeds("refined", [[0.8, 0.8]] * 2), seeds("refined_no_gate", [[0.7, 0.7]] * 2)
+    sqrt = seeds("refined_sqrt", [[0.4, 0.4]] * 2)
+    rows = cells(ablation_table(Streams([*full, *sqrt, *gate]), 32, "refined"))
+    assert [row[0] for row in rows[1:]] == [
+        "no relevance gate",
+        "sqrt weighting, no relevance gate (against: InduceKV (refined), no relevance gate)",
+    ]
+    assert rows[2][3] == "−30.0 ± 0.0 ▼"
+    alone = cells(ablation_table(Streams([*full, *sqrt]), 32, "refined"))
+    assert alone[1][3] == "no seed in common"
+
+
+def test_every_method_of_the_benchmark_has_a_name_and_a_place():
+    known = [*names.METHODS, *names.ABLATIONS]
+    assert [name for name in METHODS if name not in known] == []
+    assert [one.against for one in names.ABLATIONS.values() if one.against not in known] == []
+    assert names.place("paper_uniform") < names.place("paper_of_a_new_kind") < names.place("refined")
+    assert names.title("paper_of_a_new_kind") == "InduceKV (paper), of a new kind"
+    assert names.ablation_of("lora_replay") is None
 
 
 def test_losses_to_rivals_are_marked_by_task():

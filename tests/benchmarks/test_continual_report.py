@@ -144,7 +144,7 @@ def test_the_page_says_first_where_inducekv_falls_short(out):
     assert "“Which guild owns" in page.text["the-tasks"]
     assert "no memory: “no_memory says”" in page.text["the-tasks"]
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
-    assert "no gate" in page.text["ablations"]
+    assert "no relevance gate" in page.text["ablations"]
     assert "It hits <often>. (Paper: Retrieval Quality.)" in page.text["diagnostics"]
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]

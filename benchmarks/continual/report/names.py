@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 RECIPES = ("paper", "refined")  # InduceKV as the paper has it, and the practical form
@@ -18,7 +19,7 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "the practical recipe: what is kept of the prefixes is trained, behind a gate",
         ),
         "random_memory": ("random memory", "prefixes drawn at random, nothing optimised"),
-        "k_center_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
+        "kcenter_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
         "lora": ("LoRA", "one low-rank adapter, trained on one task after the other"),
         "lora_replay": ("LoRA + replay", "the same, with anchors of earlier tasks in every batch"),
         "er_replay": ("ER + replay", "the same adapter with experience replay"),
@@ -32,12 +33,38 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
+class Ablation:
+    """A recipe with one part changed."""
+
+    recipe: str
+    change: str
+    against: str  # whom it differs from in that part alone: the recipe, or another ablation
+
+
+ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
+    {
+        "paper_no_bilevel": Ablation("paper", "no bilevel coupling", "paper"),
+        "paper_no_anchors": Ablation("paper", "no anchors", "paper"),
+        "paper_no_coverage": Ablation("paper", "no coverage", "paper"),
+        "fixed_calibration": Ablation("paper", "no inner calibration (fixed temperature and gates)", "paper"),
+        "paper_no_gates": Ablation("paper", "no value gates", "paper"),
+        "paper_uniform": Ablation("paper", "uniform weights", "paper"),
+        "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
+        "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
+        "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
+        "refined_no_refinement": Ablation("refined", "no refinement", "refined"),
+        "refined_sqrt": Ablation("refined", "sqrt weighting, no relevance gate", "refined_no_gate"),
+    }
+)
+
+
 def title(method: str) -> str:
-    """For people; an ablation is named after what it leaves out."""
+    """For people; an ablation is named after what it changes."""
     if method in METHODS:
         return METHODS[method][0]
-    if (full := full_method(method)) is not None:
-        return f"{METHODS[full][0]}, {method.removeprefix(full + '_').replace('_', ' ')}"
+    if (ablation := ablation_of(method)) is not None:
+        return f"{METHODS[ablation.recipe][0]}, {ablation.change}"
     return method.replace("_", " ")
 
 
@@ -45,29 +72,38 @@ def described(method: str) -> str:
     """What it is, in half a sentence; empty where nothing is known of it."""
     if method in METHODS:
         return METHODS[method][1]
-    full = full_method(method)
-    return "" if full is None else f"{METHODS[full][0]} with one part changed"
+    ablation = ablation_of(method)
+    return "" if ablation is None else f"{METHODS[ablation.recipe][0]} with one part changed"
 
 
-def full_method(method: str) -> str | None:
-    """The recipe that a method is an ablation of; None where it is none."""
-    return next((recipe for recipe in RECIPES if method.startswith(recipe + "_")), None)
+def ablation_of(method: str) -> Ablation | None:
+    """What a method is an ablation of; an unknown name that begins with a recipe's tells it. None where it is none."""
+    if method in ABLATIONS:
+        return ABLATIONS[method]
+    recipe = next((recipe for recipe in RECIPES if method.startswith(recipe + "_")), None)
+    if recipe is None:
+        return None
+    return Ablation(recipe, method.removeprefix(recipe + "_").replace("_", " "), recipe)
 
 
 def is_ours(method: str) -> bool:
     """Whether it is a recipe of InduceKV, or one of its ablations."""
-    return method in RECIPES or full_method(method) is not None
+    return method in RECIPES or ablation_of(method) is not None
 
 
-def place(method: str) -> tuple[int, bool, str]:
+def place(method: str) -> tuple[int, int, str]:
     """Puts methods in order: as they stand above, a recipe's ablations after it, unknown ones last."""
-    names = list(METHODS)
-    family = method if method in METHODS else full_method(method)
-    return (names.index(family) if family else len(names), method not in METHODS, method)
+    ablation = ablation_of(method)
+    known, changes = list(METHODS), list(ABLATIONS)
+    family = method if ablation is None else ablation.recipe
+    rank = changes.index(method) + 1 if method in changes else (len(changes) + 1 if ablation else 0)
+    return (known.index(family) if family in known else len(known), rank, method)
 
 
-def ablations(methods: Iterable[str], recipe: str) -> list[str]:
-    return [method for method in methods if full_method(method) == recipe]
+def ablations(methods: Iterable[str], recipe: str) -> dict[str, Ablation]:
+    """Those of one recipe, in the order above."""
+    found = {method: ablation_of(method) for method in sorted(methods, key=place)}
+    return {method: one for method, one in found.items() if one is not None and one.recipe == recipe}
 
 
 def listed(words: Iterable[str]) -> str:

@@ -104,17 +104,16 @@ def _ablations(findings: Findings) -> list[str]:
     streams = findings.streams
     parts = []
     for recipe in RECIPES:
-        found = for_each_budget(streams, lambda budget, recipe=recipe: _ablation(streams, budget, recipe))
+        found = for_each_budget(streams, lambda budget, recipe=recipe: tables.ablation_table(streams, budget, recipe))
         if found:
             parts += [paragraph(f"{title(recipe)}, with one part changed at a time."), *found]
     if not parts:
         return []
-    said = "Differences are to the full recipe, in points; ▲ and ▼ are beyond the error. Where AF rises, more is lost."
+    said = (
+        "Differences are to the full recipe where nothing else is named, in points; ▲ and ▼ are beyond the error. "
+        "Where AF rises, more is lost."
+    )
     return [paragraph(said), *parts]
-
-
-def _ablation(streams: Streams, budget: int, recipe: str) -> str | None:
-    return tables.ablation_table(streams, budget, recipe) if streams.of(recipe, budget) else None
 
 
 def _tasks(findings: Findings) -> list[str]:
@@ -167,14 +166,14 @@ def _diagnostic(one: Diagnosed) -> list[str]:
 
 
 def _differences(streams: Streams) -> list[dict[str, Any]]:
-    """Recipes minus the untouched model and rivals, ablations minus their recipe: paired, by budget."""
+    """Recipes minus the untouched model and rivals, ablations minus what they change: paired, by budget."""
     pairs = [
         (budget, method, rival)
         for budget in streams.budgets
         for recipe in RECIPES
         for method, rival in (
             *((recipe, rival) for rival in (UNTOUCHED, *rivals(streams, budget))),
-            *((ablation, recipe) for ablation in ablations(streams.methods(budget), recipe)),
+            *((name, one.against) for name, one in ablations(streams.methods(budget), recipe).items()),
         )
     ]
     table = []

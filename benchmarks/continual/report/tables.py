@@ -74,9 +74,9 @@ def main_table(streams: Streams, budget: int) -> str:
 
 
 def ablation_table(streams: Streams, budget: int, recipe: str) -> str | None:
-    """Each ablation's scores and their differences to the full method; None where none was run."""
-    variants = [name for name in ablations(streams.methods(budget), recipe) if streams.of(recipe, budget)]
-    if not variants:
+    """Each ablation's scores and their differences to what it changes one part of; None where none was run."""
+    variants = ablations(streams.methods(budget), recipe)
+    if not variants or not streams.of(recipe, budget):
         return None
     scores = {"AP (%)": AP, "AF (points)": metric("AF"), "base, at the end (%)": BASE}
     head = ["variant", "seeds"]
@@ -85,10 +85,12 @@ def ablation_table(streams: Streams, budget: int, recipe: str) -> str | None:
     rows = [[f"{title(recipe)}, full", _seeds(streams, recipe, budget)]]
     for score in scores.values():
         rows[0] += [_percent(streams, recipe, budget, score), ""]
-    for variant in variants:
-        row = [title(variant).removeprefix(f"{title(recipe)}, "), _seeds(streams, variant, budget)]
+    for variant, ablation in variants.items():
+        other = "" if ablation.against == recipe else f" (against: {title(ablation.against)})"
+        row = [ablation.change + other, _seeds(streams, variant, budget)]
         for score in scores.values():
-            row += [_percent(streams, variant, budget, score), _difference(streams, variant, recipe, budget, score)]
+            found = _difference(streams, variant, ablation.against, budget, score)
+            row += [_percent(streams, variant, budget, score), found]
         rows.append(row)
     return wide(table(head, rows, chosen=[True, *([False] * len(variants))]))
 
