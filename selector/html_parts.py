@@ -9,7 +9,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from .plots import plain
@@ -24,14 +24,24 @@ figure { margin: 1rem 0; } figure img { max-width: 100%; } figcaption { color: #
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
-tr.chosen { font-weight: bold; background: #eef6fb; }
+tr.chosen { font-weight: bold; background: #eef6fb; } td.marked { font-weight: bold; background: #eef6fb; }
+.wide { overflow-x: auto; width: min(96vw, 90rem); margin-left: calc(50% - min(48vw, 45rem)); }
+.wide table { margin: 1rem auto; font-size: .85rem; } .wide td, .wide th { white-space: nowrap; padding: .2rem .5rem; }
+.prose td, .prose th { text-align: left; }
+.gallery { display: flex; flex-wrap: wrap; gap: 1rem; } .gallery figure { flex: 1 1 13rem; margin: 0; }
+.gallery img { width: 7rem; image-rendering: pixelated; } pre { overflow-x: auto; background: #f4f4f4; padding: .6rem; }
 """
 # Whatever the page holds, a browser that shows it asks nobody for anything.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, verdict: str, summary: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """A whole page: its first paragraph, set off by the class `verdict`, then the parts of each section by heading."""
+def page(title: str, verdict: str, summary: str | Sequence[str], sections: Mapping[str, Sequence[str]]) -> str:
+    """A whole page: its first paragraph, set off by the class `verdict`, then the parts of each section by heading.
+
+    Args:
+        summary: a paragraph, or its lines.
+    """
+    lines = [summary] if isinstance(summary, str) else summary
     body: list[str] = []
     for heading, parts in sections.items():
         anchor = text(heading.lower().replace(" ", "-"))
@@ -45,7 +55,7 @@ def page(title: str, verdict: str, summary: str, sections: Mapping[str, Sequence
             f"<title>{text(title)}</title>",
             f"<style>{STYLE}</style></head>",
             f"<body>\n<h1>{text(title)}</h1>",
-            f'<p class="summary {verdict}">{text(summary)}</p>',
+            f'<p class="summary {verdict}">{"<br>".join(map(text, lines))}</p>',
             *body,
             "</body>\n</html>\n",
         ]
@@ -54,18 +64,33 @@ def page(title: str, verdict: str, summary: str, sections: Mapping[str, Sequence
 
 def figure(svg: str, title: str, said: str) -> str:
     """A plot, its title and a sentence that explains it."""
-    data = base64.b64encode(svg.encode()).decode()
-    image = f'<img alt="{text(title)}" src="data:image/svg+xml;base64,{data}">'
+    return _figure("image/svg+xml", svg.encode(), title, said)
+
+
+def picture(png: bytes, title: str, said: str) -> str:
+    """The same of a picture in pixels."""
+    return _figure("image/png", png, title, said)
+
+
+def _figure(media_type: str, content: bytes, title: str, said: str) -> str:
+    image = f'<img alt="{text(title)}" src="data:{media_type};base64,{base64.b64encode(content).decode()}">'
     return f"<figure>{image}<figcaption><strong>{text(title)}.</strong> {text(said)}</figcaption></figure>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], chosen: Sequence[bool] | None = None) -> str:
-    """A table; cells may be text or numbers, and `chosen` rows are set off."""
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    chosen: Sequence[bool] | None = None,
+    marked: Collection[tuple[int, int]] = (),
+) -> str:
+    """A table; cells may be text or numbers; `chosen` rows and `marked` cells (row, column) are set off."""
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
     lines = [f"<table><thead><tr>{cells}</tr></thead><tbody>"]
     for place, row in enumerate(rows):
         mark = ' class="chosen"' if chosen is not None and chosen[place] else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{text(_cell(value))}</td>" for value in row) + "</tr>")
+        opened = ['<td class="marked">' if (place, column) in marked else "<td>" for column in range(len(row))]
+        shown = [f"{tag}{text(_cell(value))}</td>" for tag, value in zip(opened, row, strict=True)]
+        lines.append(f"<tr{mark}>{''.join(shown)}</tr>")
     return "\n".join([*lines, "</tbody></table>"])
 
 

@@ -7,7 +7,13 @@ Four parts that do not know each other, and what joins them:
     answering/  how what a method has made answers questions, and who is asked
     metrics     numbers from the accuracy matrix a[i, t]: the score on task t after learning task i
     stream      task by task: learn, answer, write down
+    comparison  methods against each other, paired over seeds;  report/: the page that says so;  diagnostics/: why
+    search      every method's settings, searched the same way;  tuned: what it found, and how a run takes it
+    footprint_table    what the bytes of a memory buy elsewhere
     serving     the servers that answer;  jobs: streams in several processes;  run: all of a run;  presets/: its options
 
     python -m benchmarks.continual run --suite demo --method lora_replay --budget 32 --seed 0 1 2 --out DIR
+    python -m benchmarks.continual search --method all --tasks 3 --out DIR
+    python -m benchmarks.continual report --out DIR
+    python -m benchmarks.continual footprint --config CONFIG.json
 """

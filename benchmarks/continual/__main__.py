@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from benchmarks.continual import footprint_table, search
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
+from benchmarks.continual.report import command as report
 from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, run
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
 PROGRAM = "python -m benchmarks.continual"
-NOT_PRESET = {"preset", "out", "serve_args"}
+NOT_PRESET = {"preset", "out", "serve_args", "command"}
 GO_ON = "run it again with the same arguments to go on"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        return run(parse(sys.argv[1:] if arguments is None else arguments))
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        return options.command(options)
     except InduceKVError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -35,18 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, a preset's where the user gives none.
+    """The options, for a run a preset's where the user gives none; and the arguments themselves, `given`.
 
     Raises:
         ConfigError: the preset cannot be used, or no method is named.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command is not run:
+        return options
     if options.preset:
         preset = preset_arguments(options.preset, set(vars(options)) - NOT_PRESET)
         options = parser.parse_args([arguments[0], *preset, *arguments[1:]])  # of two, the later one counts
     if not options.method:
         raise ConfigError(f"--method must name what is to be run, or {ALL_METHODS!r}")
+    options.given = list(arguments)
     return options
 
 
@@ -54,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Continual-learning benchmark.")
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
+    one.set_defaults(command=run)
     add = one.add_argument
     add("--preset", metavar="FILE|NAME", help="options from a TOML file; full and smoke come with the benchmark")
     add("--full", dest="preset", action="store_const", const="full", help="the whole demo stream for all methods")
@@ -80,10 +87,13 @@ def _parser() -> argparse.ArgumentParser:
         help="ask these, instead of servers of the run's own: the first that loads what is needed",
     )
     add("--endpoint-model", metavar="NAME", help="what the endpoint calls the untouched model, where it serves several")
+    add("--tuned", type=Path, metavar="FILE", help="start from the settings that a search found; --set comes after")
     add("--jobs", type=int, default=2, help="streams at a time (default 2)")
     add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
     add("--keep-states", choices=("last", "all", "none"), default="last", help="of what the tasks of a stream left")
     add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own servers, last of all")
+    for module in (report, search, footprint_table):
+        module.add_parser(commands)
     return parser
 
 

@@ -14,22 +14,27 @@ from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.answering.http import HttpAnswerer
+from benchmarks.continual.comparison import Streams, compare
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
+from benchmarks.continual.report.command import write_report
+from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
-from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, compare, run_stream, write_json
+from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
 
 ALL_METHODS = "all"
 OFFLINE, HTTP = "offline", "http"
+COMMAND = ("python", "-m", "benchmarks.continual")
 
 
 def run(options: argparse.Namespace) -> int:
     """Ends in one JSON line with the means over seeds; the file RESULTS, where asked for, also holds every stream's
-    matrix, base accuracies, bytes and seconds.
+    matrix, base accuracies, bytes and seconds. The report is written into OUT.
 
     Raises:
         InduceKVError: what is asked for cannot be run, or a stream could not be.
@@ -48,11 +53,19 @@ def run(options: argparse.Namespace) -> int:
         claim_stream(one)
     refused = run_unfinished([one for one in runs if not one.finished], options)
     done = [collect(one) for one in runs if one.finished]
-    results = {"benchmark": "continual", **configuration, "machine": describe_machine(), "results": compare(done)}
+    results = {
+        "benchmark": "continual",
+        **configuration,
+        "machine": describe_machine(),
+        "results": compare(Streams(done)),
+    }
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.results, {**results, "runs": [brief(one) for one in done]})
     print(json.dumps(results))
+    if done:
+        record_command(options.out, [*COMMAND, *options.given])
+        write_report(options.out, tuned=options.tuned)
     if refused:
         raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
     return 0
@@ -60,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: what is asked for cannot be run."""
-    methods = choose_methods(list(METHODS) if ALL_METHODS in options.method else options.method, options.set)
+    names = list(METHODS) if ALL_METHODS in options.method else options.method
+    methods = choose_methods(names, options.set, tuned_methods(options.tuned, names) if options.tuned else METHODS)
     require_model_folder(options.model)
     if min(options.budget) < 1 or min(options.seed) < 0:
         raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")

@@ -27,7 +27,7 @@ from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Circumstances, Method
-from benchmarks.continual.metrics import accuracy_matrix, base_retention, standard_error, summary
+from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.suites import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.data import Example
@@ -252,32 +252,6 @@ def told(result: dict[str, Any]) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def compare(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each method and budget: mean and standard error over the seeds of its complete runs.
-
-    Base retention is given where the untouched model, the method "no_memory", was run too.
-    """
-    complete = [one for one in runs if one["complete"]]
-    untouched = next((one["base"][-1] for one in complete if one["method"] == "no_memory"), None)
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for one in complete:
-        groups.setdefault((one["method"], one["budget"]), []).append(one)
-    table = []
-    for (method, budget), group in groups.items():
-        values = {name: [one["metrics"][name] for one in group] for name in group[0]["metrics"]}
-        if untouched:
-            values["base_retention"] = [base_retention(one["base"], untouched) for one in group]
-        scores = {
-            name: {
-                "mean": round(sum(of_seeds) / len(group), 4),
-                "standard_error": round(standard_error(of_seeds), 4) if len(group) > 1 else None,
-            }
-            for name, of_seeds in values.items()
-        }
-        table.append({"method": method, "budget": budget, "seeds": [one["seed"] for one in group], "metrics": scores})
-    return table
 
 
 def brief(collected: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from benchmarks.continual.answering.endpoint import LOADS
 from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import METHODS, Artifact
-from benchmarks.continual.stream import Run, compare, run_stream
+from benchmarks.continual.stream import Run, run_stream
 from benchmarks.demo.model import CHECKPOINT
 from tests.benchmarks.small_streams import ORDER, command, own_folder, small_suite
 
@@ -123,20 +123,6 @@ def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
     assert main(command(data, tmp_path / "out", *arguments)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_runs_are_compared_over_seeds():
-    def one(method: str, seed: int, ap: float, base: float) -> dict:
-        metrics = {"AP": ap}
-        return {"method": method, "budget": 32, "seed": seed, "metrics": metrics, "base": [base], "complete": True}
-
-    runs = [one("no_memory", 0, 0.1, 0.8), one("lora", 0, 0.4, 0.2), one("lora", 1, 0.6, 0.6)]
-    unfinished = {**one("lora", 2, 1.0, 1.0), "complete": False}
-    untouched, lora = compare([*runs, unfinished])
-    assert untouched["metrics"]["base_retention"] == {"mean": 1.0, "standard_error": None}
-    assert (lora["method"], lora["seeds"]) == ("lora", [0, 1])
-    assert lora["metrics"]["AP"] == {"mean": 0.5, "standard_error": 0.1}
-    assert lora["metrics"]["base_retention"] == {"mean": 0.5, "standard_error": 0.25}
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,13 @@ def heatmap(
     columns: Sequence[str],
     label: str | None = None,
     limits: tuple[float, float] | None = None,
+    digits: str = ".2g",
 ) -> None:
     """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank.
 
     Args:
         label: of the scale of colours beside it; None for no scale.
+        digits: the format of the numbers.
     """
     matrix = np.array([finite(row) for row in values])
     low, high = limits or (float(np.nanmin(matrix)), float(np.nanmax(matrix)))
@@ -47,7 +49,7 @@ def heatmap(
     for (row, column), value in np.ndenumerate(matrix):
         if not np.isnan(value):
             colour = "white" if value < (low + high) / 2 else "black"
-            axes.text(column, row, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7)
+            axes.text(column, row, format(value, digits), ha="center", va="center", color=colour, fontsize=7)
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(rows)), rows)
     axes.grid(False)

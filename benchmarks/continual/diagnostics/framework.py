@@ -183,13 +183,14 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Finished:
-    """The folder of a command whose runs are read; those that are not complete are as good as absent."""
+    """The folder of a command whose runs are read; diagnostics look at those that are complete."""
 
     out: Path
     model: Path
     data: Path
     configuration: Mapping[str, Any]  # of run.json
     complete: tuple[FinishedRun, ...]  # by method, budget and seed
+    unfinished: tuple[FinishedRun, ...] = ()  # likewise; begun, with tasks still to do
     _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
 
     @classmethod
@@ -206,14 +207,15 @@ class Finished:
             FinishedRun(path.parent, _read_json(path, "cannot read a run's results"))
             for path in out.glob("*/budget-*/seed-*/matrix.json")
         ]
-        complete = [run for run in matrices if run.matrix["complete"]]
-        complete.sort(key=lambda run: (run.method, run.budget, run.seed))
+        matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
+        complete = tuple(run for run in matrices if run.matrix["complete"])
+        unfinished = tuple(run for run in matrices if not run.matrix["complete"])
         where = configuration.get(WHERE, {})
         model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
             there = Path(where.get("data", out / "data"))
             data = there if there.exists() else out / "data"
-        return cls(out, model, data, configuration, tuple(complete))
+        return cls(out, model, data, configuration, complete, unfinished)
 
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None

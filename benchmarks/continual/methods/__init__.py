@@ -47,11 +47,16 @@ METHODS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-__all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods"]
+__all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods", "with_setting"]
 
 
-def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+def choose_methods(
+    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] = METHODS
+) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that know such a setting.
+
+    Args:
+        start: every method as it is before that.
 
     Raises:
         ConfigError: an unknown method, a setting that none of them has, or a value of another type.
@@ -59,7 +64,7 @@ def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[M
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ConfigError(f"there is no method {unknown[0]!r}, there are: {', '.join(METHODS)}")
-    chosen = [METHODS[name] for name in dict.fromkeys(names)]
+    chosen = [start[name] for name in dict.fromkeys(names)]
     for setting in settings:
         key, given, text = setting.partition("=")
         try:
@@ -69,11 +74,16 @@ def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[M
         knowing = [method for method in chosen if key != "name" and key in {f.name for f in fields(method)}]
         if not given or not knowing:
             raise ConfigError(f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE")
-        chosen = [_with(method, key, value) if method in knowing else method for method in chosen]
+        chosen = [with_setting(method, key, value) if method in knowing else method for method in chosen]
     return chosen
 
 
-def _with(method: Any, key: str, value: Any) -> Any:
+def with_setting(method: Any, key: str, value: Any) -> Any:
+    """`method` with one other setting; a list becomes a tuple, a whole number a fraction, where the old value is one.
+
+    Raises:
+        ConfigError: the value is of another type than the old one.
+    """
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
     value = float(value) if isinstance(old, float) and type(value) is int else value

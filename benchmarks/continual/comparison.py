@@ -1,0 +1,238 @@
+"""Methods against each other: means over seeds, and differences paired over the seeds that both have.
+
+A run here is what `stream.collect` makes of one stream: one method with one budget and one seed. Only complete streams
+are compared, only with the same settings and the same order of tasks, and nothing is averaged over other seeds than
+those that are named with the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scipy import stats
+
+from benchmarks.continual.metrics import base_retention, standard_error
+from inducekv_vllm.errors import ConfigError
+
+CONFIDENCE = 0.95
+UNTOUCHED = "no_memory"
+ROUNDING = 1e-9  # what sums of accuracies differ by for no reason of their own
+Collected = Mapping[str, Any]
+Score = Callable[[Collected], float]
+Verdict = Literal["more", "less", "open", "unknown"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Of one score over seeds."""
+
+    value: float
+    standard_error: float | None  # None: a single seed
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference(Mean):
+    """Of a method's score minus a rival's, seed by seed."""
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the 95% interval of the mean (Student's t); None for a single seed."""
+        if self.standard_error is None:
+            return None
+        return in_errors(len(self.seeds)) * self.standard_error
+
+    @property
+    def verdict(self) -> Verdict:
+        """ "more" or "less" where 0 lies outside the interval, "open" where not, "unknown" for a single seed."""
+        if self.margin is None:
+            return "unknown"
+        if abs(self.value) <= max(self.margin, ROUNDING):
+            return "open"
+        return "more" if self.value > 0 else "less"
+
+
+def in_errors(seeds: int) -> float:
+    """Half the width of a mean's 95% interval in standard errors: 4.3 for 3 seeds, towards 1.96 for many."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1))
+
+
+def mean(values: Mapping[int, float]) -> Mean:
+    """Of the values by seed."""
+    seeds = tuple(sorted(values))
+    return Mean(*_mean_and_error([values[seed] for seed in seeds]), seeds)
+
+
+def paired(values: Mapping[int, float], rival: Mapping[int, float]) -> Difference | None:
+    """The mean difference over the seeds of both; None where they share none."""
+    seeds = tuple(sorted({*values} & {*rival}))
+    if not seeds:
+        return None
+    return Difference(*_mean_and_error([values[seed] - rival[seed] for seed in seeds]), seeds)
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    return math.fsum(values) / len(values), standard_error(values) if len(values) > 1 else None
+
+
+def metric(name: str) -> Score:
+    """A score of `metrics.summary`, by name."""
+    return lambda run: float(run["metrics"][name])
+
+
+def final_accuracy(task: str) -> Score:
+    """a[T, t] of the task of that name."""
+    return lambda run: float(run["accuracy"][-1][run["order"].index(task)])
+
+
+def learn_seconds(run: Collected) -> float:
+    """Of all tasks together."""
+    return math.fsum(task["learn"] for task in run["seconds"])
+
+
+@dataclass(frozen=True)
+class Streams:
+    """All runs of one suite, model and order.
+
+    Raises:
+        ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
+            one run occurs twice.
+    """
+
+    runs: Sequence[Collected]
+    _complete: dict[tuple[str, int], dict[int, Collected]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        groups: dict[tuple[str, int], dict[int, Collected]] = {}
+        first: dict[tuple[str, int], Collected] = {}
+        for run in self.runs:
+            method, budget, seed = run["method"], run["budget"], run["seed"]
+            if run["order"] != self.runs[0]["order"]:
+                raise ConfigError(f"{method}, budget {budget}, seed {seed} has another order of tasks than other runs")
+            known = first.setdefault((method, budget), run)
+            if run["settings"] != known["settings"]:
+                raise ConfigError(
+                    f"{method}, budget {budget} was run with different settings: {known['settings']} with seed "
+                    f"{known['seed']}, {run['settings']} with seed {seed}"
+                )
+            if not run["complete"]:
+                continue
+            group = groups.setdefault((method, budget), {})
+            if seed in group:
+                raise ConfigError(f"{method}, budget {budget}, seed {seed} occurs twice")
+            group[seed] = run
+        object.__setattr__(self, "_complete", groups)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """In the order of learning."""
+        return tuple(self.runs[0]["order"]) if self.runs else ()
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return tuple(sorted({run["budget"] for run in self.runs}))
+
+    def methods(self, budget: int) -> tuple[str, ...]:
+        """Those that have complete streams with this budget, in the order in which they first occur."""
+        names = dict.fromkeys(run["method"] for run in self.runs)
+        return tuple(name for name in names if self.of(name, budget))
+
+    def of(self, method: str, budget: int) -> dict[int, Collected]:
+        """The complete runs by seed. A method that stores nothing is the same with every budget."""
+        if found := self._complete.get((method, budget)):
+            return found
+        others = [group for (name, _), group in sorted(self._complete.items()) if name == method]
+        return next((g for g in others if not any(any(run["stored_bytes"]) for run in g.values())), {})
+
+    def seeds(self, budget: int) -> tuple[int, ...]:
+        """All seeds that any method was begun with, with this budget."""
+        return tuple(sorted({run["seed"] for run in self.runs if run["budget"] == budget}))
+
+    def has_all_seeds(self, method: str, budget: int) -> bool:
+        return set(self.seeds(budget)) <= set(self.of(method, budget))
+
+    def scores(self, method: str, budget: int, score: Score) -> dict[int, float]:
+        """By seed."""
+        return {seed: score(run) for seed, run in self.of(method, budget).items()}
+
+    def mean(self, method: str, budget: int, score: Score) -> Mean:
+        """Of a method that has complete streams."""
+        return mean(self.scores(method, budget, score))
+
+    def difference(self, method: str, rival: str, budget: int, score: Score) -> Difference | None:
+        """Of `method` minus `rival`; None where no seed is complete in both."""
+        return paired(self.scores(method, budget, score), self.scores(rival, budget, score))
+
+    def retention(self, budget: int) -> Score | None:
+        """Base retention against the untouched model; None where that was not run."""
+        untouched = next(iter(self.of(UNTOUCHED, budget).values()), None)
+        return None if untouched is None else lambda run: base_retention(run["base"], untouched["base"][-1])
+
+
+def gaps(streams: Streams) -> list[str]:
+    """Sentences on streams that are missing: begun and not finished, or of a seed or budget that others have."""
+    begun = {(run["method"], run["budget"], run["seed"]): run for run in streams.runs}
+    found = []
+    for method in dict.fromkeys(run["method"] for run in streams.runs):
+        for budget in streams.budgets:
+            complete = streams.of(method, budget)
+            lacking = [seed for seed in streams.seeds(budget) if seed not in complete]
+            unfinished = [seed for seed in lacking if (method, budget, seed) in begun]
+            absent = [seed for seed in lacking if seed not in unfinished]
+            for seed in unfinished:
+                done = len(begun[method, budget, seed]["accuracy"])
+                found.append(
+                    f"{method}, budget {budget}, seed {seed}: {done} of {len(streams.tasks)} tasks done; not counted."
+                )
+            if absent and (complete or unfinished):
+                found.append(f"{method}, budget {budget}: not run with seed {_listed(absent)}.")
+            elif absent:
+                found.append(f"{method}: not run with budget {budget}.")
+    return found
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def compare(streams: Streams) -> list[dict[str, Any]]:
+    """One row for each method and budget, JSON values: mean and standard error over the seeds of its complete runs.
+
+    Base retention is given where the untouched model was run too.
+    """
+    table = []
+    for budget in streams.budgets:
+        retention = streams.retention(budget)
+        for method in streams.methods(budget):
+            group = streams.of(method, budget)
+            first = next(iter(group.values()))
+            scores = {name: metric(name) for name in first["metrics"]}
+            if retention:
+                scores["base_retention"] = retention
+            table.append(
+                {
+                    "method": method,
+                    "budget": budget,
+                    "seeds": sorted(group),
+                    "all_seeds": streams.has_all_seeds(method, budget),
+                    "stored_bytes": max(run["stored_bytes"][-1] for run in group.values()),
+                    "learn_seconds": rounded(streams.mean(method, budget, learn_seconds), 1),
+                    "metrics": {name: rounded(streams.mean(method, budget, score)) for name, score in scores.items()},
+                    "tasks": {
+                        task: rounded(streams.mean(method, budget, final_accuracy(task))) for task in streams.tasks
+                    },
+                }
+            )
+    return table
+
+
+def rounded(value: Mean, digits: int = 4) -> dict[str, Any]:
+    """As JSON values."""
+    error = value.standard_error
+    return {
+        "mean": round(value.value, digits),
+        "standard_error": None if error is None else round(error, digits),
+    }

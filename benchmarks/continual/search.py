@@ -1,0 +1,199 @@
+"""The search of hyperparameters, the same for every method: a few trials each, judged on validation questions alone.
+
+    python -m benchmarks.continual search --method all --tasks 3 --seed 0 --out DIR [--tuned FILE]
+
+A method names its trials in its class attribute `trials`: equally many dicts of settings for all methods that have
+any; a method without settings to search has none. Each trial learns the first N tasks of the stream with the same
+budget and seeds, and is judged by AP, the mean accuracy on those tasks after the last of them, over their validation
+questions; of equal ones the first wins. The accuracy on base questions is written beside it, and does not count. The
+suite that the trials run on holds no test question at all.
+
+The winners go into FILE (default DIR/tuned.json), where `run --tuned FILE` takes them from. Questions are answered in
+transformers, without a server. A search that was killed goes on, since its trials are streams; several searches of one
+configuration may share DIR and FILE.
+
+    DIR/search.json                               what the folder is of; another configuration is refused
+    DIR/trial-K/METHOD/budget-B/seed-S/           a trial's stream
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continual.answering import Answerer, OfflineAnswerer
+from benchmarks.continual.jobs import run_all
+from benchmarks.continual.methods import METHODS, Method, choose_methods
+from benchmarks.continual.run import ALL_METHODS, tell, weights_digest
+from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
+from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
+from benchmarks.demo.model import CHECKPOINT
+from inducekv_vllm.errors import ConfigError, InduceKVError
+from inducekv_vllm.fingerprint import require_model_folder
+
+CRITERION = "AP"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What every trial of every method shares."""
+
+    suite: Suite  # as `searched_suite` makes it
+    model: Path
+    budget: int
+    seeds: tuple[int, ...]
+    folder: Path
+
+
+def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_questions: int) -> Suite:
+    """The first `tasks` tasks, asked about by their validation questions; the test questions are not in it.
+
+    Raises:
+        ConfigError: there are fewer tasks, or nothing would be left of them.
+    """
+    if not 1 <= tasks <= len(suite.tasks):
+        raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
+    first = replace(suite, tasks=suite.tasks[:tasks])
+    return first.asked_about("validation").limited(train, questions, base_questions)
+
+
+def require_equal_trials(methods: Sequence[Method]) -> int:
+    """The number of trials that all methods have which have any (0 where none has).
+
+    Raises:
+        ConfigError: one has more than another, or tries the same settings twice.
+    """
+    counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ConfigError(f"every method must have the same number of trials, found {told}")
+    for method in methods:
+        for number, settings in enumerate(trials_of(method)):
+            if settings in trials_of(method)[:number]:
+                raise ConfigError(f"{method.name}: the trial {dict(settings)} occurs more than once")
+    return next(iter(counts.values()), 0)
+
+
+def trial_runs(method: Method, shared: Search) -> list[list[Run]]:
+    """The streams of each trial, one for each seed."""
+    return [
+        [
+            Run(
+                suite=shared.suite,
+                method=apply_settings(method, settings),
+                model=shared.model,
+                budget=shared.budget,
+                seed=seed,
+                folder=shared.folder / f"trial-{number}",
+            )
+            for seed in shared.seeds
+        ]
+        for number, settings in enumerate(trials_of(method))
+    ]
+
+
+def run_trials(
+    methods: Sequence[Method], shared: Search, answerer: Answerer, jobs: int = 1, threads: int = 1
+) -> dict[str, str]:
+    """Every stream that is not finished yet, several at a time; returns the methods that could not be run, and why."""
+    runs = [run for method in methods for trial in trial_runs(method, shared) for run in trial]
+    for run in runs:
+        claim_stream(run)
+    stream = partial(run_stream, answerer=answerer, tell=tell, keep="none")
+    unfinished = [run for run in runs if not run.finished]
+    outcomes = run_all(unfinished, stream, min(jobs, len(unfinished)), threads) if unfinished else ()
+    return {run.method.name: str(outcome) for run, outcome in outcomes if isinstance(outcome, InduceKVError)}
+
+
+def judge(method: Method, shared: Search) -> dict[str, Any]:
+    """One method's record in the file, from its finished trials: the winner's settings, and every trial's scores."""
+    trials = [
+        judge_trial(settings, runs)
+        for settings, runs in zip(trials_of(method), trial_runs(method, shared), strict=True)
+    ]
+    best = max(trials, key=lambda trial: trial[CRITERION]) if trials else {"settings": {}}  # the first of equal ones
+    return {"settings": best["settings"], "trials": trials, "unsearched": unsearched_digest(method)}
+
+
+def judge_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
+    """Means over the seeds of a trial's finished streams."""
+    found = [collect(run) for run in runs]
+
+    def mean(values: Sequence[float], digits: int) -> float:
+        return round(math.fsum(values) / len(values), digits)
+
+    return {
+        "settings": dict(settings),
+        CRITERION: mean([one["metrics"][CRITERION] for one in found], 6),
+        "base_final": mean([one["metrics"]["base_final"] for one in found], 6),
+        "seconds": mean([math.fsum(task["learn"] for task in one["seconds"]) for one in found], 1),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("search", help="search every method's settings the same way, on validation questions")
+    add = parser.add_argument
+    add("--suite", default="demo", metavar="demo|FILE", help="FILE.toml or FILE.json describes data on disk")
+    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add("--method", nargs="+", required=True, metavar="NAME", help=f"names, or {ALL_METHODS}")
+    add("--tasks", type=int, required=True, metavar="N", help="every trial learns the first N tasks of the stream")
+    add("--budget", type=int, default=32)
+    add("--seed", nargs="+", type=int, default=[0])
+    add("--out", type=Path, required=True, help="the folder of the trials")
+    add("--tuned", type=Path, metavar="FILE", help=f"where the winners go (default: OUT/{TUNED})")
+    add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
+    add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
+    add("--validation-limit", type=int, default=128, help="validation questions of each task (default 128)")
+    add("--base-limit", type=int, default=135, help="base questions of the validation split (default 135)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
+    add("--jobs", type=int, default=2, help="streams at a time (default 2)")
+    add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
+    parser.set_defaults(command=command)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Ends in one JSON line: every method's settings and trials.
+
+    Raises:
+        InduceKVError: what is asked for cannot be searched, or a method could not be run; the others are written.
+    """
+    methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
+    trials = require_equal_trials(methods)
+    require_model_folder(options.model)
+    if min([options.budget, options.jobs, options.threads]) < 1 or min(options.seed) < 0:
+        raise ConfigError("the budget, jobs and threads must be positive, and seeds not negative")
+    whole = load_suite(options.suite, options.data or options.out / "data")
+    limits = (options.train_limit, options.validation_limit, options.base_limit)
+    suite = searched_suite(whole, options.tasks, *limits)
+    configuration = {
+        "suite": suite.name,
+        "data": suite.digest(),
+        "tasks": [task.name for task in suite.tasks],
+        "model": {"name": options.model.name, "weights": weights_digest(options.model)},
+        "budget": options.budget,
+        "seeds": options.seed,
+        "split": "validation",
+        "limits": dict(zip(("train", "validation", "base"), limits, strict=True)),
+        "criterion": CRITERION,
+        "trials": trials,
+        "set": options.set,
+    }
+    claim(options.out, "search.json", configuration)
+    shared = Search(suite, options.model, options.budget, tuple(options.seed), options.out)
+    refused = run_trials(methods, shared, OfflineAnswerer(options.model), options.jobs, options.threads)
+    found = {method.name: judge(method, shared) for method in methods if method.name not in refused}
+    write_tuned(options.tuned or options.out / TUNED, configuration, found)
+    print(json.dumps({"benchmark": "search", **configuration, "methods": found}))
+    if refused:
+        raise ConfigError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+    return 0

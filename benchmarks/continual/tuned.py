@@ -1,0 +1,101 @@
+"""Settings that a search found best: the file they are kept in, and how they come into a run.
+
+{"search": what every trial shared, "digest": of it,
+ "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores, "unsearched": digest}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continual.methods import METHODS, Method, with_setting
+from benchmarks.continual.stream import write_json
+from inducekv_vllm.errors import ConfigError
+
+TUNED = "tuned.json"
+Settings = Mapping[str, Any]
+
+
+def trials_of(method: Method) -> tuple[Settings, ...]:
+    """The settings that are tried, in their order; none for a method without any to search."""
+    return tuple(getattr(method, "trials", ()))
+
+
+def write_tuned(path: Path, configuration: dict[str, Any], found: Mapping[str, dict[str, Any]]) -> None:
+    """Adds the records of methods to the file, or makes it.
+
+    Raises:
+        ConfigError: the file is of a search of another configuration, or cannot be read.
+    """
+    digest = _digest(configuration)
+    earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
+    if earlier["digest"] != digest:
+        raise ConfigError(f"{path}: the winners there are of a search of another configuration; choose another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    methods = {**earlier["methods"], **found}
+    write_json(path, {"search": configuration, "digest": digest, "methods": dict(sorted(methods.items()))})
+
+
+def read_tuned(path: Path) -> dict[str, Any]:
+    """What `write_tuned` has written.
+
+    Raises:
+        ConfigError: there is no such file, or it is something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found["digest"], str) or not all("settings" in one for one in found["methods"].values()):
+            raise ValueError("a method has no settings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
+    return dict(found)
+
+
+def tuned_settings(path: Path, method: Method) -> Method:
+    """The method, as `METHODS` has it, with the settings that a search found best.
+
+    Raises:
+        ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
+    """
+    methods = read_tuned(path)["methods"]
+    if method.name not in methods:
+        raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")
+    record = methods[method.name]
+    if record.get("unsearched") != unsearched_digest(method):
+        raise ConfigError(f"{path}: {method.name} was searched with other settings than it has now; search it again")
+    return apply_settings(method, record["settings"])
+
+
+def tuned_methods(path: Path, names: Iterable[str]) -> dict[str, Method]:
+    """The known ones of `names`, each with its searched settings; see `tuned_settings`."""
+    return {name: tuned_settings(path, METHODS[name]) for name in names if name in METHODS}
+
+
+def apply_settings(method: Method, settings: Settings) -> Method:
+    """The method with other settings.
+
+    Raises:
+        ConfigError: it has no such setting, or one of another type.
+    """
+    for key, value in settings.items():
+        known = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
+        if key not in known:
+            raise ConfigError(f"{method.name} has no setting {key!r}, it has: {', '.join(known) or 'none'}")
+        method = with_setting(method, key, value)
+    return method
+
+
+def unsearched_digest(method: Method) -> str:
+    """sha256 of the settings that no trial changes: the winner is one under them."""
+    searched = {key for settings in trials_of(method) for key in settings}
+    rest = {key: value for key, value in asdict(method).items() if key not in searched}  # type: ignore[call-overload]
+    return _digest(rest)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
