@@ -4,7 +4,7 @@ Four parts that do not know each other, and one that joins them:
 
     suites/     data only: the tasks in their order, and questions of what the model could do before
     methods/    what learns a task: from its examples and the state it left after the task before to a new state
-    answer      asks questions of what a method has made
+    answering/  how what a method has made answers questions, and who is asked
     metrics     numbers from the accuracy matrix a[i, t]: the score on task t after learning task i
     stream      task by task: learn, answer, write down
 

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from benchmarks.continual.answer import OfflineAnswerer
+    from benchmarks.continual.answering import OfflineAnswerer
     from benchmarks.continual.methods import choose_methods
     from benchmarks.continual.stream import Run, brief, claim, compare, run_stream, write_json
     from benchmarks.continual.suites import load_suite

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual.answer import Answerer, is_right
+from benchmarks.continual.answering import Answerer, is_right
 from benchmarks.continual.methods import Artifact, Circumstances, Method
 from benchmarks.continual.metrics import accuracy_matrix, base_retention, standard_error, summary
 from benchmarks.continual.suites import Suite, TaskData

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answer import OfflineAnswerer, OfflineModel, is_right
+from benchmarks.continual.answering import OfflineAnswerer, OfflineModel, is_right
+from benchmarks.continual.answering.plans import Plain
 from benchmarks.continual.methods import METHODS, Artifact, choose_methods
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.fit import Fit, share_of_rate
@@ -251,7 +252,7 @@ def test_the_learning_rate_rises_and_falls():
 
 
 def model(backbone: Backbone, bundle: Bundle | None = None) -> OfflineModel:
-    return OfflineModel(Deployed(Scorer(backbone, batch_size=4), bundle))
+    return OfflineModel(Plain(with_artifact=bundle is not None), Deployed(Scorer(backbone, batch_size=4), bundle))
 
 
 def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):

@@ -57,11 +57,6 @@ def reattach(backbone: Backbone, folder: Path) -> Any:
     return PeftModel.from_pretrained(backbone.model, str(folder), is_trainable=True)
 
 
-def merged(backbone: Backbone, folder: Path) -> None:
-    """Adds a stored adapter to the model's weights, for inference."""
-    PeftModel.from_pretrained(backbone.model, str(folder)).merge_and_unload()
-
-
 def save(adapted: Any, folder: Path) -> int:
     """Writes the adapter as peft does, its matrices in float16; returns their bytes."""
     folder.mkdir()

@@ -1,0 +1,78 @@
+"""Questions asked in this process: transformers, float32, greedy, a batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from benchmarks.continual.methods import Artifact
+from inducekv_vllm.bundle import read_bundle
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.deployed import Deployed
+from selector.objective import Scorer
+
+from .answerer import MAX_NEW_TOKENS
+from .plans import Ask, Plan, plan
+
+ONLY_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class OfflineAnswerer:
+    """Answers as the demo model's folder, or any other, gives them with what a method has made."""
+
+    model: Path
+    batch_size: int = 64
+
+    def prepare(self, artifact: Artifact, state: Path) -> OfflineModel:
+        backbone = Backbone.load(self.model)
+        scorer = Scorer(backbone, batch_size=self.batch_size)
+        bundle, adapters = None, None
+        if artifact.kind == "bundle":
+            assert artifact.path is not None
+            bundle = read_bundle(state / artifact.path)
+        if artifact.kind == "adapter":
+            assert artifact.path is not None
+            adapters = PeftModel.from_pretrained(backbone.model, str(state / artifact.path), ONLY_ADAPTER)
+        return OfflineModel(plan(artifact, state, backbone), Deployed(scorer, bundle), adapters)
+
+
+@dataclass(frozen=True)
+class OfflineModel:
+    """A backbone: as it stands, with a memory, or with one of its adapters."""
+
+    plan: Plan
+    deployed: Deployed  # with a bundle where there is one
+    adapters: Any = None  # a PeftModel around the backbone's model
+
+    def answers(self, examples: Sequence[Example]) -> list[str]:
+        with self._reached(with_artifact=False, adapter=None):
+            asks = self.plan.asks(examples)
+        texts = [ask.answer or "" for ask in asks]
+        for with_artifact, adapter in dict.fromkeys((ask.with_artifact, ask.adapter) for ask in asks):
+            rows = [row for row, ask in enumerate(asks) if _of(ask, with_artifact, adapter)]
+            deployed = self.deployed if with_artifact else replace(self.deployed, bundle=None)
+            with self._reached(with_artifact, adapter):
+                found = deployed.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = text
+        return texts
+
+    def _reached(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:
+        """Inside, the backbone runs with that adapter, or without any."""
+        if self.adapters is None:
+            return contextlib.nullcontext()
+        if not with_artifact:
+            return self.adapters.disable_adapter()
+        self.adapters.set_adapter(adapter or ONLY_ADAPTER)
+        return contextlib.nullcontext()
+
+
+def _of(ask: Ask, with_artifact: bool, adapter: str | None) -> bool:
+    return ask.answer is None and (ask.with_artifact, ask.adapter) == (with_artifact, adapter)
