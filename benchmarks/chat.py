@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import mimetypes
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from selector.data import Example
 
 Message = dict[str, Any]
 
@@ -16,11 +19,25 @@ def user_turn(pixels: np.ndarray, text: str) -> Message:
     """One user message: a picture (`[height, width, 3] uint8`), then text."""
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-    return {
-        "role": "user",
-        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
-    }
+    return {"role": "user", "content": [_picture("image/png", png.getvalue()), {"type": "text", "text": text}]}
+
+
+def messages_of(example: Example) -> list[Message]:
+    """The prompt of a task example; its pictures' files go as they are, in the places where the example has them."""
+    paths = iter(example.images)
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        if given["type"] != "image":
+            return given
+        path = next(paths)
+        return _picture(mimetypes.guess_type(path.name)[0] or "image/png", path.read_bytes())
+
+    return [{**message, "content": [part(given) for given in message["content"]]} for message in example.messages]
+
+
+def _picture(media_type: str, data: bytes) -> dict[str, Any]:
+    """A content part that holds the picture itself."""
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}}
 
 
 def question_of(record: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""An `inducekv-serve` process of one's own: started on a free local port, and stopped again whatever happens."""
+"""An `inducekv-serve` process of one's own: started on a free local port, and stopped again whatever happens,
+even where we are killed."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
+
+from benchmarks.parent import end_with_parent
 
 START_SECONDS = 600.0  # the first start of a model compiles it
 STOP_SECONDS = 30.0
@@ -48,6 +52,7 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
             url = f"http://127.0.0.1:{port}"

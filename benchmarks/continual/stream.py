@@ -1,13 +1,15 @@
 """A stream, task by task: learn, answer the questions of all tasks seen and of the base, write down.
 
     OUT/run.json                                   what the folder is of; another configuration is refused
+    OUT/answers/                                   what has been answered: see `answering.known`
     OUT/METHOD/budget-B/seed-S/settings.json       the method's settings; likewise
                               /NN-TASK/state/      what the method made of the task
                               /NN-TASK/predictions.jsonl, result.json
                               /matrix.json         everything so far: a[i, t], base accuracy, bytes, seconds, metrics
 
 Every file is whole or absent, and a file that is there is not made again: a run that was killed goes on with the first
-task whose result is missing, and nothing is counted twice.
+task whose result is missing, and nothing is counted twice. A task with a result is finished; its state is needed only
+by the task after it, and by who wants to look at it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.continual.answering import Answerer, is_right
+from benchmarks.continual.answering.answerer import is_right
+from benchmarks.continual.answering.endpoint import EndpointFailed
+from benchmarks.continual.answering.known import KnownAnswers
+from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import Artifact, Circumstances, Method
 from benchmarks.continual.metrics import accuracy_matrix, base_retention, standard_error, summary
 from benchmarks.continual.suites import Suite, TaskData
@@ -29,6 +34,9 @@ from selector.data import Example
 from selector.files import replace_file
 
 Tell = Callable[[str], None]
+KeepStates = Literal["last", "all", "none"]
+WHERE = "where"
+PATIENCE = 5.0  # seconds: a process that was killed a moment ago may still hold its stream
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,26 @@ class Run:
     def task_folder(self, number: int) -> Path:
         return self.own_folder / f"{number:02d}-{self.suite.tasks[number].name}"
 
+    @property
+    def title(self) -> str:
+        return f"{self.method.name}, budget {self.budget}, seed {self.seed}"
 
-def claim(folder: Path, name: str, configuration: dict[str, Any]) -> None:
+    @property
+    def next_task(self) -> int:
+        """The first without a result; the number of tasks where the stream is finished."""
+        tasks = range(len(self.suite.tasks))
+        return next((n for n in tasks if not (self.task_folder(n) / "result.json").exists()), len(tasks))
+
+    @property
+    def finished(self) -> bool:
+        return self.next_task == len(self.suite.tasks)
+
+
+def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[str, Any] | None = None) -> None:
     """Makes the folder one of this configuration, or makes sure that it is.
+
+    Args:
+        where: is written down with it, and may differ.
 
     Raises:
         ConfigError: it belongs to another one, naming what differs, or cannot be written.
@@ -60,72 +85,97 @@ def claim(folder: Path, name: str, configuration: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(configuration))
     try:
         if path.exists():
-            found = json.loads(path.read_bytes())
+            found = {key: value for key, value in json.loads(path.read_bytes()).items() if key != WHERE}
             differing = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
             if differing:
                 what = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} here" for key in differing)
                 raise ConfigError(f"{path}: the results are of another configuration ({what}); choose another folder")
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
+        write_json(path, wanted | ({WHERE: where} if where else {}))
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: cannot keep the results here: {error}") from error
 
 
-def run_stream(run: Run, answerer: Answerer, tell: Tell) -> dict[str, Any]:
-    """All tasks that are not done yet; returns what `matrix.json` holds."""
+def run_stream(run: Run, answers: KnownAnswers, tell: Tell, keep: KeepStates = "last") -> dict[str, Any]:
+    """All tasks that are not done yet; returns what `matrix.json` holds.
+
+    Raises:
+        ConfigError: another process is at the same stream, or it cannot be gone on with.
+        EndpointFailed: questions could not be asked; says how far the stream has got.
+    """
+    claim_stream(run)
+    try:
+        with locked(run.own_folder / "lock", PATIENCE):
+            while not run.finished:
+                take_task(run, run.next_task, answers, tell)
+                tidy(run, keep)
+            tidy(run, keep)
+            return write_matrix(run)
+    except TimeoutError as error:
+        raise ConfigError(f"{run.own_folder}: another process is at this stream; wait for it, or end it") from error
+
+
+def claim_stream(run: Run) -> None:
+    """Raises ConfigError: what is there was made with other settings of the method."""
     claim(run.own_folder, "settings.json", asdict(run.method))  # type: ignore[call-overload]
-    for number, task in enumerate(run.suite.tasks):
-        folder = run.task_folder(number)
-        if not (folder / "result.json").exists():
-            artifact = learn(run, number)
-            result = evaluate(run, number, artifact, answerer)
-            tell(f"{run.own_folder}: {task.name}: {told(result)}")
-        collected = collect(run)
-        write_json(run.own_folder / "matrix.json", collected)
-    return collected
+
+
+def take_task(run: Run, number: int, answers: KnownAnswers, tell: Tell) -> None:
+    artifact = learn(run, number)
+    try:
+        result = evaluate(run, number, artifact, answers)
+    except EndpointFailed as error:
+        where = f"task {number + 1} of {len(run.suite.tasks)}, {run.suite.tasks[number].name}"
+        raise EndpointFailed(f"{error} ({run.title}, after learning {where})") from error
+    write_matrix(run)
+    tell(f"{run.title}: {run.suite.tasks[number].name}: {told(result)}")
 
 
 def learn(run: Run, number: int) -> Artifact:
-    """The state after task `number`, made unless it is there; it appears under its name only when it is complete."""
+    """The state after task `number`, made unless it is there; it appears under its name only when it is complete.
+
+    Raises:
+        ConfigError: the state after the task before is gone.
+    """
     folder = run.task_folder(number)
     state, unfinished = folder / "state", folder / "state.tmp"
     if not state.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         previous = run.task_folder(number - 1) / "state" if number else None
+        if previous is not None and not previous.exists():
+            raise ConfigError(f"{previous} is gone, and the stream goes on from it: remove {run.own_folder} to redo it")
         circumstances = Circumstances(
             run.model, run.budget, run.seed, number, len(run.suite.tasks), run.suite.base.train
         )
         began = time.monotonic()
         artifact = run.method.learn(run.suite.tasks[number], previous, unfinished, circumstances)
+        assert artifact.kind == run.method.kind, f"{run.method.name} made an artifact of kind {artifact.kind!r}"
         artifact.write(unfinished)
         write_json(unfinished / "seconds.json", round(time.monotonic() - began, 1))
         unfinished.rename(state)
     return Artifact.read(state)
 
 
-def evaluate(run: Run, number: int, artifact: Artifact, answerer: Answerer) -> dict[str, Any]:
+def evaluate(run: Run, number: int, artifact: Artifact, answers: KnownAnswers) -> dict[str, Any]:
     """Test questions of the tasks 0 to `number`, and base questions; writes predictions, then the result."""
     folder = run.task_folder(number)
     began = time.monotonic()
-    asked = answerer.prepare(artifact, folder / "state")
-    lines: list[dict[str, Any]] = []
-
-    def accuracy(task: TaskData) -> float:
-        answers = asked.answers(task.test)
-        lines.extend(prediction(task, example, text) for example, text in zip(task.test, answers, strict=True))
-        return sum(line["right"] for line in lines[-len(task.test) :]) / len(task.test)
-
-    seen = run.suite.tasks[: number + 1]
-    row = [accuracy(task) for task in seen]
+    tasks = (*run.suite.tasks[: number + 1], run.suite.base)
+    questions = [(task, example) for task in tasks for example in task.test]
+    texts, asked = answers.answers(artifact, folder / "state", [example for _, example in questions])
+    lines = [prediction(task, example, text) for (task, example), text in zip(questions, texts, strict=True)]
+    *row, base = [accuracy(task, lines) for task in tasks]
     result = {
         "task": run.suite.tasks[number].name,
         "accuracy": row,
-        "base": accuracy(run.suite.base),
+        "base": base,
         "stored_bytes": artifact.stored_bytes,
+        "anchor_bytes": artifact.report.get("anchor_bytes", 0),
+        "questions": {"answered": len(questions), "asked": asked},
         "seconds": {
             "learn": json.loads((folder / "state" / "seconds.json").read_bytes()),
             "evaluate": round(time.monotonic() - began, 1),
@@ -135,6 +185,23 @@ def evaluate(run: Run, number: int, artifact: Artifact, answerer: Answerer) -> d
     replace_file(folder / "predictions.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     write_json(folder / "result.json", result)
     return result
+
+
+def accuracy(task: TaskData, lines: Sequence[dict[str, Any]]) -> float:
+    """Of the predictions of one task."""
+    return sum(line["right"] for line in lines if line["task"] == task.name) / len(task.test)
+
+
+def tidy(run: Run, keep: KeepStates) -> None:
+    """Removes the states that neither the stream nor the user needs any more."""
+    done = run.next_task
+    needless = {"all": 0, "last": done - 1, "none": done if run.finished else done - 1}[keep]
+    for number in range(needless):
+        state, going = run.task_folder(number) / "state", run.task_folder(number) / "state.tmp"
+        if state.exists():
+            shutil.rmtree(going, ignore_errors=True)
+            state.rename(going)  # half a state never stands under the name of a whole one
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
@@ -147,14 +214,15 @@ def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
     }
 
 
+def write_matrix(run: Run) -> dict[str, Any]:
+    collected = collect(run)
+    write_json(run.own_folder / "matrix.json", collected)
+    return collected
+
+
 def collect(run: Run) -> dict[str, Any]:
     """What the finished tasks add up to, from their files alone."""
-    results = []
-    for number in range(len(run.suite.tasks)):
-        path = run.task_folder(number) / "result.json"
-        if not path.exists():
-            break
-        results.append(json.loads(path.read_bytes()))
+    results = [json.loads((run.task_folder(n) / "result.json").read_bytes()) for n in range(run.next_task)]
     base = [result["base"] for result in results]
     rows = [result["accuracy"] for result in results]
     return {
@@ -168,6 +236,8 @@ def collect(run: Run) -> dict[str, Any]:
         "accuracy": rows,
         "base": base,
         "stored_bytes": [result["stored_bytes"] for result in results],
+        "anchor_bytes": [result["anchor_bytes"] for result in results],
+        "questions": [result["questions"] for result in results],
         "seconds": [result["seconds"] for result in results],
         "metrics": summary(accuracy_matrix(rows), base),
         "reports": [result["report"] for result in results],

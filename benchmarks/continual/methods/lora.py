@@ -15,6 +15,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -34,6 +35,8 @@ ADAPTER, ANCHORS = "adapter", "anchors"
 @dataclass(frozen=True)
 class Lora:
     """LoRA over the stream."""
+
+    kind: ClassVar[str] = "adapter"
 
     name: str
     replay: bool

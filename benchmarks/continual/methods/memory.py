@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
@@ -23,6 +23,8 @@ BUNDLE, ANCHORS = "memory.safetensors", "anchors"
 @dataclass(frozen=True)
 class Refined:
     """The refined recipe, with its own defaults."""
+
+    kind: ClassVar[str] = "bundle"
 
     name: str = "refined"
     steps: int = RefinedSettings.steps

@@ -50,6 +50,11 @@ class Method(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def kind(self) -> str:
+        """Of the artifacts that it makes: what an endpoint must be able to load is known before anything is learned."""
+        ...
+
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
         """Learn `task` from the state folder `previous` (None for the first task); the new state goes into `out`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.continual.suites import TaskData
 
@@ -13,6 +14,8 @@ from .method import Artifact, Circumstances
 @dataclass(frozen=True)
 class NoMemory:
     """Learns nothing."""
+
+    kind: ClassVar[str] = "none"
 
     name: str = "no_memory"
 

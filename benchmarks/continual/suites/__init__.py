@@ -1,4 +1,4 @@
-"""Suites by name. A suite is data: tasks in their default order, and base questions."""
+"""Suites by name or file. A suite is data: tasks in their default order, and base questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from inducekv_vllm.errors import ConfigError
 
-from . import demo
+from . import demo, files
 from .suite import Suite, TaskData
 
 SUITES: Mapping[str, Callable[[Path], Suite]] = MappingProxyType({"demo": demo.load})
@@ -17,12 +17,14 @@ __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 
 
 def load_suite(name: str, data: Path) -> Suite:
-    """The suite `name` from the folder `data`, where it is made first if it can be.
+    """The suite that the file `name` describes, or the one of this name from the folder `data`, made there if need be.
 
     Raises:
         ConfigError: there is no such suite.
         TaskDataError: its data cannot be read.
     """
+    if Path(name).suffix in files.SUFFIXES:
+        return files.load(Path(name))
     if name not in SUITES:
-        raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}")
+        raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}, and FILE.toml or FILE.json")
     return SUITES[name](data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,6 +11,8 @@ from typing import Literal
 from inducekv_vllm.errors import ConfigError
 from selector.anchors import examples_digest
 from selector.data import Example
+
+DEFAULT_ORDER, RANDOM_ORDER = "default", "random:"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,23 @@ class Suite:
     name: str
     tasks: tuple[TaskData, ...]
     base: TaskData  # base questions; what is measured is `base.test`
+
+    def in_order(self, order: Sequence[str]) -> Suite:
+        """The tasks in the order that is asked for: "default", "random:SEED", or names (see `ordered`).
+
+        Raises:
+            ConfigError: a name is unknown or repeated, or the seed is no number.
+        """
+        first = order[0] if len(order) == 1 else ""
+        if first == DEFAULT_ORDER:
+            return self
+        if first.startswith(RANDOM_ORDER):
+            seed = first.removeprefix(RANDOM_ORDER)
+            if not seed.isdecimal():
+                raise ConfigError(f"a random order needs a number, {RANDOM_ORDER}SEED, found {first!r}")
+            names = [task.name for task in self.tasks]
+            return self.ordered(random.Random(int(seed)).sample(names, len(names)))
+        return self.ordered(order)
 
     def ordered(self, names: Sequence[str]) -> Suite:
         """The tasks of `names` alone, in that order.
@@ -51,11 +71,17 @@ class Suite:
         tasks = tuple(replace(task, test=task.validation) for task in self.tasks)
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.validation))
 
-    def limited(self, test: int, base: int) -> Suite:
-        """With the first `test` test questions of each task, and of the base the first `base`."""
-        if min(test, base) < 1:
-            raise ConfigError(f"at least one question of each kind must be asked, found limits {test} and {base}")
-        tasks = tuple(replace(task, test=task.test[:test]) for task in self.tasks)
+    def limited(self, train: int, test: int, base: int) -> Suite:
+        """With the first `train` training examples and `test` test questions of each task, and `base` base questions.
+
+        Raises:
+            ConfigError: nothing would be left.
+        """
+        if min(train, test, base) < 1:
+            raise ConfigError(
+                f"at least one example and one question of each kind must be left, found limits {train}, {test}, {base}"
+            )
+        tasks = tuple(replace(task, train=task.train[:train], test=task.test[:test]) for task in self.tasks)
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.test[:base]))
 
     def digest(self) -> str:

@@ -1,0 +1,34 @@
+"""Files that one process at a time may hold; however a process ends, it lets go of what it held."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+POLL_SECONDS = 0.1
+
+
+@contextmanager
+def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
+    """The file `path`, made if it is not there, open to read and to append, and nobody else's meanwhile.
+
+    Raises:
+        TimeoutError: another process has held it for `patience` seconds (None: wait for as long as it takes).
+    """
+    with path.open("a+b") as file:
+        deadline = None if patience is None else time.monotonic() + patience
+        while deadline is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} is held by another process") from None
+                time.sleep(POLL_SECONDS)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file

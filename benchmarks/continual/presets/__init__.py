@@ -1,0 +1,53 @@
+"""Sets of options for `python -m benchmarks.continual run`, as TOML: `budget = [32, 64]` is `--budget 32 64`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from inducekv_vllm.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+APPENDED = "set"  # an option that takes one value each time it is given
+
+
+def preset_path(name: str) -> Path:
+    """The preset of this name, or the file itself where there is none."""
+    path = FOLDER / f"{name}.toml"
+    return path if path.is_file() else Path(name)
+
+
+def preset_arguments(name: str, known: Collection[str]) -> list[str]:
+    """The preset as arguments of the command line, to be read before the user's own.
+
+    Args:
+        known: the options that may be set, without dashes before them and with underscores within.
+
+    Raises:
+        ConfigError: the file cannot be read, or sets an option that is not there.
+    """
+    path = preset_path(name)
+    try:
+        options = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the preset: {error}") from error
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"{path}: there is no option {unknown[0]!r} to preset, there are: {', '.join(sorted(known))}")
+    arguments: list[str] = []
+    for option, value in options.items():
+        flag, values = "--" + option.replace("_", "-"), [_text(path, option, v) for v in _listed(value)]
+        arguments += [part for v in values for part in (flag, v)] if option == APPENDED else [flag, *values]
+    return arguments
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _text(path: Path, option: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{path}: {option} must be a text or a number, or several, found {value!r}")
+    return str(value)

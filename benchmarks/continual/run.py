@@ -1,0 +1,155 @@
+"""A whole run: methods, budgets and seeds over one stream, in several processes, with whoever answers the questions."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continual.answering import Answerer, OfflineAnswerer
+from benchmarks.continual.answering.http import HttpAnswerer
+from benchmarks.continual.answering.known import KnownAnswers
+from benchmarks.continual.jobs import run_all
+from benchmarks.continual.methods import METHODS, Method, choose_methods
+from benchmarks.continual.serving import Needs, given_endpoints, own_servers
+from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, compare, run_stream, write_json
+from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.machine import describe_machine
+from inducekv_vllm.errors import ConfigError, InduceKVError
+from inducekv_vllm.fingerprint import require_model_folder
+
+ALL_METHODS = "all"
+OFFLINE, HTTP = "offline", "http"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ends in one JSON line with the means over seeds; the file RESULTS, where asked for, also holds every stream's
+    matrix, base accuracies, bytes and seconds.
+
+    Raises:
+        InduceKVError: what is asked for cannot be run, or a stream could not be.
+        EndpointFailed, ServerFailed: questions could not be asked.
+    """
+    methods, suite = check(options)
+    configuration = configuration_of(options, suite)
+    claim(options.out, "run.json", configuration, where=places(options))
+    runs = [
+        Run(suite, method, options.model, budget, seed, options.out)
+        for method in methods
+        for budget in dict.fromkeys(options.budget)
+        for seed in dict.fromkeys(options.seed)
+    ]
+    for one in runs:
+        claim_stream(one)
+    refused = run_unfinished([one for one in runs if not one.finished], options)
+    done = [collect(one) for one in runs if one.finished]
+    results = {"benchmark": "continual", **configuration, "machine": describe_machine(), "results": compare(done)}
+    if options.results:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.results, {**results, "runs": [brief(one) for one in done]})
+    print(json.dumps(results))
+    if refused:
+        raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
+    return 0
+
+
+def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
+    """Raises InduceKVError: what is asked for cannot be run."""
+    methods = choose_methods(list(METHODS) if ALL_METHODS in options.method else options.method, options.set)
+    require_model_folder(options.model)
+    if min(options.budget) < 1 or min(options.seed) < 0:
+        raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")
+    if min(options.jobs, options.threads) < 1:
+        raise ConfigError(f"jobs and threads must be positive, found {options.jobs}, {options.threads}")
+    if options.endpoint and options.answer == OFFLINE:
+        raise ConfigError("--endpoint says who is asked, --answer offline that nobody is: give one of them")
+    suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
+    suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
+    return methods, suite
+
+
+def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any]:
+    """What all results in one folder share."""
+    server = "given" if options.endpoint else "own"
+    return {
+        "suite": suite.name,
+        "data": suite.digest(),
+        "order": [task.name for task in suite.tasks],
+        "model": {"name": options.model.name, "weights": weights_digest(options.model)},
+        "split": options.split,
+        "train_limit": options.train_limit,
+        "test_limit": options.test_limit,
+        "base_limit": options.base_limit,
+        "answer": {"by": options.answer, "server": None if options.answer == OFFLINE else server},
+    }
+
+
+def places(options: argparse.Namespace) -> dict[str, Any]:
+    """Where a run found things when it began; they may move."""
+    return {
+        "suite": options.suite,
+        "data": str((options.data or options.out / "data").absolute()),
+        "model": str(options.model.absolute()),
+        "endpoint": options.endpoint,
+    }
+
+
+def weights_digest(model: Path) -> str:
+    """sha256 over the model's safetensors files; where the folder lies does not matter."""
+    digest = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str]:
+    """Which streams could not be run to their end, and why.
+
+    Raises:
+        EndpointFailed, ServerFailed: questions could not be asked.
+        ConfigError: an endpoint cannot load what the methods make.
+    """
+    if not runs:
+        return []
+    refused = []
+    with answering(runs, options) as answerer:
+        answers = KnownAnswers(options.out / "answers", answerer)
+        stream = partial(run_stream, answers=answers, tell=tell, keep=options.keep_states)
+        for one, outcome in run_all(runs, stream, min(options.jobs, len(runs)), options.threads):
+            if isinstance(outcome, InduceKVError):
+                refused.append(f"{one.title}: {outcome}")
+                tell(refused[-1])
+    return refused
+
+
+@contextmanager
+def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
+    """Who answers: this process, the endpoints given, or servers that end with the context.
+
+    Raises:
+        EndpointFailed, ServerFailed: an endpoint does not answer, a server did not start.
+        ConfigError: an endpoint cannot load what the methods make.
+    """
+    if options.answer == OFFLINE:
+        yield OfflineAnswerer(options.model)
+        return
+    methods = list({one.method.name: one.method for one in runs}.values())
+    needs = Needs(options.model, runs[0].suite, methods, max(one.budget for one in runs), options.jobs)
+    if options.endpoint:
+        serving = nullcontext(given_endpoints(options.endpoint, options.endpoint_model, needs))
+    else:
+        tell(f"starting inducekv-serve; its log is in {options.out}")
+        serving = own_servers(needs, options.out, options.serve_args)
+    with serving as endpoints:
+        yield HttpAnswerer(options.model, endpoints)
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

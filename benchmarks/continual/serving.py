@@ -1,0 +1,136 @@
+"""Who answers a run's questions over HTTP: servers of its own, or endpoints that the user names.
+
+A server that runs with LoRA takes only bundles that name an adapter, and is slower: memories and adapters are served by
+two servers, and only what the methods need is started.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.continual.answering.endpoint import LOAD_ROUTES, LOADS, Endpoint, EndpointFailed, Loadable
+from benchmarks.continual.answering.http import Endpoints
+from benchmarks.continual.methods import Method
+from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
+from benchmarks.continual.suites import Suite
+from benchmarks.server_process import serving
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import ConfigError
+from selector.backbone import Backbone
+from selector.build import BuildSettings, build_bundle
+
+SERVED_NAME = "untouched"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
+PAYLOAD_TOKENS = 8  # m of a memory, where a method has no setting of that name
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of its servers."""
+
+    model: Path
+    suite: Suite
+    methods: Sequence[Method]
+    budget: int  # the largest
+    jobs: int  # streams that ask at the same time
+
+    def users_of(self, what: Loadable) -> list[str]:
+        """The methods whose artifacts have to be loaded so."""
+        return [method.name for method in self.methods if LOADS[method.kind] == what]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank whose bytes are no more than those of the largest memory."""
+        tokens = max(getattr(method, "payload_tokens", PAYLOAD_TOKENS) for method in self.methods)
+        backbone = Backbone.load(self.model)
+        return largest_rank(backbone, memory_bytes(backbone, self.budget, tokens, len(self.suite.tasks)))
+
+
+@contextmanager
+def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[Endpoints]:
+    """Servers of the run's model on free local ports, ended with the context; their logs go into the folder `logs`.
+
+    Args:
+        more: flags for each, which go before ours.
+
+    Raises:
+        ServerFailed: one did not start.
+        ConfigError: no server could take the run's adapters.
+    """
+    with ExitStack() as stack:
+
+        def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Endpoint:
+            flags = [str(needs.model), *server_flags(), *arguments, *more]
+            return Endpoint(stack.enter_context(serving(flags, logs / log, environment)), SERVED_NAME)
+
+        adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
+        others = [method for method in needs.methods if LOADS[method.kind] != "adapter"]
+        plain = start("server.log", (), {}) if others or adapters is None else adapters
+        yield Endpoints(plain, adapters or plain)
+
+
+def server_flags() -> list[str]:
+    """float32, as the answers are compared in; nothing is compiled, which would outlast most runs of a small model."""
+    precision = ["--dtype", "float32", "--enforce-eager"]
+    return [*precision, "--served-model-name", SERVED_NAME, "--max-num-seqs", "32", "--disable-uvicorn-access-log"]
+
+
+def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment.
+
+    Raises:
+        ConfigError: vLLM serves no adapter of that rank.
+    """
+    rank = needs.rank
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {LORA_RANKS[-1]} at most")
+    served = min(r for r in LORA_RANKS if r >= rank)
+    flags = ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", str(max(2, needs.jobs))]
+    return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
+    """For what the methods need, the first endpoint that loads it.
+
+    Raises:
+        EndpointFailed: one does not answer.
+        ConfigError: none loads it, naming the route and the methods that need it.
+    """
+    endpoints = [Endpoint.at(url, model) for url in urls]
+    adapters = _first_that_loads("adapter", endpoints, needs) if needs.users_of("adapter") else endpoints[0]
+    plain = _first_that_loads("bundle", endpoints, needs) if needs.users_of("bundle") else endpoints[0]
+    return Endpoints(plain, adapters)
+
+
+def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Needs) -> Endpoint:
+    reasons = []
+    with tempfile.TemporaryDirectory() as folder:
+        sample = save_sample(what, needs, Path(folder))
+        for endpoint in endpoints:
+            if not endpoint.offers(what):
+                reasons.append(f"{endpoint.url} has no such route")
+                continue
+            try:
+                endpoint.unload(what, endpoint.load(what, sample))
+                return endpoint
+            except EndpointFailed as error:
+                reasons.append(str(error))
+    raise ConfigError(
+        f"{', '.join(needs.users_of(what))}: the answers need an endpoint that loads what was learned "
+        f"(POST {LOAD_ROUTES[what]}): {'; '.join(reasons)}. Without --endpoint the run starts a server of its own"
+    )
+
+
+def save_sample(what: Loadable, needs: Needs, folder: Path) -> Path:
+    """A memory of one entry, or a new adapter of the largest rank that the run makes: to be loaded once, as a trial."""
+    backbone = Backbone.load(needs.model)
+    if what == "adapter":
+        save(attach(backbone, needs.rank, seed=0), folder / "adapter")
+        return folder / "adapter"
+    example = needs.suite.tasks[0].train[0]
+    write_bundle(build_bundle(backbone, [example], BuildSettings(budget=1)), folder / "sample.safetensors")
+    return folder / "sample.safetensors"

@@ -1,0 +1,108 @@
+"""A suite of data on disk, described by a TOML or JSON file; paths are relative to it.
+
+    name = "vqa"
+    [[tasks]]                              # in the default order of learning
+    name = "colours"
+    train = "colours/train.jsonl"          # task data as `selector.data.read_task` reads it
+    validation = "colours/validation.jsonl"
+    test = "colours/test.jsonl"
+    [base]                                 # questions of what the model could do before
+    train = "base/train.jsonl"
+    validation = "base/validation.jsonl"
+    test = "base/test.jsonl"
+
+In JSON the same: {"name": ..., "tasks": [{...}, ...], "base": {...}}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inducekv_vllm.errors import TaskDataError
+from selector.data import Example, read_task
+
+from .suite import Suite, TaskData
+
+SUFFIXES = (".toml", ".json")
+BASE = "base"  # what the base questions are called among the tasks
+SPLITS = ("train", "validation", "test")
+
+
+class _Splits(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    train: Path
+    validation: Path
+    test: Path
+
+
+class _Task(_Splits):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # a part of folders' names
+
+
+class _Description(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    tasks: tuple[_Task, ...] = Field(min_length=1)
+    base: _Splits
+
+
+def load(file: Path) -> Suite:
+    """The suite that `file` describes; every example is read and every picture opened.
+
+    Raises:
+        TaskDataError: the file does not parse or describes no suite, or its data cannot be used; names the file, and
+            the line or what is wrong.
+    """
+    try:
+        described = _Description.model_validate(_parse(file))
+    except ValidationError as error:
+        reasons = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise TaskDataError(f"{file}: describes no suite: {'; '.join(reasons)}") from error
+    names = [task.name for task in described.tasks]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated or BASE in names:
+        raise TaskDataError(f"{file}: each task needs a name of its own, not {', '.join(repeated) or BASE!r}")
+    tasks = [_read(file, task.name, task) for task in described.tasks]
+    return Suite(described.name, tuple(tasks), _read(file, BASE, described.base))
+
+
+def _parse(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskDataError(f"{file}: cannot read the suite: {error}") from error
+    try:
+        return json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except json.JSONDecodeError as error:
+        raise TaskDataError(f"{file}, line {error.lineno}: malformed JSON: {error.msg}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise TaskDataError(f"{file}, line {_line(error, text)}: malformed TOML: {error}") from error
+
+
+def _line(error: tomllib.TOMLDecodeError, text: str) -> int:
+    """The error knows it only as text: "(at line 3, column 5)", or "(at end of document)"."""
+    found = re.search(r"at line (\d+)", str(error))
+    return int(found[1]) if found else text.count("\n") + 1
+
+
+def _read(file: Path, name: str, splits: _Splits) -> TaskData:
+    """Raises TaskDataError: a split cannot be read, an answer is empty, or an id stands in two splits."""
+    found: dict[str, tuple[Example, ...]] = {}
+    homes: dict[str, Path] = {}
+    for split in SPLITS:
+        path = file.parent / getattr(splits, split)
+        found[split] = tuple(read_task(path))
+        for example in found[split]:
+            if not example.answer.strip():
+                raise TaskDataError(f"{path}: the answer to {example.id!r} is empty")
+            if homes.setdefault(example.id, path) != path:
+                raise TaskDataError(f"{path}: the id {example.id!r} is in {homes[example.id]} too")
+    return TaskData(name, **found)
