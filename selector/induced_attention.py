@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from .backbone import Backbone
-from .injection import Memory, Terms, attention_with
+from .injection import Memory, Terms, attention_named, attention_with
 
 INDUCED_ATTENTION_NAME: Final = "inducekv_induced"
 # Logits of one tile: few enough to stay in the cache, many enough to keep the matrix products efficient.
@@ -35,13 +35,8 @@ _FLOOR: Final = -1e30
 @contextlib.contextmanager
 def induced_attention(backbone: Backbone) -> Iterator[None]:
     """Inside, the backbone's language model attends to injected memory in tiles; differentiable once, not twice."""
-    text = backbone.model.config.get_text_config(decoder=True)
-    before = text._attn_implementation
-    text._attn_implementation = INDUCED_ATTENTION_NAME
-    try:
+    with attention_named(backbone, INDUCED_ATTENTION_NAME):
         yield
-    finally:
-        text._attn_implementation = before
 
 
 def attend_induced(

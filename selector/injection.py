@@ -272,6 +272,18 @@ def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tenso
     return attention_mask[:, 0, :, : key.shape[2]]
 
 
+@contextlib.contextmanager
+def attention_named(backbone: Backbone, name: str) -> Iterator[None]:
+    """Inside, the backbone's language model uses the attention that is registered under `name` in transformers."""
+    text = backbone.model.config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    text._attn_implementation = name
+    try:
+        yield
+    finally:
+        text._attn_implementation = before
+
+
 attention = attention_with(attend)
 AttentionInterface.register(ATTENTION_NAME, attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

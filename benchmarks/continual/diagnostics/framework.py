@@ -70,7 +70,7 @@ def find_diagnostics() -> dict[str, Diagnostic]:
 def add_common_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of a finished run")
-    add("--method", default="refined", help="(default: refined)")
+    add("--method", default="refined", help="(default: %(default)s)")
     add("--budget", type=int, help="(default: the method's only one)")
     add("--seed", nargs="+", type=int, help="(default: all there are)")
     add("--model", type=Path, default=CHECKPOINT, help="the model of the run (default: the demo model)")

@@ -1,0 +1,173 @@
+"""How much of its attention a model gives to its memory: per layer and task, beside what the task gains.
+
+After the last task, for each task's questions, layer l and request (paper, Eq. rho_mem_mass):
+
+    rho_l = 1/H sum_h (sum_q sum_{k in memory} Attn[h, q, k]) / (sum_q sum_k Attn[h, q, k])
+
+Queries q are the positions that ran: the prompt and the answer that the run recorded, given to the model in one pass.
+Where a relevance gate is closed there is no memory, and rho is 0. A task's gain is its accuracy less that without
+memory, and its normalised gain lies between 0 and 1 (Eq. normalized_task_gain). Means over the seeds.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from benchmarks.continual.diagnostics.drawing import blank, heatmap
+from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.suites import TaskData
+from inducekv_vllm.bundle import Bundle
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.induced_attention import attend_induced
+from selector.injection import Memory, Terms, attention_named, attention_with, routing, score
+from selector.objective import Scorer
+
+RECORDING = "inducekv_recording"
+BATCH_SIZE = 32
+DELTA = 1e-8  # of Eq. normalized_task_gain
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit", type=int, default=500, help="questions of each task (default 500, if it has as many)"
+    )
+
+
+def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
+    runs, suite = finished.chosen(options), finished.suite
+    rows = [
+        {
+            "task": task.name,
+            "mass": np.mean([mass_by_layer(finished, run, task, options.limit) for run in runs], axis=0).tolist(),
+            "gain": mean(gain(finished, run, task.name) for run in runs),
+        }
+        for task in (*suite.tasks, suite.base)
+    ]
+    normalised = normalise([row["gain"] for row in rows[:-1]])
+    for row, value in zip(rows, [*normalised, None], strict=True):  # the base questions are no task of the stream
+        row["normalised_gain"] = value
+    return {
+        "diagnostic": "memory_attention",
+        "source": "Memory-attention utilization protocol",
+        "says": _said(rows),
+        "method": runs[0].method,
+        "budget": runs[0].budget,
+        "seeds": [run.seed for run in runs],
+        "questions": {task.name: len(task.test[: options.limit]) for task in (*suite.tasks, suite.base)},
+        "rows": rows,
+    }
+
+
+def plot(found: dict[str, Any]) -> Figure:
+    figure = blank(1.2 + 0.36 * len(found["rows"]))
+    masses, gains = figure.subplots(1, 2, width_ratios=[len(found["rows"][0]["mass"]), 1])
+    names = [f"{row['task']} ({row['gain']:+.2f})" for row in found["rows"]]
+    layers = [str(layer) for layer in range(len(found["rows"][0]["mass"]))]
+    heatmap(masses, [row["mass"] for row in found["rows"]], names, layers, "share of attention on memory")
+    masses.set(xlabel="layer", ylabel="task (gain over no memory)")
+    values = [[row["normalised_gain"]] for row in found["rows"]]
+    heatmap(gains, values, [""] * len(names), ["gain"], "normalised gain", limits=(0, 1))
+    return figure
+
+
+def _said(rows: Sequence[dict[str, Any]]) -> str:
+    tasks, base = rows[:-1], rows[-1]
+    by_layer = np.mean([row["mass"] for row in tasks], axis=0)
+    lowest, highest = by_layer.argmin(), by_layer.argmax()
+    most = max(tasks, key=lambda row: mean(row["mass"]))
+    return (
+        f"Memory takes {by_layer.mean():.1%} of the attention in requests of the tasks, from {by_layer[lowest]:.1%} in "
+        f"layer {lowest} to {by_layer[highest]:.1%} in layer {highest}, and most in those of {most['task']} "
+        f"({mean(most['mass']):.1%}); in base questions {mean(base['mass']):.1%}."
+    )
+
+
+def gain(finished: Finished, run: FinishedRun, task: str) -> float:
+    """Delta_t: accuracy after the last task less that of the untouched model, on the same questions."""
+    return mean(mine.right - plain.right for mine, plain in finished.paired(run) if mine.task == task)
+
+
+def normalise(gains: Sequence[float]) -> list[float]:
+    """From 0 for the smallest to 1 for the largest; all 0 where they are equal (Eq. normalized_task_gain)."""
+    return [(one - min(gains)) / (max(gains) - min(gains) + DELTA) for one in gains]
+
+
+def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: int) -> np.ndarray:
+    """rho of each layer, the mean over the first `limit` questions of a task: [L]."""
+    examples, keys = task.test[:limit], finished.query_keys(task)[:limit]
+    predictions = run.predictions()
+    answers = [predictions[task.name, example.id].answer for example in examples]
+    return memory_masses(finished.backbone, run.bundle(), examples, answers, keys).mean(dim=0).numpy()
+
+
+@torch.no_grad()
+def memory_masses(
+    backbone: Backbone,
+    bundle: Bundle,
+    examples: Sequence[Example],
+    answers: Sequence[str],
+    query_keys: Tensor,
+) -> Tensor:
+    """rho of every request and layer: [n, L] float64, 0 where the gate is closed.
+
+    Args:
+        answers: what the model answered with this memory, [n].
+        query_keys: [n, 2, d].
+    """
+    scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
+    opened, log_prior = routing(bundle, query_keys)
+    found = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
+    tokenizer = backbone.processor.tokenizer
+    for rows in opened.nonzero()[:, 0].split(BATCH_SIZE):
+        prompts = [scorer.prefix(examples[row]) for row in rows]
+        tokens = [tokenizer(answers[row], add_special_tokens=False)["input_ids"] for row in rows]
+        terms = memory.terms(query_keys[rows, 0], log_prior=log_prior[rows])
+        with recorded_masses(backbone) as masses:
+            score(backbone, prompts, tokens, memory, terms)
+        for row, prompt, answer, mass in zip(rows, prompts, tokens, torch.stack(masses, dim=1), strict=True):
+            length = prompt["input_ids"].shape[1] + len(answer)  # what follows is padding
+            found[row] = mass[:, :length].double().mean(dim=(1, 2)).cpu()
+    return found
+
+
+@contextmanager
+def recorded_masses(backbone: Backbone) -> Iterator[list[Tensor]]:
+    """Inside, every injected forward pass appends for each layer the share of memory: [n, T, H] float32.
+
+    The pass itself is what it would be: each layer's attention runs once more with values of 1 for the request's own
+    tokens and 0 for the memory's, and gives the share that the request's own tokens have; the rest is the memory's.
+    """
+    masses: list[Tensor] = []
+
+    def attend(
+        query: Tensor,  # [n, H, T, D]
+        key: Tensor,  # [n, J, S, D]
+        value: Tensor,  # [n, J, S, D]
+        visible: Tensor,  # [n or 1, T, S] bool
+        scaling: float,
+        memory: Memory,
+        terms: Terms,
+        layer: int,
+    ) -> Tensor:
+        silent = replace(memory, payload_values=torch.zeros_like(memory.payload_values))
+        own = attend_induced(query, key, torch.ones_like(value), visible, scaling, silent, terms, layer)  # [n, T, H, D]
+        masses.append(1 - own[..., 0])
+        return attend_induced(query, key, value, visible, scaling, memory, terms, layer)
+
+    AttentionInterface.register(RECORDING, attention_with(attend))
+    AttentionMaskInterface.register(RECORDING, sdpa_mask)
+    with attention_named(backbone, RECORDING):
+        yield masses

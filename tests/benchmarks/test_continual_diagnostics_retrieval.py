@@ -1,0 +1,161 @@
+"""Gain by retrieval ambiguity and by hit rate, on memories and answers whose numbers are computed by hand."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks.continual.diagnostics import ambiguity, hit_rate
+from benchmarks.continual.diagnostics.__main__ import main
+from benchmarks.continual.diagnostics.retrieved import Judged, Retrieval, retrievals
+from benchmarks.continual.suites.demo import load
+from benchmarks.demo.model import CHECKPOINT
+from inducekv_vllm.bundle import EntryRecord, Gate
+from selector.backbone import Backbone
+from selector.build import BuildSettings, build_bundle
+from selector.extract import extract_keys
+from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.inducekv_vllm.bundles import d, random_bundle
+
+
+def memory(tasks: str, gate: Gate | None = None):
+    """Entry i of task `tasks[i]` has the i-th unit vector for its key."""
+    entries = tuple(EntryRecord(id=f"e{i}", task=task, source_digest="ab") for i, task in enumerate(tasks))
+    keys = torch.eye(d)[: len(tasks)]
+    return random_bundle(len(tasks), retrieval_keys=keys, entries=entries, weighting="prior", gate=gate)
+
+
+def query(*similarities: float) -> torch.Tensor:
+    """A query key whose full-prefix part has these similarities with the entries: [1, 2, d]."""
+    key = torch.zeros(1, 2, d)
+    key[0, 0, : len(similarities)] = torch.tensor(similarities)
+    key[0, 1, 0] = 1.0
+    return key
+
+
+def test_gap_and_hits_of_the_nearest_entries():
+    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "a", top_k=3)
+    assert found.gap == pytest.approx(0.2)
+    assert (found.hits, found.retrieved) == (1, 3)  # b b a
+    assert found.is_cross_task
+    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "b", top_k=3)
+    assert (found.hits, found.is_cross_task) == (2, False)
+    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "a", top_k=8)
+    assert (found.hits, found.retrieved, found.is_cross_task) == (2, 4, False)  # half is no majority
+
+
+def test_behind_a_gate_only_the_entries_of_its_task_are_retrieved():
+    keys = torch.zeros(2, 2, d)
+    keys[0, 0, 2] = keys[1, 0, 1] = 1.0  # task a is told by the third similarity, b by the second
+    bundle = memory("abba", Gate(keys, torch.tensor([0.8, 0.8]), ("a", "b")))
+    queries = torch.cat([query(0.3, 0.1, 0.9, 0.2), query(0.3, 0.9, 0.5, 0.2), query(0.9, 0.1, 0.1, 0.1)])
+    to_a, to_b, closed = retrievals(bundle, queries, "a", top_k=8)
+    assert to_a.gap == pytest.approx(0.1)  # of 0.3 and 0.2
+    assert (to_a.hits, to_a.retrieved) == (2, 2)
+    assert to_b.gap == pytest.approx(0.4)
+    assert (to_b.hits, to_b.retrieved, to_b.is_cross_task) == (0, 2, True)
+    assert closed is None
+
+
+def test_one_entry_alone_has_no_gap():
+    (found,) = retrievals(memory("a"), query(0.5), "a", top_k=8)
+    assert math.isnan(found.gap)
+    assert (found.hits, found.retrieved) == (1, 1)
+
+
+def judged(hits: int, retrieved: int, right: bool, plain: bool, gap: float = 0.0) -> Judged:
+    return Judged("a", Retrieval(gap, hits, retrieved), right, plain)
+
+
+def test_bins_of_the_hit_rate():
+    found = hit_rate.binned(
+        [
+            judged(0, 8, False, True),
+            judged(1, 8, False, False),
+            judged(3, 5, True, False),  # 0.6 exactly: not below it
+            judged(8, 8, True, False),
+            judged(7, 8, True, True),
+            judged(4, 5, True, False),  # 0.8 exactly
+        ]
+    )
+    assert [one["questions"] for one in found] == [2, 0, 0, 1, 3]
+    assert [one["gain"]["mean"] for one in found] == [-0.5, None, None, 1.0, pytest.approx(2 / 3)]
+    # Of -1 and 0: deviation sqrt(1/2), divided by sqrt(2).
+    assert found[0]["gain"]["standard_error"] == pytest.approx(0.5)
+    assert found[0]["accuracy"]["mean"] == 0.0
+    assert found[0]["accuracy_without"]["mean"] == 0.5
+    assert found[4]["accuracy"] == {"mean": 1.0, "standard_error": 0.0}
+    assert math.isnan(found[3]["gain"]["standard_error"])
+
+
+def test_bins_of_ambiguity_hold_equally_many_and_part_the_groups():
+    clear = [judged(8, 8, True, number >= 8, gap=number / 16) for number in range(1, 16)]
+    found = ambiguity.binned([*clear, judged(0, 8, False, True, gap=0.0)])
+    assert [(one["bin"], one["questions"], one["gain"]) for one in found["cross_task"]] == [(0, 1, -1.0)]
+    own = found["own_task"]
+    assert [one["questions"] for one in own] == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert [one["gain"] for one in own] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert own[1]["gap"] == pytest.approx(2.5 / 16)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def out(data, tmp_path_factory):
+    """A memory of two entries of guild and one of field, over six questions that are answered as written here."""
+    folder = tmp_path_factory.mktemp("results")
+    sizes = {"train": 2, "validation": 1, "test": 3}
+    suite = load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
+    backbone = Backbone.load(CHECKPOINT)
+    examples = [*suite.tasks[0].train, suite.tasks[1].train[0]]
+    bundle = build_bundle(backbone, examples, BuildSettings(budget=3, payload_tokens=1))
+    ids = {task.name: [example.id for example in task.test] for task in (*suite.tasks, suite.base)}
+    base = {"base": [True] * 9}
+    before = {"guild": [True] * 3, **base}
+    write_configuration(folder, suite)
+    after = {"guild": [True, True, False], "field": [True, False, False], **base}
+    write_finished_run(folder, "paper", [before, after], ids=ids, bundles=[bundle, bundle])
+    plain = {"guild": [False, True, False], "field": [True, True, True], **base}
+    write_finished_run(folder, "no_memory", [before, plain], ids=ids)
+    return folder, suite, backbone, bundle
+
+
+def run(name: str, out, data, *more: str) -> dict:
+    assert main([name, "--out", str(out), "--data", str(data), "--method", "paper", *more]) == 0
+    assert (out / "diagnostics" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / "diagnostics" / f"{name}.json").read_bytes())
+
+
+def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, data):
+    found = run("hit_rate", out[0], data)
+    # guild: 2 of 3 entries are its own, and field 1 of 3; gains 1, 0, 0 and 0, -1, -1.
+    assert [one["questions"] for one in found["bins"]] == [0, 3, 0, 3, 0]
+    assert found["bins"][1]["gain"]["mean"] == pytest.approx(-2 / 3, abs=1e-5)
+    assert found["bins"][3]["gain"]["mean"] == pytest.approx(1 / 3, abs=1e-5)
+    assert found["bins"][1]["accuracy_without"]["mean"] == 1.0
+    assert found["closed"] == 0
+    assert "-0.667 where 20% to 40%" in found["says"]
+
+
+def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, data):
+    folder, suite, backbone, bundle = out
+    found = run("ambiguity", folder, data, "--top-k", "3")
+    keys = bundle.retrieval_keys.float()
+    expected = []
+    for task, gains in zip(suite.tasks, ([1, 0, 0], [0, -1, -1]), strict=True):
+        for row, gain in zip(extract_keys(backbone, task.test), gains, strict=True):
+            largest = sorted((keys @ row).tolist(), reverse=True)
+            expected.append([pytest.approx(largest[0] - largest[1], abs=1e-5), gain, task.name == "field"])
+    assert found["points"] == expected
+    assert found["questions"] == 6
+    assert "50.0% of 6 answers retrieve mostly from other tasks, where the gain is -0.667" in found["says"]
+
+
+def test_a_top_k_below_1_is_refused(out, data, capsys):
+    folder = str(out[0])
+    assert main(["hit_rate", "--out", folder, "--data", str(data), "--method", "paper", "--top-k", "0"]) == 2
+    assert "top_k must be at least 1, found 0" in capsys.readouterr().err
