@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual.__main__ import weights_digest
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.run import weights_digest
 from benchmarks.continual.suites import Suite
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, write_bundle
@@ -25,6 +25,7 @@ def write_configuration(out: Path, suite: Suite | None = None, model: Path = CHE
         "order": [task.name for task in suite.tasks] if suite else [],
         "model": {"name": model.name, "weights": weights_digest(model)},
         "split": "test",
+        "train_limit": 512,
         "test_limit": 256,
         "base_limit": 270,
     }

@@ -144,6 +144,13 @@ def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
     }
 
 
+def test_memories_that_were_not_kept_are_counted(out, data):
+    state = out / "stored/budget-32/seed-0/01-field/state"
+    state.rename(state.with_name("gone"))
+    found = found_by(out, data)
+    assert ([state["after"] for state in found["states"]], found["memories_gone"]) == (["beside"], 1)
+
+
 def test_a_method_without_anchors_is_refused(out, data, capsys):
     store = out / "stored/budget-32/seed-0/02-beside/state/anchors"
     store.rename(store.with_name("moved"))
@@ -155,4 +162,4 @@ def test_a_stream_of_one_task_is_refused(data, memories, tmp_path, capsys):
     write_configuration(tmp_path, data[1].ordered(TASKS[:1]))
     write_finished_run(tmp_path, "stored", [{"guild": [True], "base": [True]}], bundles=memories[:1])
     assert main(["anchors", "--out", str(tmp_path), "--data", str(data[0]), "--method", "stored"]) == 2
-    assert "one task has no earlier tasks" in capsys.readouterr().err
+    assert "no memory of a task that another came before" in capsys.readouterr().err

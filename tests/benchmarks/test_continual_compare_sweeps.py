@@ -28,9 +28,12 @@ class Learner:
     name: str = "learner"
     skill: int = 5
     inner_steps: int = 10
+    killed_at: ClassVar[tuple[int, str] | None] = None
     learned: ClassVar[list[tuple[int, str]]] = []
 
     def learn(self, task, previous, out, circumstances):
+        if (self.skill, task.name) == self.killed_at:
+            raise KeyboardInterrupt
         self.learned.append((self.skill, task.name))
         (out / "skill").write_text(str(self.skill + circumstances.seed % 2))
         return Artifact("none", None, 0, {})
@@ -93,14 +96,16 @@ def test_a_sweep_gives_mean_and_deviation_by_value_and_runs_nothing_twice(sweep,
     assert (status, again, len(Learner.learned)) == (0, found, done)
 
 
-def test_a_sweep_that_was_killed_goes_on_where_it_was(sweep, tmp_path):
-    assert sweep("--setting", "skill=1,2")[0] == 0
-    (second,) = (tmp_path / "diagnostics/sweeps/skill=2").glob("learner/budget-8/seed-0/02-beside")
-    (second / "result.json").unlink()
-    (second / "state").rename(second / "state.tmp")
-    Learner.learned.clear()
-    assert sweep("--setting", "skill=1,2")[0] == 0
-    assert Learner.learned == [(2, "beside")]
+def test_a_sweep_that_was_killed_goes_on_where_it_was(sweep, monkeypatch):
+    monkeypatch.setattr(Learner, "killed_at", (2, "guild"))
+    with pytest.raises(KeyboardInterrupt):
+        sweep("--setting", "skill=1,2")
+    assert Learner.learned == [(1, "field"), (1, "guild"), (1, "beside"), (2, "field")]
+    monkeypatch.setattr(Learner, "killed_at", None)
+    status, found = sweep("--setting", "skill=1,2")
+    assert status == 0
+    assert Learner.learned[4:] == [(2, "guild"), (2, "beside")]
+    assert [point["AP"]["mean"] for point in found["settings"]["skill"]] == pytest.approx([0.1, 0.2])
 
 
 def test_finished_sweeps_are_read_and_a_letter_is_a_settings_name(sweep):

@@ -7,8 +7,10 @@ tasks (A), and to as many held-out examples of the same tasks (H), none of which
 Over the states: Pearson's and Spearman's correlation, the mean absolute gap |A - H|, and it relative to H. The same
 over pairs of a memory and an earlier task. Nothing was trained on test questions, but the memory may have been on the
 examples that became anchors; `--held-out train` takes training examples that are no anchors, where nothing but the
-draw differs. Beside it, as in the paper's table "Anchor storage": how many anchors the last update used, their bytes,
-and those of the memory.
+draw differs. A run keeps the memories of all tasks with `--keep-states all`; how many are gone is counted.
+
+Beside it, as in the paper's table "Anchor storage": how many anchors the last update used, their bytes, and those of
+the memory.
 
 Sources: the paper's sections "Empirical Validation of Anchor Representativeness" and "Anchor Protocol and
 Replay-Matched Controls".
@@ -70,7 +72,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     runs = finished.chosen(options)
     states = [state for run in runs for state in _states(finished, run, options.held_out, options.questions)]
     if not states:
-        raise ConfigError(f"{runs[0].folder}: a stream of one task has no earlier tasks")
+        raise ConfigError(f"{runs[0].folder}: no memory of a task that another came before is there")
     by_memory = agreement([_mean(state["by_task"].values()) for state in states])
     by_task = agreement([pair for state in states for pair in state["by_task"].values()])
     return {
@@ -80,6 +82,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         "method": runs[0].method,
         "budget": runs[0].budget,
         "held_out": options.held_out,
+        "memories_gone": sum(len(run.order) - 1 - len(remembered(run)) for run in runs),
         "states": states,
         "by_memory": by_memory,
         "by_memory_and_task": by_task,
@@ -130,6 +133,11 @@ def storage(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     }
 
 
+def remembered(run: FinishedRun) -> list[int]:
+    """The tasks but the first whose memory is still there: a run keeps only the last unless it is told otherwise."""
+    return [number for number in range(1, len(run.order)) if run.state(number).exists()]
+
+
 def plot(found: dict[str, Any]) -> Figure:
     with style():
         figure = blank(3.6)
@@ -151,10 +159,12 @@ def plot(found: dict[str, Any]) -> Figure:
 
 def _states(finished: Finished, run: FinishedRun, split: str, questions: int | None) -> list[dict[str, Any]]:
     """Of one run: for the memory after each task but the first, (anchor NLL, held-out NLL) by earlier task."""
+    if not remembered(run):
+        return []
     anchors, held_out = _asked(finished, run, split, questions)
     scorer = Scorer(finished.backbone, batch_size=BATCH_SIZE)
     states = []
-    for number in range(1, len(run.order)):
+    for number in remembered(run):
         deployed = Deployed(scorer, run.bundle(number))
         with induced_attention(finished.backbone):
             pairs = {

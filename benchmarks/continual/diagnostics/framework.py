@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import Matrix, accuracy_matrix
+from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import Suite, TaskData, load_suite
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, read_bundle
@@ -201,7 +202,10 @@ class Finished:
         ]
         complete = [run for run in matrices if run.matrix["complete"]]
         complete.sort(key=lambda run: (run.method, run.budget, run.seed))
-        return cls(out, model, data or out / "data", configuration, tuple(complete))
+        if data is None:
+            own = out / "data"
+            data = own if own.exists() else Path(configuration.get(WHERE, {}).get("data", own))
+        return cls(out, model, data, configuration, tuple(complete))
 
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None
@@ -268,6 +272,17 @@ class Finished:
         return [(mine[key], theirs[key]) for key in mine]
 
     @cached_property
+    def whole_suite(self) -> Suite:
+        """All tasks of the suite, in its own order, with all their questions.
+
+        Raises:
+            ConfigError: there is no such suite.
+            TaskDataError: its data cannot be read.
+        """
+        known = self.configuration
+        return load_suite(known.get(WHERE, known)["suite"], self.data)
+
+    @cached_property
     def suite(self) -> Suite:
         """The tasks in the run's order, with the questions that were asked.
 
@@ -276,8 +291,8 @@ class Finished:
             TaskDataError: they cannot be read.
         """
         known = self.configuration
-        suite = load_suite(known["suite"], self.data).ordered(known["order"])
-        suite = suite.asked_about(known["split"]).limited(known["test_limit"], known["base_limit"])
+        suite = self.whole_suite.ordered(known["order"]).asked_about(known["split"])
+        suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
         if suite.digest() != known["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")
         return suite
@@ -289,7 +304,7 @@ class Finished:
         Raises:
             ConfigError: its weights are others.
         """
-        from benchmarks.continual.__main__ import weights_digest
+        from benchmarks.continual.run import weights_digest
 
         known = self.configuration["model"]
         backbone = Backbone.load(self.model)

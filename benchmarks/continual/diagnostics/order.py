@@ -25,7 +25,6 @@ from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
-from benchmarks.continual.suites import load_suite
 from inducekv_vllm.errors import ConfigError
 from selector.plots import COLOURS, style
 
@@ -47,7 +46,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     """
     folders = [finished, *(Finished.read(folder, options.model, options.data) for folder in options.also)]
     require_other_orders(folders)
-    usual = [task.name for task in load_suite(finished.configuration["suite"], finished.data).tasks]
+    usual = [task.name for task in finished.whole_suite.tasks]
     return compare_orders(
         folders, [name for name in usual if name in set(folders[0].configuration["order"])], options.score
     )

@@ -15,7 +15,6 @@ Source: the paper's section "Hyperparameter Sensitivity".
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,12 +23,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
+from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import spread
 from benchmarks.continual.methods import METHODS, Method, choose_methods
-from benchmarks.continual.stream import Run, claim, run_stream
+from benchmarks.continual.run import OFFLINE, tell
+from benchmarks.continual.stream import WHERE, Run, claim, run_stream
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
 from selector.plots import COLOURS, style
@@ -94,11 +95,13 @@ def run_point(
     Raises:
         ConfigError: the folder belongs to another stream or other settings.
     """
-    order = [task.name for task in suite.tasks]
-    claim(folder, "run.json", {**finished.configuration, "order": order, "data": suite.digest()})
+    known = {name: value for name, value in finished.configuration.items() if name != WHERE}
+    known |= {"order": [task.name for task in suite.tasks], "data": suite.digest()}
+    known |= {"answer": {"by": OFFLINE, "server": None}}
+    claim(folder, "run.json", known, where=finished.configuration.get(WHERE))
+    answers = KnownAnswers(folder / "answers", answerer)
     for seed in seeds:
-        run = Run(suite, method, finished.model, budget, seed, folder)
-        run_stream(run, answerer, lambda line: print(line, file=sys.stderr))
+        run_stream(Run(suite, method, finished.model, budget, seed, folder), answers, tell, keep="none")
 
 
 def read(folder: Path, method: str, budget: int, seeds: Sequence[int] | None) -> dict[str, Any]:
