@@ -62,11 +62,19 @@ class HttpModel:
         Raises:
             EndpointFailed: the endpoint does not answer, or refuses to load or to answer, naming it.
         """
-        asks = self.plan.asks(examples)
+        with self.loaded(self.plan.asks(examples)) as asks:
+            return asyncio.run(self._ask_all(asks))
+
+    @contextmanager
+    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[tuple[Ask, str]]]:
+        """Each with the name of the model that it goes to; inside, the endpoint has all that they need.
+
+        Raises:
+            EndpointFailed: the endpoint does not answer, or refuses to load.
+        """
         wanted = {ask.adapter for ask in asks if ask.with_artifact and ask.answer is None}
         with self._loaded(wanted) as names:
-            models = [names[ask.adapter] if ask.with_artifact else self.endpoint.model for ask in asks]
-            return asyncio.run(self._ask_all(asks, models))
+            yield [(ask, names[ask.adapter] if ask.with_artifact else self.endpoint.model) for ask in asks]
 
     @contextmanager
     def _loaded(self, parts: set[str | None]) -> Iterator[dict[str | None, str]]:
@@ -85,13 +93,13 @@ class HttpModel:
             with suppress(EndpointFailed):  # where the endpoint is gone, so is the artifact, and it has been told
                 self.endpoint.unload(what, name)
 
-    async def _ask_all(self, asks: Sequence[Ask], models: Sequence[str]) -> list[str]:
-        texts = [ask.answer or "" for ask in asks]
-        waiting = iter([row for row, ask in enumerate(asks) if ask.answer is None])
+    async def _ask_all(self, asks: Sequence[tuple[Ask, str]]) -> list[str]:
+        texts = [ask.answer or "" for ask, _ in asks]
+        waiting = iter([row for row, (ask, _) in enumerate(asks) if ask.answer is None])
 
         async def worker(client: httpx.AsyncClient) -> None:
             for row in waiting:  # shared by all workers: each takes the next one when it is free
-                texts[row] = await self._ask(client, asks[row], models[row])
+                texts[row] = await self._ask(client, *asks[row])
 
         transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
         try:
