@@ -306,7 +306,11 @@ def score(
     Returns:
         For each request [number of its answer tokens] float32.
     """
-    predicted = answer_logprobs(backbone, prompts, answers, memory, terms)
+    return answer_tokens_logprobs(answer_logprobs(backbone, prompts, answers, memory, terms), answers)
+
+
+def answer_tokens_logprobs(predicted: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of what `answer_logprobs` gives, each request's answer tokens' own: [number of its answer tokens] float32."""
     logprobs = []
     for rows, answer in zip(predicted, answers, strict=True):
         tokens = torch.as_tensor(answer, dtype=torch.int64, device=rows.device)[:, None]

@@ -25,7 +25,7 @@ from .calibration import temperature, value_gates
 from .data import Example, entry_records
 from .distributed import all_reduce_sum, in_step, replicated, shard, summed, together
 from .extract import Extraction
-from .injection import Memory, Terms, score
+from .injection import Memory, Terms, answer_logprobs, answer_tokens_logprobs
 from .pool import Pool
 
 # Prefixes that are kept after their first use, so that images are not decoded in every step.
@@ -124,13 +124,22 @@ class Scorer:
         Raises:
             TaskDataError: naming the example and both lengths.
         """
-        limit = self.backbone.model.config.get_text_config(decoder=True).max_position_embeddings
-        length = self.prefix(example)["input_ids"].shape[1] + len(self.answer_tokens(example))
+        limit, length = self.context, self.length(example)
         if length > limit:
             raise TaskDataError(
                 f"example {example.id!r} of task {example.task!r} has {length} tokens with its answer, "
                 f"the model's context holds {limit}"
             )
+
+    def length(self, example: Example) -> int:
+        """Tokens of an example's prefix and answer."""
+        return self.prefix(example)["input_ids"].shape[1] + len(self.answer_tokens(example))
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model's context holds."""
+        limit: int = self.backbone.model.config.get_text_config(decoder=True).max_position_embeddings
+        return limit
 
     def losses(self, examples: Sequence[Example], memory: Memory | None = None, terms: Terms | None = None) -> Tensor:
         """NLL of each example, summed over its answer's tokens (paper, Eq. nll_rewrite): [n], differentiable.
@@ -138,9 +147,19 @@ class Scorer:
         Raises:
             TaskDataError: a loss is not a finite number, naming the examples.
         """
+        return self.losses_of(examples, self.predicted(examples, memory, terms))
+
+    def predicted(
+        self, examples: Sequence[Example], memory: Memory | None = None, terms: Terms | None = None
+    ) -> list[Tensor]:
+        """log p of every token where each token of the answer is predicted: [answer tokens, vocabulary] each."""
         prompts = [self.prefix(example) for example in examples]
         answers = [self.answer_tokens(example) for example in examples]
-        logprobs = score(self.backbone, prompts, answers, memory, terms)
+        return answer_logprobs(self.backbone, prompts, answers, memory, terms)
+
+    def losses_of(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> Tensor:
+        """What `losses` gives, of what `predicted` gave."""
+        logprobs = answer_tokens_logprobs(predicted, [self.answer_tokens(example) for example in examples])
         losses = torch.stack([-tokens.sum() for tokens in logprobs])
         if not losses.isfinite().all():
             wrong = [e.id for e, loss in zip(examples, losses.tolist(), strict=True) if not math.isfinite(loss)]

@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.answering.http import HttpAnswerer
-from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
@@ -120,8 +119,7 @@ def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str
         return []
     refused = []
     with answering(runs, options) as answerer:
-        answers = KnownAnswers(options.out / "answers", answerer)
-        stream = partial(run_stream, answers=answers, tell=tell, keep=options.keep_states)
+        stream = partial(run_stream, answerer=answerer, tell=tell, keep=options.keep_states)
         for one, outcome in run_all(runs, stream, min(options.jobs, len(runs)), options.threads):
             if isinstance(outcome, InduceKVError):
                 refused.append(f"{one.title}: {outcome}")

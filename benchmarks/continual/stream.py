@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.continual.answering.answerer import is_right
+from benchmarks.continual.answering.answerer import Answerer, is_right
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.locks import locked
@@ -99,7 +99,7 @@ def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[st
         raise ConfigError(f"{path}: cannot keep the results here: {error}") from error
 
 
-def run_stream(run: Run, answers: KnownAnswers, tell: Tell, keep: KeepStates = "last") -> dict[str, Any]:
+def run_stream(run: Run, answerer: Answerer, tell: Tell, keep: KeepStates = "last") -> dict[str, Any]:
     """All tasks that are not done yet; returns what `matrix.json` holds.
 
     Raises:
@@ -107,6 +107,7 @@ def run_stream(run: Run, answers: KnownAnswers, tell: Tell, keep: KeepStates = "
         EndpointFailed: questions could not be asked; says how far the stream has got.
     """
     claim_stream(run)
+    answers = KnownAnswers(run.folder / "answers", answerer)
     try:
         with locked(run.own_folder / "lock", PATIENCE):
             while not run.finished:
@@ -153,7 +154,6 @@ def learn(run: Run, number: int) -> Artifact:
         )
         began = time.monotonic()
         artifact = run.method.learn(run.suite.tasks[number], previous, unfinished, circumstances)
-        assert artifact.kind == run.method.kind, f"{run.method.name} made an artifact of kind {artifact.kind!r}"
         artifact.write(unfinished)
         write_json(unfinished / "seconds.json", round(time.monotonic() - began, 1))
         unfinished.rename(state)

@@ -369,9 +369,9 @@ def test_a_loss_that_is_no_number_is_an_error(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*arguments: Any, **_: Any) -> list[torch.Tensor]:
-        return [torch.tensor([float("nan")], requires_grad=True) for _ in arguments[1]]
+        return [torch.full((len(answer), 1000), float("nan"), requires_grad=True) for answer in arguments[2]]
 
-    monkeypatch.setattr("selector.objective.score", broken)
+    monkeypatch.setattr("selector.objective.answer_logprobs", broken)
     assert "the loss is not a finite number for the examples 'e" in refuse(capsys, [*command, *FIXED])
     assert not output(tmp_path).exists()
 

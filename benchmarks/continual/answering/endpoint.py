@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import httpx
 
+from benchmarks.continual.methods.method import Kind
 from inducekv_vllm.errors import ConfigError
 
 Loadable = Literal["bundle", "adapter"]
@@ -24,7 +25,7 @@ LOAD_ROUTES: Mapping[Loadable, str] = MappingProxyType(
     {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
 )
 # What an artifact of each kind has to have loaded before it can answer.
-LOADS: Mapping[str, Loadable | None] = MappingProxyType(
+LOADS: Mapping[Kind, Loadable | None] = MappingProxyType(
     {
         "none": None,
         "exemplars": None,
@@ -32,6 +33,7 @@ LOADS: Mapping[str, Loadable | None] = MappingProxyType(
         "bundle": "bundle",
         "adapter": "adapter",
         "gated_adapter": "adapter",
+        "gated_adapters": "adapter",
     }
 )
 SECONDS = 300.0  # for any one request

@@ -62,19 +62,20 @@ class HttpModel:
         Raises:
             EndpointFailed: the endpoint does not answer, or refuses to load or to answer, naming it.
         """
-        with self.loaded(self.plan.asks(examples)) as asks:
-            return asyncio.run(self._ask_all(asks))
+        asks = self.plan.asks(examples)
+        with self.loaded(asks) as models:
+            return asyncio.run(self._ask_all(asks, models))
 
     @contextmanager
-    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[tuple[Ask, str]]]:
-        """Each with the name of the model that it goes to; inside, the endpoint has all that they need.
+    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[str]]:
+        """The name of the model that each goes to; inside, the endpoint has what they need.
 
         Raises:
             EndpointFailed: the endpoint does not answer, or refuses to load.
         """
         wanted = {ask.adapter for ask in asks if ask.with_artifact and ask.answer is None}
         with self._loaded(wanted) as names:
-            yield [(ask, names[ask.adapter] if ask.with_artifact else self.endpoint.model) for ask in asks]
+            yield [names[ask.adapter] if ask.with_artifact else self.endpoint.model for ask in asks]
 
     @contextmanager
     def _loaded(self, parts: set[str | None]) -> Iterator[dict[str | None, str]]:
@@ -93,13 +94,15 @@ class HttpModel:
             with suppress(EndpointFailed):  # where the endpoint is gone, so is the artifact, and it has been told
                 self.endpoint.unload(what, name)
 
-    async def _ask_all(self, asks: Sequence[tuple[Ask, str]]) -> list[str]:
-        texts = [ask.answer or "" for ask, _ in asks]
-        waiting = iter([row for row, (ask, _) in enumerate(asks) if ask.answer is None])
+    async def _ask_all(self, asks: Sequence[Ask], models: Sequence[str]) -> list[str]:
+        texts = [ask.answer or "" for ask in asks]
+        # Those of one model together: a server holds only so many adapters at once.
+        rows = sorted((row for row, ask in enumerate(asks) if ask.answer is None), key=lambda row: models[row])
+        waiting = iter(rows)
 
         async def worker(client: httpx.AsyncClient) -> None:
             for row in waiting:  # shared by all workers: each takes the next one when it is free
-                texts[row] = await self._ask(client, *asks[row])
+                texts[row] = await self._ask(client, asks[row], models[row])
 
         transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
         try:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 
@@ -33,14 +32,14 @@ class OfflineAnswerer:
     def prepare(self, artifact: Artifact, state: Path) -> OfflineModel:
         backbone = Backbone.load(self.model)
         scorer = Scorer(backbone, batch_size=self.batch_size)
-        bundle, adapters = None, None
-        if artifact.kind == "bundle":
-            assert artifact.path is not None
-            bundle = read_bundle(state / artifact.path)
-        if artifact.kind == "adapter":
-            assert artifact.path is not None
-            adapters = PeftModel.from_pretrained(backbone.model, str(state / artifact.path), ONLY_ADAPTER)
-        return OfflineModel(plan(artifact, state, backbone), Deployed(scorer, bundle), adapters)
+        own = state / (artifact.path or "")
+        bundle = read_bundle(own) if artifact.kind == "bundle" else None
+        folders = {}
+        if artifact.kind in ("adapter", "gated_adapter"):
+            folders = {ONLY_ADAPTER: own}
+        if artifact.kind == "gated_adapters":
+            folders = {folder.name: folder for folder in sorted(own.iterdir())}
+        return OfflineModel(plan(artifact, state, backbone), Deployed(scorer, bundle), attached(backbone, folders))
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class OfflineModel:
 
     plan: Plan
     deployed: Deployed  # with a bundle where there is one
-    adapters: Any = None  # a PeftModel around the backbone's model
+    adapters: PeftModel | None = None  # around the backbone's model
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
         with self._reached(with_artifact=False, adapter=None):
@@ -72,6 +71,17 @@ class OfflineModel:
             return self.adapters.disable_adapter()
         self.adapters.set_adapter(adapter or ONLY_ADAPTER)
         return contextlib.nullcontext()
+
+
+def attached(backbone: Backbone, folders: Mapping[str, Path]) -> PeftModel | None:
+    """The backbone's model with the adapters of these folders by name, or None for no adapter."""
+    adapters: PeftModel | None = None
+    for name, folder in folders.items():
+        if adapters is None:
+            adapters = PeftModel.from_pretrained(backbone.model, str(folder), name)
+        else:
+            adapters.load_adapter(str(folder), name)
+    return adapters
 
 
 def _of(ask: Ask, with_artifact: bool, adapter: str | None) -> bool:

@@ -7,14 +7,26 @@ answer) happens here, so that every answerer only ever asks plain questions of a
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.methods.gating import BATCH_SIZE, GATE, read_gate
+from benchmarks.continual.methods.neighbours import Neighbours
+from benchmarks.continual.methods.prompt_replay import KEYS
+from benchmarks.continual.methods.rehearsal import number_that_fit
+from inducekv_vllm.relevance import RelevanceGate
+from selector.anchors import AnchorStore
 from selector.backbone import Backbone
 from selector.data import Example
+from selector.extract import extract_keys, extract_query_keys
+from selector.objective import Scorer
+
+from .answerer import MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,17 @@ def plan(artifact: Artifact, state: Path, backbone: Backbone) -> Plan:
     Args:
         backbone: the untouched model, for query keys.
     """
+    if artifact.kind in ("gated_adapter", "gated_adapters"):
+        gate = read_gate(state / GATE)
+        relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
+        return Gated(backbone, relevance, one_for_each_task=artifact.kind == "gated_adapters")
+    if artifact.kind == "exemplars":
+        assert artifact.path is not None
+        exemplars = AnchorStore(state / artifact.path).read()
+        return Shown(Scorer(backbone), Neighbours.read(state / KEYS), tuple(exemplars))
+    if artifact.kind == "copier":
+        assert artifact.path is not None
+        return Copied(backbone, Neighbours.read(state / artifact.path))
     return Plain(with_artifact=artifact.kind != "none")
 
 
@@ -77,3 +100,61 @@ class Plain:
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
         return [Ask(example, self.with_artifact) for example in examples]
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Questions that the gate is open for go to the adapter, or to their task's own; all others to the model."""
+
+    backbone: Backbone
+    gate: RelevanceGate
+    one_for_each_task: bool
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_query_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, 2, d]
+        tasks = [self.gate.judge(query).task for query in queries.numpy()]
+        return [
+            Ask(example, with_artifact=task is not None, adapter=task if self.one_for_each_task else None)
+            for example, task in zip(examples, tasks, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The nearest exemplars stand before the question, the nearest last; the untouched model answers."""
+
+    scorer: Scorer
+    neighbours: Neighbours
+    exemplars: tuple[Example, ...]  # in the neighbours' order
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_keys(self.scorer.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
+        asks = []
+        for example, rows in zip(examples, self.neighbours.nearest(queries).tolist(), strict=True):
+            room = self.scorer.context - MAX_NEW_TOKENS - self.scorer.prefix(example)["input_ids"].shape[1]
+            count = number_that_fit((self.lengths[row] for row in rows), room)
+            shown = tuple(self.exemplars[row] for row in reversed(rows[:count]))
+            asks.append(Ask(example, with_artifact=False, exemplars=shown))
+        return asks
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each exemplar as a turn, with its answer: at most, where a template repeats nothing."""
+        return [self.scorer.length(exemplar) for exemplar in self.exemplars]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The answer of most of the nearest examples, of equally many that of the nearest; no model is asked."""
+
+    backbone: Backbone
+    neighbours: Neighbours
+
+    def asks(self, examples: Sequence[Example]) -> list[Ask]:
+        queries = extract_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
+        found = [[self.neighbours.answers[row] for row in rows] for rows in self.neighbours.nearest(queries).tolist()]
+        # Of equal counts Counter gives the one that it met first, and the nearest come first.
+        return [
+            Ask(example, with_artifact=False, answer=Counter(answers).most_common(1)[0][0])
+            for example, answers in zip(examples, found, strict=True)
+        ]

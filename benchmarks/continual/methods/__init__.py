@@ -10,18 +10,32 @@ from typing import Any
 
 from inducekv_vllm.errors import ConfigError
 
+from .er_replay import ErReplay
+from .ewc import Ewc
+from .gated import GatedLoraReplay, GatedTaskLora
+from .knn_copier import KnnCopier
 from .lora import Lora
+from .lora_replay import LoraReplay
+from .lwf import Lwf
 from .memory import Refined
 from .method import Artifact, Circumstances, Method
 from .no_memory import NoMemory
+from .prompt_replay import PromptReplay
 
 METHODS: Mapping[str, Any] = MappingProxyType(
     {
         method.name: method
         for method in (
             NoMemory(),
-            Lora("lora", replay=False),
-            Lora("lora_replay", replay=True),
+            PromptReplay(),
+            Lora(),
+            LoraReplay(),
+            ErReplay(),
+            Ewc(),
+            Lwf(),
+            GatedLoraReplay(),
+            GatedTaskLora(),
+            KnnCopier(),
             Refined(),
         )
     }

@@ -1,10 +1,10 @@
-"""Training of a few parameters of a backbone on the current task and on anchors, with a searched learning rate."""
+"""Training of a few parameters of a backbone on the current task, on rehearsed examples, and under a penalty."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +17,14 @@ WARM_UP = 0.1  # of the steps
 MAX_NORM = 1.0  # of the gradient
 KEEP_LOSS_EVERY = 10  # steps
 
+# From a step's examples, and the log-probabilities [answer tokens, vocabulary] float32 of each, to what is added to
+# the mean loss: [], differentiable.
+Penalty = Callable[[Sequence[Example], Sequence[Tensor]], Tensor]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Fit:
-    """AdamW on the mean NLL of batches; half of each batch are anchors where there are any.
+    """AdamW on the mean NLL of batches; half of each batch is rehearsed where there is anything to rehearse.
 
     `autocast` computes in bfloat16 while training; parameters, optimizer and every loss that is reported stay float32.
     """
@@ -28,63 +32,43 @@ class Fit:
     scorer: Scorer
     parameters: Sequence[nn.Parameter]
     training: Sequence[Example]
-    validation: Sequence[Example]
-    anchors: Sequence[Example]
+    rehearsed: Sequence[Example]  # of earlier tasks
     batch_size: int
     seed: tuple[int, ...]
     autocast: bool
-    judge_anchors: bool  # whether the search weighs the anchors' NLL like that of the validation examples
-    start: list[Tensor] = field(init=False)  # the parameters before any step
-
-    def __post_init__(self) -> None:
-        self.start = [parameter.detach().clone() for parameter in self.parameters]
-
-    def search(self, rates: Sequence[float], steps: int) -> tuple[float, list[dict[str, float]]]:
-        """Tries each learning rate for the same few steps from the same start; the lowest criterion wins.
-
-        A single rate is not tried.
-        """
-        if len(rates) == 1:
-            return rates[0], []
-        trials = []
-        for rate in rates:
-            self.run(rate, steps)
-            trial = {"learning_rate": rate, "validation_nll": self.mean_loss(self.validation)}
-            trial["criterion"] = trial["validation_nll"]
-            if self.anchors and self.judge_anchors:
-                trial["anchor_nll"] = self.mean_loss(self.anchors)
-                trial["criterion"] += trial["anchor_nll"]
-            trials.append(trial)
-        return min(trials, key=lambda trial: trial["criterion"])["learning_rate"], trials
+    penalty: Penalty | None = None
 
     def run(self, rate: float, steps: int) -> list[dict[str, Any]]:
-        """From the start, `steps` steps with a short linear rise of the learning rate and a cosine fall."""
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, self.start, strict=True):
-                parameter.copy_(value)
+        """`steps` steps, with a short linear rise of the learning rate and a cosine fall; returns losses on the way."""
         optimizer = torch.optim.AdamW(self.parameters, lr=rate, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
         history = []
         for step in range(steps):
-            with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
-                losses = self.scorer.losses(self.batch(step))
+            terms = self.losses(self.batch(step))
             optimizer.zero_grad(set_to_none=True)
-            losses.mean().backward()
+            sum(terms.values()).backward()
             nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             optimizer.step()
             schedule.step()
             if step % KEEP_LOSS_EVERY == 0 or step == steps - 1:
-                history.append({"step": step, "loss": float(losses.detach().mean())})
+                history.append({"step": step} | {name: float(term.detach()) for name, term in terms.items()})
         return history
 
+    def losses(self, batch: Sequence[Example]) -> dict[str, Tensor]:
+        """What a step minimises the sum of: the mean NLL, and the penalty where there is one. [] each."""
+        with torch.autocast(self.scorer.backbone.device.type, torch.bfloat16, enabled=self.autocast):
+            predicted = self.scorer.predicted(batch)
+        loss = self.scorer.losses_of(batch, predicted).mean()
+        return {"loss": loss} if self.penalty is None else {"loss": loss, "penalty": self.penalty(batch, predicted)}
+
     def batch(self, step: int) -> list[Example]:
-        """Of the current task, and as many anchors; the same for every learning rate."""
-        replayed = self.batch_size // 2 if self.anchors else 0
-        new = batch_rows(len(self.training), self.batch_size - replayed, self.seed[0], (*self.seed[1:], 0, step))
-        batch = [self.training[row] for row in new]
-        if replayed:
-            old = batch_rows(len(self.anchors), replayed, self.seed[0], (*self.seed[1:], 1, step))
-            batch += [self.anchors[row] for row in old]
+        """Of the current task, and as many rehearsed ones; the same for every learning rate."""
+        old = self.batch_size // 2 if self.rehearsed else 0
+        rows = batch_rows(len(self.training), self.batch_size - old, self.seed[0], (*self.seed[1:], 0, step))
+        batch = [self.training[row] for row in rows]
+        if old:
+            rows = batch_rows(len(self.rehearsed), old, self.seed[0], (*self.seed[1:], 1, step))
+            batch += [self.rehearsed[row] for row in rows]
         return batch
 
     @torch.no_grad()
@@ -94,10 +78,6 @@ class Fit:
         for start in range(0, len(examples), batch_size):
             total += float(self.scorer.losses(examples[start : start + batch_size]).double().sum())
         return total / len(examples)
-
-    @property
-    def device_type(self) -> str:
-        return self.scorer.backbone.device.type
 
 
 def share_of_rate(step: int, steps: int) -> float:

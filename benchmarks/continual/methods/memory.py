@@ -15,7 +15,7 @@ from selector.checkpoint import Checkpoint
 from selector.refined_update import RefinedSettings, update_refined
 from selector.update import TaskInputs, memory_bytes
 
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 
 BUNDLE, ANCHORS = "memory.safetensors", "anchors"
 
@@ -24,8 +24,7 @@ BUNDLE, ANCHORS = "memory.safetensors", "anchors"
 class Refined:
     """The refined recipe, with its own defaults."""
 
-    kind: ClassVar[str] = "bundle"
-
+    kind: ClassVar[Kind] = "bundle"
     name: str = "refined"
     steps: int = RefinedSettings.steps
     entries_per_task: int = RefinedSettings.entries_per_task

@@ -12,15 +12,20 @@ from benchmarks.continual.suites import TaskData
 from selector.data import Example
 from selector.files import replace_file
 
+Kind = Literal["none", "bundle", "adapter", "gated_adapter", "gated_adapters", "exemplars", "copier"]
 ARTIFACT = "artifact.json"
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What answers questions after a task: nothing but the model, a memory bundle, or a LoRA adapter."""
+    """What answers questions after a task: the model, and what it is given.
 
-    kind: Literal["none", "bundle", "adapter"]
-    path: str | None  # relative to the state's folder: a bundle's file, or an adapter's folder
+    "none": nothing. "bundle": a memory. "adapter": a LoRA adapter. "gated_adapter": one behind a relevance gate.
+    "gated_adapters": one for each task behind a gate. "exemplars": questions and answers to show. "copier": answers.
+    """
+
+    kind: Kind
+    path: str | None  # relative to the state's folder: a file, or an adapter's, the adapters' or the exemplars' folder
     stored_bytes: int  # what inference needs beside the model
     report: dict[str, Any]  # JSON values: what was chosen, and what it took
 
@@ -51,7 +56,7 @@ class Method(Protocol):
     def name(self) -> str: ...
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """Of the artifacts that it makes: what an endpoint must be able to load is known before anything is learned."""
         ...
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from benchmarks.continual.suites import TaskData
 
-from .method import Artifact, Circumstances
+from .method import Artifact, Circumstances, Kind
 
 
 @dataclass(frozen=True)
 class NoMemory:
     """Learns nothing."""
 
-    kind: ClassVar[str] = "none"
-
+    kind: ClassVar[Kind] = "none"
     name: str = "no_memory"
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it has no settings
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
         return Artifact("none", None, 0, {})

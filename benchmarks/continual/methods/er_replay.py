@@ -1,0 +1,42 @@
+"""ER + replay: experience replay with a reservoir (Chaudhry et al., 2019, "On Tiny Episodic Memories").
+
+It differs from `lora_replay` in what is rehearsed. That one keeps a fixed number of anchors of each task; this one a
+buffer of a fixed size, which is a uniform sample of all examples that the stream has brought so far, so that the share
+of each task falls as tasks arrive. The buffer's bytes are matched to the memory's (the paper's rule for rehearsal), and
+so are the adapter's (its rule for PEFT); inference needs the adapter alone.
+
+A step's batch is half of the current task, half of the buffer, and no larger than the other methods'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selector.anchors import AnchorStore
+from selector.data import Example
+
+from .lora import Lesson, Lora
+from .rehearsal import content_bytes, reservoir
+
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class ErReplay(Lora):
+    """LoRA with a reservoir buffer."""
+
+    name: str = "er_replay"
+
+    def rehearsed(self, lesson: Lesson) -> Sequence[Example]:
+        return [] if lesson.previous is None else AnchorStore(lesson.previous / BUFFER).read()
+
+    def keep(self, lesson: Lesson) -> dict[str, Any]:
+        allowed = self.bytes_allowed(lesson.scorer.backbone, lesson.circumstances)
+        seed = lesson.circumstances.seed
+        buffer = reservoir(self.rehearsed(lesson), lesson.task.train, allowed, seed)
+        store = AnchorStore(lesson.out / BUFFER)
+        for task in sorted({example.task for example in buffer}):
+            store.append([e for e in buffer if e.task == task], run=task, policy="random", seed=seed)
+        return {"buffer": len(buffer), "buffer_bytes": sum(map(content_bytes, buffer)), "buffer_bytes_allowed": allowed}

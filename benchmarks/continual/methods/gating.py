@@ -1,0 +1,56 @@
+"""A relevance gate around adapters, fitted and judged as the memory's own (`selector.gate_fitting`), in a file.
+
+Letters: C tasks, d hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from benchmarks.continual.suites import TaskData
+from inducekv_vllm.bundle import Gate
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.extract import extract_query_keys
+from selector.files import replace_file
+from selector.gate_fitting import fit_gate
+
+GATE = "gate.safetensors"
+BATCH_SIZE = 64
+
+
+def gate_of(backbone: Backbone, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
+    """The gate after `task`, from what the refined recipe fits its own to.
+
+    Args:
+        backbone: the untouched model.
+        anchors: of the tasks before, in the order of the stream; none of `task`.
+        base: questions that no task is needed for; their answers are not used.
+    """
+
+    def keys(examples: Sequence[Example]) -> Tensor:  # [n, 2, d]
+        return extract_query_keys(backbone, examples, batch_size=BATCH_SIZE)
+
+    names = dict.fromkeys(anchor.task for anchor in anchors)
+    own = {name: keys([anchor for anchor in anchors if anchor.task == name]) for name in names}
+    return fit_gate(own | {task.name: keys([*task.train, *task.validation])}, keys(base))
+
+
+def write_gate(gate: Gate, path: Path) -> int:
+    """Writes keys [C, 2, d] float16 and thresholds [C] float32; returns their bytes."""
+    tensors = {"keys": gate.keys.contiguous(), "thresholds": gate.thresholds.contiguous()}
+    replace_file(path, safetensors.torch.save(tensors, metadata={"tasks": json.dumps(gate.tasks)}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def read_gate(path: Path) -> Gate:
+    """What `write_gate` wrote."""
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        tasks = json.loads(file.metadata()["tasks"])
+        return Gate(file.get_tensor("keys"), file.get_tensor("thresholds"), tuple(tasks))

@@ -1,0 +1,27 @@
+"""LoRA + replay: half of every batch are anchors of the tasks before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selector.data import Example
+
+from .lora import Lesson, Lora
+from .rehearsal import earlier_anchors, keep_anchors
+
+
+@dataclass(frozen=True)
+class LoraReplay(Lora):
+    """As many anchors of each task as the memory's own recipe keeps; batches draw from all of them alike."""
+
+    name: str = "lora_replay"
+    anchors_per_task: int = 64
+
+    def rehearsed(self, lesson: Lesson) -> Sequence[Example]:
+        return earlier_anchors(lesson.previous, lesson.out)
+
+    def keep(self, lesson: Lesson) -> dict[str, Any]:
+        task, seed = lesson.task, lesson.circumstances.seed
+        return {"anchor_bytes": keep_anchors(task.name, task.train, lesson.out, self.anchors_per_task, seed)}

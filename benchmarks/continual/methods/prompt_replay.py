@@ -1,0 +1,54 @@
+"""PromptReplay: exemplars of the tasks stand before the question as earlier turns (paper, "Compute-Matched Retrieval").
+
+Stored are exemplars with their pictures and the query keys they are found by, within the bytes of the memory, in equal
+shares for all tasks of the stream; the model stays as it is. A question is shown the nearest by the paper's query key,
+the nearest last, and as many as the model's context holds.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.continual.suites import TaskData
+from selector.anchors import AnchorStore
+from selector.backbone import Backbone
+from selector.extract import extract_keys
+
+from .adapter import memory_bytes
+from .method import Artifact, Circumstances, Kind
+from .neighbours import Neighbours, drawn, key_bytes
+from .rehearsal import content_bytes
+
+EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
+
+
+@dataclass(frozen=True)
+class PromptReplay:
+    """Retrieved exemplars in the prompt."""
+
+    kind: ClassVar[Kind] = "exemplars"
+    name: str = "prompt_replay"
+    shown: int = 4  # exemplars before a question
+    payload_tokens: int = 8  # m of the memory whose bytes may be taken
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"shown": 1}, {"shown": 4}, {"shown": 8})
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+        backbone = Backbone.load(circumstances.model)
+        allowed = memory_bytes(backbone, circumstances.budget, self.payload_tokens, circumstances.num_tasks)
+        sizes = [content_bytes(example) + key_bytes(backbone.hidden_size) for example in task.train]
+        seed = (circumstances.seed, circumstances.number)
+        kept = drawn(task.train, sizes, allowed // circumstances.num_tasks, seed)
+        if previous is not None:
+            shutil.copytree(previous / EXEMPLARS, out / EXEMPLARS)
+        store = AnchorStore(out / EXEMPLARS)
+        store.append(kept, run=task.name, policy="random", seed=circumstances.seed)
+        before = Neighbours.read(previous / KEYS) if previous else Neighbours.none(backbone.hidden_size, self.shown)
+        neighbours = before.after(extract_keys(backbone, kept, batch_size=64))
+        neighbours.write(out / KEYS)
+        stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
+        report = {"exemplars": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
+        return Artifact("exemplars", EXEMPLARS, stored, report)
