@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inducekv_vllm.bundle import EntryRecord
@@ -71,14 +72,20 @@ def retrieval_divergence(relaxed: Tensor, deployed: Tensor, selected: Tensor) ->
     return float((divergence(p) + divergence(q)).mean() / 2)
 
 
+def pairwise_cosines(keys: Tensor) -> NDArray[np.float64]:
+    """Of all pairs i < j of unit vectors [B, d] (paper, Eq. selected_pairwise_cosine): [B (B - 1) / 2]."""
+    above = np.triu_indices(len(keys), k=1)
+    cosines: NDArray[np.float64] = (keys.double() @ keys.double().T).clamp(-1, 1).numpy()[above]
+    return cosines
+
+
 def diversity(keys: Tensor) -> dict[str, Any]:
     """How the keys [B, d] of a set lie to each other: cosines of all pairs, and log det of their coverage matrix."""
     B = len(keys)
     weights = torch.ones(B, dtype=torch.float64)
     found: dict[str, Any] = {"logdet": -float(Coverage.of_keys(keys, B).value(weights))}
     if B > 1:
-        above = np.triu_indices(B, k=1)
-        cosines = (keys.double() @ keys.double().T).clamp(-1, 1).numpy()[above]
+        cosines = pairwise_cosines(keys)
         counts, edges = np.histogram(cosines, bins=COSINE_BINS, range=(-1, 1))
         found |= {
             "cosine_mean": float(cosines.mean()),

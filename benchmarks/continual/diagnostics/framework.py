@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import Matrix, accuracy_matrix
+from benchmarks.continual.run import weights_digest
 from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import Suite, TaskData, load_suite
 from benchmarks.demo.model import CHECKPOINT
@@ -74,8 +75,8 @@ def add_common_arguments(parser: ArgumentParser) -> None:
     add("--method", default="refined", help="(default: %(default)s)")
     add("--budget", type=int, help="(default: the method's only one)")
     add("--seed", nargs="+", type=int, help="(default: all there are)")
-    add("--model", type=Path, default=CHECKPOINT, help="the model of the run (default: the demo model)")
-    add("--data", type=Path, help="the suite's data (default: OUT/data)")
+    add("--model", type=Path, help="the model of the run (default: where the run found it)")
+    add("--data", type=Path, help="the suite's data (default: where the run found them)")
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,11 @@ class Finished:
     _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
 
     @classmethod
-    def read(cls, out: Path, model: Path = CHECKPOINT, data: Path | None = None) -> Finished:
+    def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
         """
+        Args:
+            model, data: None for where the run found them; the data may also have moved with the folder.
+
         Raises:
             ConfigError: the folder is not one of a run, or one of its files does not parse.
         """
@@ -202,9 +206,11 @@ class Finished:
         ]
         complete = [run for run in matrices if run.matrix["complete"]]
         complete.sort(key=lambda run: (run.method, run.budget, run.seed))
+        where = configuration.get(WHERE, {})
+        model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
-            own = out / "data"
-            data = own if own.exists() else Path(configuration.get(WHERE, {}).get("data", own))
+            there = Path(where.get("data", out / "data"))
+            data = there if there.exists() else out / "data"
         return cls(out, model, data, configuration, tuple(complete))
 
     def runs(
@@ -273,14 +279,14 @@ class Finished:
 
     @cached_property
     def whole_suite(self) -> Suite:
-        """All tasks of the suite, in its own order, with all their questions.
+        """All tasks of the suite, in its own order, with all their examples.
 
         Raises:
             ConfigError: there is no such suite.
             TaskDataError: its data cannot be read.
         """
         known = self.configuration
-        return load_suite(known.get(WHERE, known)["suite"], self.data)
+        return load_suite(known.get(WHERE, known)["suite"], self.data)  # its name, or the file that describes it
 
     @cached_property
     def suite(self) -> Suite:
@@ -304,8 +310,6 @@ class Finished:
         Raises:
             ConfigError: its weights are others.
         """
-        from benchmarks.continual.run import weights_digest
-
         known = self.configuration["model"]
         backbone = Backbone.load(self.model)
         if weights_digest(self.model) != known["weights"]:

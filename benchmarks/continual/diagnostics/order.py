@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
+from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
@@ -78,7 +79,7 @@ def compare_orders(folders: Sequence[Finished], usual: Sequence[str], score: str
     """
     orders = [list(one.configuration[ONLY_DIFFERENCE]) for one in folders]
     default = orders.index(list(usual)) if list(usual) in orders else None
-    by_folder = [_grouped(one.complete) for one in folders]
+    by_folder = [grouped(one.complete) for one in folders]
     everywhere = [key for key in by_folder[0] if all(key in groups for groups in by_folder)]
     if not everywhere:
         raise ConfigError("no method and budget is finished in all folders")
@@ -141,13 +142,6 @@ def plot(found: dict[str, Any]) -> Figure:
         axes.set(ylabel=f"{found['score']} after the last task")
         axes.set_title("One dot a run; bar: mean, star: the suite's own order", fontsize=9)
     return figure
-
-
-def _grouped(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[FinishedRun]]:
-    groups: dict[tuple[str, int], list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault((run.method, run.budget), []).append(run)
-    return groups
 
 
 def _scores(runs: Sequence[FinishedRun], score: str) -> dict[int, float]:

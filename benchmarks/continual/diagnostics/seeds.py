@@ -21,6 +21,7 @@ from scipy import stats
 
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
 from selector.plots import COLOURS, style
@@ -38,13 +39,9 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         ConfigError: there is no finished run of the method, or none with one of the seeds.
     """
     reference = finished.chosen(options)
-    groups: dict[tuple[str, int], list[FinishedRun]] = {}
-    for run in finished.complete:
-        if options.seed is None or run.seed in options.seed:
-            groups.setdefault((run.method, run.budget), []).append(run)
     own = _by_score(reference)
     rows, differences = [], []
-    for (method, budget), runs in groups.items():
+    for (method, budget), runs in grouped(finished.complete, options.seed).items():
         scores = _by_score(runs)
         rows.append(
             {

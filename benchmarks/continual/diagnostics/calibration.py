@@ -1,0 +1,156 @@
+"""What the calibration becomes over the stream, and what it gains over a fixed one.
+
+After each task: the temperature tau_t, the mean value gate and the mean layer bias of the memory, as means over the
+seeds. Where the run has a method that differs in nothing but a fixed calibration (tau 0.07, gates 0.5), also the gain
+over it, task by task: in the accuracy on a task after it was learned (a[t, t]), and after the last task (a[T, t]).
+
+Correlations, over the tasks, are between the first of these gains and two proxies of retention: the loss on anchors at
+the end of the task's training (None for the first task, which has no anchors), and how much of the task is forgotten in
+the end (max_i a[i, t] - a[T, t], undefined for the last task).
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.stats import pearsonr, spearmanr
+
+from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from selector.plots import COLOURS, STROKES, finite
+
+FEWEST = 3  # pairs, of which a correlation is computed
+PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.set_defaults(method="paper")
+    parser.add_argument("--fixed", default="paper_no_calibration", help="the fixed method (default: %(default)s)")
+
+
+def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
+    runs = finished.chosen(options)
+    trace = _means([traced(run) for run in runs])
+    correlations = None
+    if finished.has(options.fixed):
+        trace |= _means([gains(run, finished.counterpart(run, options.fixed)) for run in runs])
+        correlations = {proxy: correlation(trace["gain"], trace[proxy]) for proxy in PROXIES}
+    return {
+        "diagnostic": "calibration",
+        "source": "Calibration-dynamics protocol",
+        "says": _said(runs[0].order, trace, correlations, options.fixed),
+        "method": runs[0].method,
+        "fixed": options.fixed if correlations else None,
+        "budget": runs[0].budget,
+        "seeds": [run.seed for run in runs],
+        "tasks": runs[0].order,
+        "trace": trace,
+        "correlations": correlations,
+    }
+
+
+def traced(run: FinishedRun) -> dict[str, list[float]]:
+    """One run's numbers after each of T tasks, by name, [T] each."""
+    found = [calibration(run, number) for number in range(len(run.order))]
+    a = run.accuracy
+    return {
+        "temperature": [one["temperature"] for one in found],
+        "value_gate": [float(np.mean(one["value_gates"])) for one in found],
+        "layer_bias": [float(np.mean(one["layer_bias"])) for one in found],
+        "anchor_loss": [anchor_loss(report) for report in run.matrix["reports"]],
+        "forgotten": [*(float(a[t:, t].max() - a[-1, t]) for t in range(len(a) - 1)), math.nan],
+    }
+
+
+def calibration(run: FinishedRun, number: int) -> Mapping[str, Any]:
+    """That of the memory after task `number`: as the method reported it, or else from the memory, if that was kept."""
+    reported = run.matrix["reports"][number].get("calibration")
+    if reported is not None:
+        return reported
+    bundle = run.bundle(number)
+    return {
+        "temperature": float(bundle.temperature),
+        "value_gates": bundle.value_gates.tolist(),
+        "layer_bias": bundle.layer_bias.tolist(),
+    }
+
+
+def anchor_loss(report: Mapping[str, Any]) -> float:
+    """The mean NLL of the last batch of anchors that a task's training has seen; NaN without anchors."""
+    history = report.get("history") or [{}]
+    loss = history[-1].get("anchors")
+    return math.nan if loss is None else loss
+
+
+def gains(run: FinishedRun, fixed: FinishedRun) -> dict[str, list[float]]:
+    """Delta_t over the fixed calibration (paper, Eq. calibration_gain), [T]: when task t is learned, and in the end."""
+    difference = run.accuracy - fixed.accuracy  # [T, T]
+    return {"gain": difference.diagonal().tolist(), "gain_in_the_end": difference[-1].tolist()}
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+    """Pearson's r and Spearman's rho of the pairs that are known; None for fewer than three, or if one is constant."""
+    pairs = np.array([pair for pair in zip(one, other, strict=True) if all(map(math.isfinite, pair))])
+    found: dict[str, Any] = {"pairs": len(pairs), "pearson": None, "spearman": None}
+    if len(pairs) >= FEWEST and np.ptp(pairs, axis=0).all():
+        found["pearson"], found["spearman"] = (float(f(*pairs.T).statistic) for f in (pearsonr, spearmanr))
+    return found
+
+
+def _means(of_runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Over the runs, by name; NaN where one of them has none."""
+    return {name: np.mean([one[name] for one in of_runs], axis=0).tolist() for name in of_runs[0]}
+
+
+def _said(
+    tasks: Sequence[str], trace: Mapping[str, Sequence[float]], correlations: dict[str, Any] | None, fixed: str
+) -> str:
+    moved = "; ".join(
+        f"{label} goes from {trace[name][0]:.3g} to {trace[name][-1]:.3g}"
+        for name, label in (("temperature", "the temperature"), ("value_gate", "the mean value gate"))
+    )
+    if correlations is None:
+        return f"Over the stream {moved}; what that gains is not known, the run has no finished {fixed}."
+    best = int(np.argmax(trace["gain"]))
+    known = [
+        f"{PROXIES[proxy]} (Spearman {one['spearman']:+.2f})"
+        for proxy, one in correlations.items()
+        if one["spearman"] is not None
+    ]
+    related = f"; over the tasks it goes with {' and '.join(known)}" if known else ""
+    return (
+        f"Over the stream {moved}; over {fixed} a task gains {np.mean(trace['gain']):+.3f} on average when it is "
+        f"learned, most {tasks[best]} ({trace['gain'][best]:+.3f}){related}."
+    )
+
+
+def plot(found: dict[str, Any]) -> Figure:
+    trace, places = found["trace"], range(len(found["tasks"]))
+    figure = blank(4.4)
+    temperature, gain = figure.subplots(2, 1, sharex=True)
+    gates = temperature.twinx()
+    for axes, name, label, colour, stroke in (
+        (temperature, "temperature", "temperature (left)", COLOURS[0], STROKES[0]),
+        (gates, "value_gate", "mean value gate (right)", COLOURS[1], STROKES[1]),
+    ):
+        axes.plot(places, finite(trace[name]), stroke, marker="o", markersize=3, color=colour, label=label)
+        axes.set_ylabel(label.partition(" (")[0])
+        axes.ticklabel_format(useOffset=False)
+    gates.grid(False)
+    for name, label, hatch, offset in (
+        ("gain", "when learned", "", -0.2),
+        ("gain_in_the_end", "in the end", "///", 0.2),
+    ):
+        if name in trace:
+            at = [place + offset for place in places]
+            gain.bar(at, finite(trace[name]), 0.4, color=COLOURS[2], hatch=hatch, edgecolor="white", label=label)
+    gain.axhline(0, color="black", linewidth=0.8)
+    gain.set_ylabel("gain over fixed" if found["fixed"] else "no run of a fixed calibration")
+    gain.set_xticks(places, found["tasks"], rotation=45, ha="right", rotation_mode="anchor")
+    figure.legend(frameon=False, ncols=4, loc="outside upper left", fontsize=8)
+    return figure

@@ -1,0 +1,175 @@
+"""How alike the keys of a memory are, beside a memory selected without the coverage term, and random entries.
+
+Three rules choose entries after each task: the method's own selection; the same with gamma = 0, where the run has that
+method, in its own stream; and as many entries drawn at random from the pool that the method had. Of each set all
+pairwise cosines (paper, Eq. selected_pairwise_cosine) and log det(C + 1e-3 I) of its keys projected to 256 dimensions
+(Eq. logdet_cov_eval): the higher, the more diverse.
+
+The pool is the previous memory and the task's training examples. Only states that the run has kept can be looked at;
+where the one before is gone, the pool is the training examples of all tasks by then.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from selector.extract import extract_keys
+from selector.plots import COLOURS, HATCHES, STROKES, finite
+from selector.report import diversity, pairwise_cosines
+
+SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
+LABELS = {SELECTED: "as selected", WITHOUT_COVERAGE: "gamma = 0", RANDOM: "random"}
+DRAWS = 10  # random sets of each pool
+QUANTILES = 201  # of all cosines of a rule: what a violin is drawn from
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One set of entries."""
+
+    rule: str
+    task: str  # after which it stood
+    keys: Tensor  # [B, d] float32, unit norm
+    pool: int  # how many entries it was chosen from
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.set_defaults(method="paper")
+    parser.add_argument("--without-coverage", default="paper_no_coverage", help="the method (default %(default)s)")
+
+
+def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
+    runs, other = finished.chosen(options), options.without_coverage
+    pools = Pools(finished)
+    sets = [one for run in runs for one in selected_and_random(run, pools)]
+    if finished.has(other):
+        sets += [
+            Chosen(WITHOUT_COVERAGE, one.task, one.keys, one.pool)
+            for run in runs
+            for one in selected_and_random(finished.counterpart(run, other), pools)
+            if one.rule == SELECTED
+        ]
+    rules = {rule: summary([one for one in sets if one.rule == rule]) for rule in LABELS}
+    return {
+        "diagnostic": "diversity",
+        "source": "Inducing-set diversity protocol",
+        "says": _said({rule: one for rule, one in rules.items() if one["sets"]}),
+        "method": runs[0].method,
+        "without_coverage": other if finished.has(other) else None,
+        "budget": runs[0].budget,
+        "seeds": [run.seed for run in runs],
+        "rules": rules,
+        "tasks": [
+            {"task": task}
+            | {rule: brief([one for one in sets if (one.rule, one.task) == (rule, task)]) for rule in LABELS}
+            for task in dict.fromkeys(one.task for one in sets)
+        ],
+    }
+
+
+class Pools:
+    """What could be selected, by task; training keys are computed once."""
+
+    def __init__(self, finished: Finished) -> None:
+        self.finished = finished
+        self._keys: dict[str, Tensor] = {}
+
+    def training_keys(self, number: int) -> Tensor:
+        """Of the training examples of a task, rounded as a bundle's: [number of them, d] float32."""
+        task = self.finished.suite.tasks[number]
+        if task.name not in self._keys:
+            keys = extract_keys(self.finished.backbone, task.train, batch_size=64)
+            self._keys[task.name] = keys.half().float()
+        return self._keys[task.name]
+
+    def pool(self, run: FinishedRun, number: int) -> Tensor:
+        """Of task `number` in this run: [N, d] float32."""
+        if number == 0:
+            return self.training_keys(0)
+        if run.state(number - 1).exists():
+            return torch.cat([run.bundle(number - 1).retrieval_keys.float(), self.training_keys(number)])
+        return torch.cat([self.training_keys(earlier) for earlier in range(number + 1)])
+
+
+def selected_and_random(run: FinishedRun, pools: Pools) -> list[Chosen]:
+    """The memory after each task whose state was kept, and random sets of its size from its pool."""
+    found = []
+    for number, task in enumerate(run.order):
+        if not run.state(number).exists():
+            continue
+        keys, pool = run.bundle(number).retrieval_keys.float(), pools.pool(run, number)
+        found.append(Chosen(SELECTED, task, keys, len(pool)))
+        rng = np.random.default_rng((run.seed, number))
+        for _ in range(DRAWS):
+            rows = np.sort(rng.choice(len(pool), min(len(keys), len(pool)), replace=False))
+            found.append(Chosen(RANDOM, task, pool[torch.from_numpy(rows)], len(pool)))
+    return found
+
+
+def brief(sets: Sequence[Chosen]) -> dict[str, Any]:
+    """Means over sets; None where there is none, and for cosines where every set is a single entry."""
+    logdets = [diversity(one.keys)["logdet"] for one in sets]
+    cosines = [float(pairwise_cosines(one.keys).mean()) for one in sets if len(one.keys) > 1]
+    return {
+        "sets": len(sets),
+        "entries": float(np.mean([len(one.keys) for one in sets])) if sets else None,
+        "pool": float(np.mean([one.pool for one in sets])) if sets else None,
+        "logdet": float(np.mean(logdets)) if sets else None,
+        "cosine": float(np.mean(cosines)) if cosines else None,
+    }
+
+
+def summary(sets: Sequence[Chosen]) -> dict[str, Any]:
+    """The same, and the distribution of all cosines of all sets."""
+    pairs = np.concatenate([np.empty(0), *(pairwise_cosines(one.keys) for one in sets)])
+    levels = np.linspace(0, 1, QUANTILES)
+    return brief(sets) | {
+        "pairs": len(pairs),
+        "cosine_quantiles": np.quantile(pairs, levels).tolist() if len(pairs) else [],
+    }
+
+
+def _said(rules: dict[str, dict[str, Any]]) -> str:
+    def listed(name: str, digits: str) -> str:
+        shown = [(rule, one[name]) for rule, one in rules.items() if one[name] is not None]
+        return ", ".join(f"{value:{digits}} {LABELS[rule]}" for rule, value in shown) or "unknown"
+
+    return (
+        f"Within a memory the mean cosine of two keys is {listed('cosine', '.3f')} (lower is more diverse), and the "
+        f"log det of their coverage {listed('logdet', '.1f')} (higher is more diverse)."
+    )
+
+
+def plot(found: dict[str, Any]) -> Figure:
+    figure = blank(3.6)
+    violins, by_task = figure.subplots(1, 2)
+    drawn = {rule: one for rule, one in found["rules"].items() if one["cosine_quantiles"]}
+    if drawn:
+        bodies = violins.violinplot([one["cosine_quantiles"] for one in drawn.values()], showmedians=True)["bodies"]
+        for body, colour, hatch in zip(bodies, COLOURS, HATCHES, strict=False):
+            body.set(facecolor=colour, hatch=hatch, alpha=0.5)
+        diamonds = violins.twinx()
+        diamonds.plot(range(1, 1 + len(drawn)), [one["logdet"] for one in drawn.values()], "D", color="black")
+        diamonds.set(ylabel="mean log det (diamonds)")
+        diamonds.grid(False)
+    violins.set_xticks(range(1, 1 + len(drawn)), [LABELS[rule] for rule in drawn])
+    violins.set(ylabel="cosine of two keys of a memory")
+    names = [row["task"] for row in found["tasks"]]
+    for (rule, label), colour, stroke in zip(LABELS.items(), COLOURS, STROKES, strict=False):
+        logdets = finite([row[rule]["logdet"] for row in found["tasks"]])
+        if found["rules"][rule]["sets"]:
+            by_task.plot(range(len(names)), logdets, stroke, marker="o", markersize=3, color=colour, label=label)
+    by_task.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    by_task.set(xlabel="after task", ylabel="log det of coverage")
+    by_task.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
