@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -12,35 +11,11 @@ from benchmarks.continual.diagnostics.pareto_front import pareto_front
 from benchmarks.continual.diagnostics.seeds import paired_difference
 from benchmarks.continual.diagnostics.spread import spread
 from benchmarks.continual.suites.demo import load
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.benchmarks.compared_runs import found_by, set_configuration, write_run
+from tests.benchmarks.finished_runs import write_configuration
 
 SIZES = {"train": 2, "validation": 1, "test": 1}
 BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
-PNG = b"\x89PNG"
-
-
-def write_run(out: Path, method: str, order: tuple[str, ...], metrics: dict[str, float], **more) -> Path:
-    """A finished run over `order` whose metrics are given; settings and reports may be."""
-    settings, reports = more.pop("settings", {}), more.pop("reports", [{}] * len(order))
-    rights = [{task: [True] for task in (*order[: number + 1], "base")} for number in range(len(order))]
-    folder = write_finished_run(out, method, rights, **more)
-    matrix = json.loads((folder / "matrix.json").read_bytes())
-    changed = matrix | {"metrics": metrics, "settings": settings, "reports": reports}
-    (folder / "matrix.json").write_text(json.dumps(changed))
-    return folder
-
-
-def set_configuration(out: Path, **changed) -> None:
-    write_configuration(out)
-    configuration = json.loads((out / "run.json").read_bytes())
-    (out / "run.json").write_text(json.dumps(configuration | changed))
-
-
-def found_by(diagnostic: str, out: Path, *arguments: object) -> dict:
-    """What the command writes; the picture must be one."""
-    assert main([diagnostic, "--out", str(out), *map(str, arguments)]) == 0
-    assert (out / "diagnostics" / f"{diagnostic}.png").read_bytes().startswith(PNG)
-    return json.loads((out / "diagnostics" / f"{diagnostic}.json").read_bytes())
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from selector.deployed import Deployed
 from selector.extract import extract_query_keys
 from selector.induced_attention import induced_attention
 from selector.objective import Scorer
-from selector.plots import COLOURS, style
+from selector.plots import COLOURS
 
 SOURCE = 'paper, "Empirical Validation of Anchor Representativeness"'
 SPLITS = ("test", "train", "validation")
@@ -139,21 +139,20 @@ def remembered(run: FinishedRun) -> list[int]:
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    with style():
-        figure = blank(3.6)
-        axes = figure.add_subplot()
-        tasks = list(dict.fromkeys(task for state in found["states"] for task in state["by_task"]))
-        for number, task in enumerate(tasks):
-            pairs = [state["by_task"][task] for state in found["states"] if task in state["by_task"]]
-            marker, colour = MARKERS[number // len(COLOURS) % len(MARKERS)], COLOURS[number % len(COLOURS)]
-            axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=5, alpha=0.6, label=task)
-        means = [_mean(state["by_task"].values()) for state in found["states"]]
-        axes.plot(*zip(*means, strict=True), "*", color="black", markersize=9, label="mean of a memory")
-        everything = [value for state in found["states"] for pair in state["by_task"].values() for value in pair]
-        limits = [min(everything), max(everything)]
-        axes.plot(limits, limits, ":", color="black", linewidth=1)
-        axes.set(xlabel="NLL on anchors", ylabel=f"NLL on held-out examples ({found['held_out']})")
-        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure = blank(3.6)
+    axes = figure.add_subplot()
+    tasks = list(dict.fromkeys(task for state in found["states"] for task in state["by_task"]))
+    for number, task in enumerate(tasks):
+        pairs = [state["by_task"][task] for state in found["states"] if task in state["by_task"]]
+        marker, colour = MARKERS[number // len(COLOURS) % len(MARKERS)], COLOURS[number % len(COLOURS)]
+        axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=5, alpha=0.6, label=task)
+    means = [_mean(state["by_task"].values()) for state in found["states"]]
+    axes.plot(*zip(*means, strict=True), "*", color="black", markersize=9, label="mean of a memory")
+    everything = [value for state in found["states"] for pair in state["by_task"].values() for value in pair]
+    limits = [min(everything), max(everything)]
+    axes.plot(limits, limits, ":", color="black", linewidth=1)
+    axes.set(xlabel="NLL on anchors", ylabel=f"NLL on held-out examples ({found['held_out']})")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

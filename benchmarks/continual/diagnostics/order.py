@@ -27,7 +27,7 @@ from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS, style
+from selector.plots import COLOURS
 
 SOURCE = 'paper, "Effect of Task Order"'
 ONLY_DIFFERENCE = "order"
@@ -124,23 +124,22 @@ def distribution(scores: Sequence[Mapping[int, float]], default: int | None) -> 
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    with style():
-        figure = blank(4.2)
-        axes = figure.add_subplot()
-        for place, row in enumerate(found["methods"]):
-            scores = [run["score"] for run in row["runs"]]
-            colour = COLOURS[place % len(COLOURS)]
-            if len(set(scores)) > 1:  # a violin needs some width
-                for body in axes.violinplot(scores, positions=[place], widths=0.8, showextrema=False)["bodies"]:
-                    body.set(facecolor=colour, alpha=0.25)
-            axes.plot([place] * len(scores), scores, "o", color=colour, markersize=4, alpha=0.7)
-            axes.plot([place], [row["mean"]], "_", color="black", markersize=16)
-            if row["default"] is not None:
-                axes.plot([place], [row["default"]], "*", color="black", markersize=11)
-        names = [f"{row['method']}, {row['budget']}" for row in found["methods"]]
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-        axes.set(ylabel=f"{found['score']} after the last task")
-        axes.set_title("One dot a run; bar: mean, star: the suite's own order", fontsize=9)
+    figure = blank(4.2)
+    axes = figure.add_subplot()
+    for place, row in enumerate(found["methods"]):
+        scores = [run["score"] for run in row["runs"]]
+        colour = COLOURS[place % len(COLOURS)]
+        if len(set(scores)) > 1:  # a violin needs some width
+            for body in axes.violinplot(scores, positions=[place], widths=0.8, showextrema=False)["bodies"]:
+                body.set(facecolor=colour, alpha=0.25)
+        axes.plot([place] * len(scores), scores, "o", color=colour, markersize=4, alpha=0.7)
+        axes.plot([place], [row["mean"]], "_", color="black", markersize=16)
+        if row["default"] is not None:
+            axes.plot([place], [row["default"]], "*", color="black", markersize=11)
+    names = [f"{row['method']}, {row['budget']}" for row in found["methods"]]
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set(ylabel=f"{found['score']} after the last task")
+    axes.set_title("One dot a run; bar: mean, star: the suite's own order", fontsize=9)
     return figure
 
 

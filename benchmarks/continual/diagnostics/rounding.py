@@ -24,7 +24,7 @@ from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.spread import spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS, style
+from selector.plots import COLOURS
 
 SOURCE = 'paper, "Relaxed-to-Discrete Rounding Gap" and "Train-Test Retrieval Mismatch"'
 MEASURES = {
@@ -95,20 +95,17 @@ def spread_of(values: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] 
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    with style():
-        figure = blank(3.2)
-        names = [row["task"] for row in found["tasks"]]
-        for number, (measure_, label) in enumerate(MEASURES.items()):
-            axes = figure.add_subplot(1, len(MEASURES), number + 1)
-            for place, row in enumerate(found["tasks"]):
-                if row[measure_] is not None:
-                    height, error = row[measure_]["mean"], row[measure_]["standard_deviation"]
-                    axes.bar(place, height, yerr=error, color=COLOURS[number], width=0.7, capsize=3)
-            axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-            axes.set(ylabel=label)
-        figure.suptitle(
-            f"{found['method']}, {found['budget']} entries: mean and standard deviation over seeds", fontsize=9
-        )
+    figure = blank(3.2)
+    names = [row["task"] for row in found["tasks"]]
+    for number, (measure_, label) in enumerate(MEASURES.items()):
+        axes = figure.add_subplot(1, len(MEASURES), number + 1)
+        for place, row in enumerate(found["tasks"]):
+            if row[measure_] is not None:
+                height, error = row[measure_]["mean"], row[measure_]["standard_deviation"]
+                axes.bar(place, height, yerr=error, color=COLOURS[number], width=0.7, capsize=3)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set(ylabel=label)
+    figure.suptitle(f"{found['method']}, {found['budget']} entries: mean and standard deviation over seeds", fontsize=9)
     return figure
 
 

@@ -24,7 +24,7 @@ from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS, style
+from selector.plots import COLOURS
 
 SOURCE = 'paper, "Statistical Reporting Protocol"'
 SCORES = {"AP": "AP", "AF": "AF (less is better)", "base_final": "base questions, after the last task"}
@@ -85,21 +85,20 @@ def paired_difference(one: Scores, other: Scores) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    with style():
-        figure = blank(1.0 + 0.3 * len(found["methods"]))
-        for number, (name, label) in enumerate(SCORES.items()):
-            axes = figure.add_subplot(1, len(SCORES), number + 1)
-            for place, row in enumerate(found["methods"]):
-                score, colour = row["scores"][name], COLOURS[place % len(COLOURS)]
-                axes.plot(score["values"], [place] * len(score["values"]), "o", color=colour, markersize=4, alpha=0.5)
-                axes.errorbar(
-                    score["mean"], place, xerr=score["standard_error"], fmt="|", color="black", markersize=9, capsize=3
-                )
-            names = [f"{row['method']}, {row['budget']}" for row in found["methods"]]
-            axes.set_yticks(range(len(names)), names if number == 0 else [])
-            axes.invert_yaxis()
-            axes.set(xlabel=label)
-        figure.suptitle("One dot a seed; mean and standard error", fontsize=9)
+    figure = blank(1.0 + 0.3 * len(found["methods"]))
+    for number, (name, label) in enumerate(SCORES.items()):
+        axes = figure.add_subplot(1, len(SCORES), number + 1)
+        for place, row in enumerate(found["methods"]):
+            score, colour = row["scores"][name], COLOURS[place % len(COLOURS)]
+            axes.plot(score["values"], [place] * len(score["values"]), "o", color=colour, markersize=4, alpha=0.5)
+            axes.errorbar(
+                score["mean"], place, xerr=score["standard_error"], fmt="|", color="black", markersize=9, capsize=3
+            )
+        names = [f"{row['method']}, {row['budget']}" for row in found["methods"]]
+        axes.set_yticks(range(len(names)), names if number == 0 else [])
+        axes.invert_yaxis()
+        axes.set(xlabel=label)
+    figure.suptitle("One dot a seed; mean and standard error", fontsize=9)
     return figure
 
 

@@ -33,7 +33,7 @@ from benchmarks.continual.run import OFFLINE, tell
 from benchmarks.continual.stream import WHERE, Run, claim, run_stream
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS, style
+from selector.plots import COLOURS
 
 SOURCE = 'paper, "Hyperparameter Sensitivity"'
 LETTERS = {"m": "payload_tokens", "J": "inner_steps", "A": "anchors_per_task"}
@@ -152,33 +152,32 @@ def curve(name: str, runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
 
 def plot(found: dict[str, Any]) -> Figure:
     settings = found["settings"]
-    with style():
-        columns = min(3, len(settings))
-        rows = -(-len(settings) // columns)
-        figure = blank(0.5 + 2.4 * rows)
-        for number, (name, curve_) in enumerate(settings.items()):
-            axes = figure.add_subplot(rows, columns, number + 1)
-            for score, colour in zip(SCORES, COLOURS, strict=False):
-                axes.errorbar(
-                    range(len(curve_)),
-                    [point[score]["mean"] for point in curve_],
-                    yerr=[point[score]["standard_deviation"] or 0.0 for point in curve_],
-                    color=colour,
-                    marker="o",
-                    markersize=4,
-                    capsize=3,
-                    label=score,
-                )
-            default = found["defaults"][name]
-            values = [point["value"] for point in curve_]
-            if default in values:
-                axes.axvline(values.index(default), color="black", linestyle=":", linewidth=1)
-            axes.set_xticks(range(len(values)), [str(value) for value in values])
-            axes.set(xlabel=name)
-            if number == 0:
-                axes.legend(fontsize=8, frameon=False)
-        tasks = ", ".join(found["tasks"])
-        figure.suptitle(f"{found['method']}, {found['budget']} entries, on {tasks}; dotted: the default", fontsize=9)
+    columns = min(3, len(settings))
+    rows = -(-len(settings) // columns)
+    figure = blank(0.5 + 2.4 * rows)
+    for number, (name, curve_) in enumerate(settings.items()):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        for score, colour in zip(SCORES, COLOURS, strict=False):
+            axes.errorbar(
+                range(len(curve_)),
+                [point[score]["mean"] for point in curve_],
+                yerr=[point[score]["standard_deviation"] or 0.0 for point in curve_],
+                color=colour,
+                marker="o",
+                markersize=4,
+                capsize=3,
+                label=score,
+            )
+        default = found["defaults"][name]
+        values = [point["value"] for point in curve_]
+        if default in values:
+            axes.axvline(values.index(default), color="black", linestyle=":", linewidth=1)
+        axes.set_xticks(range(len(values)), [str(value) for value in values])
+        axes.set(xlabel=name)
+        if number == 0:
+            axes.legend(fontsize=8, frameon=False)
+    tasks = ", ".join(found["tasks"])
+    figure.suptitle(f"{found['method']}, {found['budget']} entries, on {tasks}; dotted: the default", fontsize=9)
     return figure
 
 
