@@ -164,9 +164,11 @@ FEW = ("--requests", "2", "--rounds", "1", "--output-tokens", "3")
 
 
 def test_the_front_is_drawn_over_scores_and_measured_speeds(known_server, out, data):
+    write_run(out, "no_memory", ORDER, {"AP": 0.1, "AF": 0.0}, budget=64)
     found = found_by("pareto", out, "--data", data[0], *FEW, "--concurrency", "2")
     points = {point["method"]: point for point in found["points"]}
     assert list(points) == ["knn_copier", "lora", "no_memory", "refined"]
+    assert len(found["points"]) == 4  # the untouched model stands once, whatever its budgets
     assert {name: point["on_front"] for name, point in points.items()} == {
         "knn_copier": None,
         "lora": None,
@@ -264,7 +266,7 @@ def test_speeds_are_measured_on_the_real_server(data, tmp_path):
     methods = ["no_memory", "lora_replay", "prompt_replay", "refined"]
     command = ["run", "--method", *methods, "--order", *ORDER, *few, "--budget", "8", "--jobs", "1"]
     assert run_benchmark([*command, "--data", str(data[0]), "--out", str(tmp_path)]) == 0
-    found = found_by("pareto", tmp_path, "--data", data[0], *FEW, "--concurrency", "2")
+    found = found_by("pareto", tmp_path, "--data", data[0], *FEW, "--serve-args", "--enforce-eager")
     points = {one["method"]: one for one in found["points"]}
     assert sorted(points) == sorted(methods)
     assert {name: one["why"] for name, one in points.items()} == dict.fromkeys(methods)

@@ -81,7 +81,7 @@ def plot(found: dict[str, Any]) -> Figure:
         ticks = [f"{point['budget']}\n{point['bytes'] / 1024:.0f} KiB" for point in measured]
         axes.set_xticks(range(len(measured)), ticks)
         axes.set(xlabel="entries", ylabel=label)
-    figure.suptitle(f"{found['method']}, {found['load']['concurrency']} request(s) at a time", fontsize=9)
+    figure.suptitle(f"{found['method']}, requests at a time: {found['load']['concurrency']}", fontsize=9)
     return figure
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics import speed
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished
+from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.pareto_front import pareto_front
 from benchmarks.machine import describe_machine
@@ -42,10 +42,12 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         ConfigError: a method has no finished run, or nothing could be measured.
     """
     groups = {
-        (method, budget): group
-        for (method, budget), group in grouped(finished.complete, options.seed).items()
-        if options.budget in (None, budget) and (options.methods is None or method in options.methods)
+        key: group
+        for key, group in grouped(finished.complete, options.seed).items()
+        if options.budget in (None, key[1]) and (options.methods is None or key[0] in options.methods)
     }
+    for needless in [key for key in groups if key[0] == UNTOUCHED][1:]:  # it is the same with every budget
+        del groups[needless]
     there = {method for method, _ in groups}
     if missing := sorted(set(options.methods or ()) - there):
         raise ConfigError(f"no finished run of {missing[0]} under {finished.out}")
@@ -71,25 +73,30 @@ def with_front(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    figure = blank(4.4)
+    """Points are numbered from the best AP down."""
+    points = sorted((point for point in found["points"] if not point["why"]), key=lambda point: -point["AP"]["mean"])
+    figure = blank(max(4.4, 0.6 + 0.17 * len(points)))
     axes = figure.add_subplot()
-    points = [point for point in found["points"] if not point["why"]]
     most_forgotten = max(point["AF"]["mean"] for point in points)
     methods = list(dict.fromkeys(point["method"] for point in points))
-    for point in points:
+    for number, point in enumerate(points, start=1):
         x, y = point["tokens_per_s"], point["AP"]["mean"]
-        colour = COLOURS[methods.index(point["method"]) % len(COLOURS)]
         kept = 1 - point["AF"]["mean"] / most_forgotten if most_forgotten > 0 else 1.0
-        axes.plot([x], [y], "o", color=colour, alpha=PALEST + (1 - PALEST) * kept, markersize=8)
-        axes.annotate(
-            f"{point['method']}, {point['budget']}", (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8
+        axes.plot(
+            [x],
+            [y],
+            "o",
+            color=COLOURS[methods.index(point["method"]) % len(COLOURS)],
+            alpha=PALEST + (1 - PALEST) * kept,
+            markersize=8,
+            label=f"{number} {point['method']}, {point['budget']}",
         )
+        axes.annotate(str(number), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
     front = sorted((point["tokens_per_s"], point["AP"]["mean"]) for point in points if point["on_front"])
     axes.plot(*zip(*front, strict=True), color="black", linewidth=1, linestyle="--", zorder=0)
-    axes.margins(x=0.15)
-    concurrency = found["load"]["concurrency"]
-    axes.set(xlabel=f"output tokens a second, {concurrency} request(s) at a time", ylabel="AP")
+    axes.set(xlabel=f"output tokens a second, {found['load']['concurrency']} requests at a time", ylabel="AP")
     axes.set_title("Dashed: the front; the paler, the more was forgotten", fontsize=9)
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

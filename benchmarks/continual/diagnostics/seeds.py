@@ -96,7 +96,7 @@ def plot(found: dict[str, Any]) -> Figure:
             )
         names = [f"{row['method']}, {row['budget']}" for row in found["methods"]]
         axes.set_yticks(range(len(names)), names if number == 0 else [])
-        axes.invert_yaxis()
+        axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set(xlabel=label)
     figure.suptitle("One dot a seed; mean and standard error", fontsize=9)
     return figure
