@@ -1,9 +1,16 @@
-"""Shared by all tests: which of them run on this machine."""
+"""Shared by all tests: which of them run on this machine, and the servers that are started once for all."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.inducekv_vllm.parity import World
+    from tests.server.launch import Adapted
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -15,3 +22,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_gpu)
         if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
             item.add_marker(skip_slow)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A tiny LLaVA with three bundles."""
+    from tests.server.launch import make_tiny_world  # here: it imports vLLM, which most tests do without
+
+    return make_tiny_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of a real server of that model, with few KV blocks, on the CPU: see `serving_bundles`."""
+    from tests.server.launch import serving_bundles
+
+    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    """A real server with LoRA: see `serving_adapter`."""
+    from tests.server.launch import serving_adapter
+
+    with serving_adapter(tmp_path_factory.mktemp("lora")) as adapted:
+        yield adapted

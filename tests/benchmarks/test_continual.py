@@ -1,23 +1,18 @@
-"""The stream on two tasks of the demo world, a few examples and two steps each."""
+"""Methods, and answers in this process, on two tasks of the demo world, a few examples and two steps each."""
 
 import json
-import shutil
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answering import OfflineAnswerer, OfflineModel, is_right
+from benchmarks.continual.answering import OfflineModel, is_right
 from benchmarks.continual.answering.plans import Plain
-from benchmarks.continual.methods import METHODS, Artifact, choose_methods
+from benchmarks.continual.methods import METHODS, choose_methods
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.fit import Fit, share_of_rate
-from benchmarks.continual.stream import Run, compare, run_stream
-from benchmarks.continual.suites import load_suite
-from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from inducekv_vllm.errors import ConfigError
@@ -28,71 +23,7 @@ from selector.build import BuildSettings, build_bundle
 from selector.deployed import Deployed
 from selector.injection import Memory, generate
 from selector.objective import Scorer
-
-SIZES = {"train": 12, "validation": 4, "test": 6}
-BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
-ORDER = ("guild", "field")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    load(folder, SIZES, BASE_SIZES)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def suite(data):
-    return load(data, SIZES, BASE_SIZES).ordered(ORDER)
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return Backbone.load(CHECKPOINT)
-
-
-def command(data: Path, out: Path, *more: str) -> list[str]:
-    small = ["--set", "steps=2", "--set", "anchors_per_task=5", "--threads", "1"]
-    return ["run", "--method", "lora_replay", "--order", *ORDER, *small, "--data", str(data), "--out", str(out), *more]
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("results") / "out"
-    assert main(command(data, out, "--results", str(out.parent / "results.json"))) == 0
-    return out
-
-
-def own_folder(out: Path) -> Path:
-    return out / "lora_replay" / "budget-32" / "seed-0"
-
-
-def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
-    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
-    assert matrix["order"] == list(ORDER)
-    assert matrix["complete"]
-    assert [len(row) for row in matrix["accuracy"]] == [1, 2]
-    assert len(matrix["base"]) == len(matrix["seconds"]) == 2
-    for number, name in enumerate(ORDER):
-        lines = (own_folder(finished) / f"{number:02d}-{name}" / "predictions.jsonl").read_text().splitlines()
-        predictions = [json.loads(line) for line in lines]
-        asked = [e.id for task in suite.tasks[: number + 1] for e in task.test] + [e.id for e in suite.base.test]
-        assert [p["id"] for p in predictions] == asked
-        names, accuracies = [*ORDER[: number + 1], "base"], [*matrix["accuracy"][number], matrix["base"][number]]
-        for task, accuracy in zip(names, accuracies, strict=True):
-            rights = [p["right"] for p in predictions if p["task"] == task]
-            assert accuracy == pytest.approx(sum(rights) / len(rights))
-    assert matrix["metrics"]["AP"] == pytest.approx(sum(matrix["accuracy"][1]) / 2)
-
-
-def test_the_results_file_holds_everything_but_predictions_and_history(finished):
-    results = json.loads((finished.parent / "results.json").read_bytes())
-    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
-    assert [row["seeds"] for row in results["results"]] == [[0]]
-    assert results["runs"][0]["accuracy"] == matrix["accuracy"]
-    assert "history" in matrix["reports"][0]
-    assert "history" not in results["runs"][0]["reports"][0]
-    assert results["order"] == list(ORDER)
+from tests.benchmarks.small_streams import ORDER, command, own_folder
 
 
 def test_the_adapter_takes_no_more_bytes_than_the_memory(finished, backbone):
@@ -122,107 +53,10 @@ def test_anchors_are_those_that_the_selector_would_keep(finished, suite):
     assert [report["rehearsed"] for report in reports] == [0, 5]
 
 
-def test_killed_between_learning_and_answering_it_goes_on_and_counts_nothing_twice(finished, data, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(finished, out)
-    before = json.loads((own_folder(out) / "matrix.json").read_bytes())
-    task = own_folder(out) / "01-field"
-    (task / "result.json").unlink()
-    adapter = task / "state" / "adapter" / "adapter_model.safetensors"
-    written = adapter.stat().st_mtime_ns
-    assert main(command(data, out)) == 0
-    assert adapter.stat().st_mtime_ns == written  # learned once
-    after = json.loads((own_folder(out) / "matrix.json").read_bytes())
-    assert {**after, "seconds": None} == {**before, "seconds": None}
-    assert len((task / "predictions.jsonl").read_text().splitlines()) == 6 + 6 + 9
-
-
-def test_killed_while_learning_the_task_is_learned_again_to_the_same_end(finished, data, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(finished, out)
-    task = own_folder(out) / "01-field"
-    adapter = Path("adapter") / "adapter_model.safetensors"
-    before = (task / "state" / adapter).read_bytes()
-    (task / "result.json").unlink()
-    (task / "state").rename(task / "state.tmp")  # as it stands in the middle
-    (task / "state.tmp" / "artifact.json").unlink()
-    assert main(command(data, out)) == 0
-    assert (task / "state" / adapter).read_bytes() == before
-    assert not (task / "state.tmp").exists()
-
-
-def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
-    assert main(command(data, finished, "--test-limit", "3")) == 2
-    assert "test_limit: 256 there, 3 here" in capsys.readouterr().err
-    assert main(command(data, finished, "--set", "steps=3")) == 2
-    assert "steps: 2 there, 3 here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--order", "guild", "nonesuch"), "has no task 'nonesuch'"),
-        (("--order", "guild", "guild"), "names each task once"),
-        (("--test-limit", "0"), "at least one question"),
-        (("--budget", "0"), "budgets must be positive"),
-        (("--method", "nonesuch"), "there is no method 'nonesuch'"),
-        (("--set", "nonesuch=1"), "has the setting 'nonesuch=1'"),
-        (("--set", "steps=many"), "steps must be like 2, found 'many'"),
-        (("--model", "/nonesuch"), "/nonesuch"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
-    assert main(command(data, tmp_path / "out", *arguments)) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_runs_are_compared_over_seeds():
-    def one(method: str, seed: int, ap: float, base: float) -> dict:
-        metrics = {"AP": ap}
-        return {"method": method, "budget": 32, "seed": seed, "metrics": metrics, "base": [base], "complete": True}
-
-    runs = [one("no_memory", 0, 0.1, 0.8), one("lora", 0, 0.4, 0.2), one("lora", 1, 0.6, 0.6)]
-    unfinished = {**one("lora", 2, 1.0, 1.0), "complete": False}
-    untouched, lora = compare([*runs, unfinished])
-    assert untouched["metrics"]["base_retention"] == {"mean": 1.0, "standard_error": None}
-    assert (lora["method"], lora["seeds"]) == ("lora", [0, 1])
-    assert lora["metrics"]["AP"] == {"mean": 0.5, "standard_error": 0.1}
-    assert lora["metrics"]["base_retention"] == {"mean": 0.5, "standard_error": 0.25}
-
-
 def test_a_setting_goes_to_every_method_that_has_it():
     no_memory, lora = choose_methods(["no_memory", "lora"], ["learning_rate=0.1", "steps=7"])
     assert (lora.learning_rate, lora.steps) == (0.1, 7)
     assert no_memory == METHODS["no_memory"]
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A method that dies at its second task, once."""
-
-    name: str = "interrupted"
-
-    def learn(self, task, previous, out, circumstances):
-        (out / "half").write_text("of a state")
-        if previous is not None and not (previous.parent / "died").exists():
-            (previous.parent / "died").touch()
-            raise KeyboardInterrupt
-        return Artifact("none", None, 0, {"after": previous is not None})
-
-
-def test_any_method_can_be_interrupted(suite, tmp_path):
-    run = Run(suite, Interrupted(), CHECKPOINT, 32, 0, tmp_path)
-    told = []
-    with pytest.raises(KeyboardInterrupt):
-        run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
-    assert json.loads((run.own_folder / "matrix.json").read_bytes())["complete"] is False
-    collected = run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
-    assert collected["complete"]
-    assert [report["after"] for report in collected["reports"]] == [False, True]
-    assert len(told) == 2  # one line for each task, though the first was asked for twice
-    assert collected["accuracy"] == [[0.0], [0.0, 0.0]]  # the untouched model knows neither task
-    assert min(collected["base"]) > 0.7
 
 
 def test_a_new_adapter_changes_nothing_and_reaches_every_linear_layer(suite):
@@ -256,10 +90,10 @@ def model(backbone: Backbone, bundle: Bundle | None = None) -> OfflineModel:
 
 
 def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):
-    small = ["--set", "steps=2", "--set", "learning_rate=0.1", "--set", "anchors_per_task=5", "--threads", "1"]
     out = tmp_path / "out"
-    assert main(["run", "--method", "refined", "--order", *ORDER, *small, "--data", str(data), "--out", str(out)]) == 0
-    folder = out / "refined" / "budget-32" / "seed-0"
+    small = ["--method", "refined", "--set", "learning_rate=0.1", "--keep-states", "all"]
+    assert main(command(data, out, *small)) == 0
+    folder = own_folder(out, "refined")
     first, second = (read_bundle(folder / name / "state" / "memory.safetensors") for name in ("00-guild", "01-field"))
     assert second.metadata.parent_digest == first.digest
     assert second.metadata.gate_tasks == ORDER
@@ -267,10 +101,9 @@ def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):
     assert matrix["complete"]
     assert matrix["stored_bytes"] == [memory_bytes(Backbone.load(CHECKPOINT), 4 * tasks, 8, tasks) for tasks in (1, 2)]
     assert not (folder / "01-field" / "state" / "progress").exists()
-    assert [len(AnchorStore(folder / name / "state" / "anchors").read()) for name in ("00-guild", "01-field")] == [
-        5,
-        10,
-    ]
+    anchors = [AnchorStore(folder / name / "state" / "anchors") for name in ("00-guild", "01-field")]
+    assert [len(store.read()) for store in anchors] == [5, 10]
+    assert matrix["anchor_bytes"] == [store.bytes() for store in anchors]
 
 
 @pytest.fixture(scope="module")
@@ -324,14 +157,6 @@ def test_answers_are_compared_without_case_space_and_final_stop():
     assert not is_right("zorp blick", "zorp")
 
 
-def test_settings_can_be_chosen_without_a_look_at_the_test_questions(suite):
-    asked = suite.asked_about("validation")
-    for task, original in zip((*asked.tasks, asked.base), (*suite.tasks, suite.base), strict=True):
-        assert task.test == task.validation == original.validation
-    assert asked.digest() != suite.digest()
-    assert suite.asked_about("test") == suite
-
-
 def test_half_of_a_batch_are_anchors_and_batches_follow_from_the_seed(backbone, suite):
     first, second = suite.tasks
     anchors = first.train[:6]
@@ -346,8 +171,3 @@ def test_half_of_a_batch_are_anchors_and_batches_follow_from_the_seed(backbone, 
     assert batch != fit(anchors, (0, 1)).batch(6)
     assert batch != fit(anchors, (1, 1)).batch(5)
     assert {example.task for example in fit((), (0, 1)).batch(5)} == {second.name}
-
-
-def test_suites_are_known_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="there is no suite 'nonesuch', there are: demo"):
-        load_suite("nonesuch", tmp_path)

@@ -10,7 +10,7 @@ from benchmarks.server_process import ServerFailed, serving
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import World
-from tests.server.conftest import ENVIRONMENT, FLAGS
+from tests.server.launch import ENVIRONMENT, FLAGS
 
 
 @pytest.mark.parametrize(

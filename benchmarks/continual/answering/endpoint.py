@@ -60,8 +60,7 @@ class Endpoint:
             ConfigError: which model is meant is not clear.
         """
         url = url.rstrip("/").removesuffix("/v1")
-        listed = answer_of(url, "GET", "/v1/models").json()["data"]
-        names = [card["id"] for card in listed if not card.get("parent")]  # bundles and adapters have one
+        names = [card["id"] for card in models_at(url) if not card.get("parent")]  # bundles and adapters have one
         if model is None and len(names) != 1:
             raise ConfigError(
                 f"{url} serves {', '.join(names) or 'no model'}: say with --endpoint-model which is meant"
@@ -91,6 +90,12 @@ class Endpoint:
         """Raises EndpointFailed: it does not answer, or refuses."""
         field = "lora_name" if what == "adapter" else "name"
         answer_of(self.url, "POST", LOAD_ROUTES[what].replace("/load_", "/unload_"), {field: name})
+
+
+def models_at(url: str) -> list[dict[str, Any]]:
+    """What is served there, an object as OpenAI describes it for each name. Raises EndpointFailed."""
+    listed: list[dict[str, Any]] = answer_of(url, "GET", "/v1/models").json()["data"]
+    return listed
 
 
 def answer_of(url: str, method: str, route: str, body: dict[str, Any] | None = None) -> httpx.Response:

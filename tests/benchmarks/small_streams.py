@@ -1,0 +1,28 @@
+"""Two tasks of the demo world, a few examples and two steps each: what the tests of the stream run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.continual.suites import Suite
+from benchmarks.continual.suites.demo import load
+
+SIZES = {"train": 12, "validation": 4, "test": 6}
+BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
+ORDER = ("guild", "field")
+
+
+def small_suite(data: Path) -> Suite:
+    """From the folder `data`, written there if it is new."""
+    return load(data, SIZES, BASE_SIZES)
+
+
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    """LoRA with replay, in this process; `more` may change any of it."""
+    small = ["--set", "steps=2", "--set", "anchors_per_task=5"]
+    here = ["--answer", "offline", "--jobs", "1", "--data", str(data), "--out", str(out)]
+    return ["run", "--method", "lora_replay", "--order", *ORDER, *small, *here, *more]
+
+
+def own_folder(out: Path, method: str = "lora_replay", seed: int = 0, budget: int = 32) -> Path:
+    return out / method / f"budget-{budget}" / f"seed-{seed}"

@@ -1,0 +1,227 @@
+"""Questions asked over HTTP: of real servers, of an endpoint made for the tests, and of none that would answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.continual.__main__ import main
+from benchmarks.continual.answering import Ask, known
+from benchmarks.continual.answering.endpoint import Endpoint, EndpointFailed, models_at
+from benchmarks.continual.answering.http import HttpModel
+from benchmarks.continual.answering.plans import Plain
+from inducekv_vllm.errors import ConfigError
+from tests.benchmarks.small_streams import command, own_folder
+
+
+def over_http(data: Path, out: Path, url: str, *more: str) -> list[str]:
+    return command(data, out, "--answer", "http", "--endpoint", url, *more)
+
+
+def predictions(out: Path, method: str, budget: int) -> list[str]:
+    """The answers after the last task."""
+    path = own_folder(out, method, budget=budget) / "01-field" / "predictions.jsonl"
+    return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+
+
+def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, data, tmp_path):
+    """The same run twice, on a tiny model of random weights; nothing of it stays on the server."""
+    arguments = ["--model", str(world.model), "--method", "refined", "no_memory", "--set", "learning_rate=0.3"]
+    assert main(command(data, tmp_path / "offline", *arguments)) == 0
+    assert main(over_http(data, tmp_path / "http", f"{server}/v1", *arguments, "--endpoint-model", "base")) == 0
+    found = {method: predictions(tmp_path / "http", method, 32) for method in ("refined", "no_memory")}
+    for method, answers in found.items():
+        assert answers == predictions(tmp_path / "offline", method, 32)
+    assert found["refined"] != found["no_memory"]
+    configuration = json.loads((tmp_path / "http" / "run.json").read_bytes())
+    assert configuration["answer"] == {"by": "http", "server": "given"}
+    assert configuration["where"]["endpoint"] == [f"{server}/v1"]
+    assert {card["id"] for card in models_at(server)} == {"base", "sqrt", "prior"}
+
+
+def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, data, tmp_path):
+    """One adapter for all tasks, and one for each task: those that the gate chooses."""
+    arguments = ["--model", str(adapted.plain.model), "--method", "lora", "gated_task_lora", "no_memory"]
+    arguments += ["--set", "learning_rate=0.05", "--set", "steps=4", "--budget", "4"]
+    assert main(command(data, tmp_path / "offline", *arguments)) == 0
+    assert main(over_http(data, tmp_path / "http", adapted.url, *arguments)) == 0
+    found = {method: predictions(tmp_path / "http", method, 4) for method in ("lora", "gated_task_lora", "no_memory")}
+    for method, answers in found.items():
+        assert answers == predictions(tmp_path / "offline", method, 4)
+    assert len(set(map(tuple, found.values()))) == 3
+    assert {card["id"] for card in models_at(adapted.url)} == {"base", "style", "m"}
+
+
+def test_an_endpoint_that_runs_with_lora_is_refused_for_memories(adapted, data, tmp_path, capsys):
+    """It has the route and refuses what the run would load; nothing has been learned when that is said."""
+    out = tmp_path / "out"
+    assert main(over_http(data, out, adapted.url, "--model", str(adapted.plain.model), "--method", "refined")) == 2
+    said = capsys.readouterr().err
+    assert "refined: the answers need an endpoint that loads what was learned (POST /v1/load_memory_bundle)" in said
+    assert "names no adapter" in said
+    assert not list(out.rglob("state*"))
+
+
+def test_of_several_endpoints_each_artifact_goes_to_the_one_that_loads_it(adapted, world, server, data, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--model", str(world.model), "--method", "refined", "lora", "--budget", "4", "--order", "guild"]
+    assert main([*over_http(data, out, adapted.url, *arguments), "--endpoint", adapted.url, server]) == 0
+
+
+@dataclass
+class Spoken:
+    """An OpenAI-compatible endpoint that can do nothing but chat: it answers "zorp" until it has answered `patience`."""
+
+    patience: int | None = None
+    models: tuple[str, ...] = ("some-model",)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of what was asked
+    headers: list[dict[str, str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        spoken = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.say(200, {"data": [{"id": name} for name in spoken.models]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path != "/v1/chat/completions":
+                    return self.say(404, {"detail": "Not Found"})
+                with spoken.lock:
+                    if spoken.patience is not None and len(spoken.bodies) >= spoken.patience:
+                        return self.connection.close()
+                    spoken.bodies.append(body)
+                    spoken.headers.append(dict(self.headers))
+                return self.say(200, {"choices": [{"message": {"content": " zorp\n"}}]})
+
+            def say(self, status: int, value: dict[str, Any]) -> None:
+                data = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}"
+        finally:
+            httpd.shutdown()
+            thread.join()
+            httpd.server_close()
+
+
+def test_any_endpoint_is_asked_greedily_with_the_pictures_in_the_requests(data, suite, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "open-sesame")
+    spoken = Spoken()
+    with spoken.serving() as url:
+        assert main(over_http(data, tmp_path / "out", url, "--method", "no_memory")) == 0
+    assert set(predictions(tmp_path / "out", "no_memory", 32)) == {"zorp"}
+    assert {headers["Authorization"] for headers in spoken.headers} == {"Bearer open-sesame"}
+    assert len(spoken.bodies) == 6 + 6 + 9
+    example = suite.tasks[0].test[0]
+    texts = [part["text"] for part in example.messages[0]["content"] if part["type"] == "text"]
+    picture = base64.b64encode(example.images[0].read_bytes()).decode()
+    assert (
+        spoken.bodies.count(
+            {
+                "model": "some-model",
+                "temperature": 0.0,
+                "max_tokens": 12,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+                            {"type": "text", "text": texts[0]},
+                        ],
+                    }
+                ],
+            }
+        )
+        == 1
+    )
+
+
+def test_exemplars_stand_before_the_question_and_what_is_known_is_not_asked(suite):
+    first, second, third = suite.tasks[0].test[:3]
+
+    class Chosen:
+        def asks(self, examples: Any) -> list[Ask]:
+            return [Ask(first, False, exemplars=(second, third)), Ask(second, False, answer="known")]
+
+    spoken = Spoken()
+    with spoken.serving() as url:
+        assert HttpModel(Chosen(), Endpoint(url, "m"), None, 2).answers([first, second]) == ["zorp", "known"]
+    (body,) = spoken.bodies
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant"] * 2 + ["user"]
+    urls = [message["content"][0]["image_url"]["url"] for message in body["messages"] if message["role"] == "user"]
+    sent = [base64.b64decode(url.partition("base64,")[2]) for url in urls]
+    assert sent == [example.images[0].read_bytes() for example in (second, third, first)]
+    assert body["messages"][1]["content"] == [{"type": "text", "text": second.answer}]
+
+
+@pytest.mark.parametrize(
+    ("method", "route"), [("refined", "/v1/load_memory_bundle"), ("lora", "/v1/load_lora_adapter")]
+)
+def test_what_an_endpoint_cannot_load_is_refused_before_anything_is_learned(method, route, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    with Spoken().serving() as url:
+        assert main(over_http(data, out, url, "--method", "no_memory", method)) == 2
+    said = capsys.readouterr().err
+    assert f"{method}: the answers need an endpoint that loads what was learned (POST {route}): {url} has no" in said
+    assert not list(out.rglob("state*"))
+
+
+def test_an_endpoint_that_dies_is_named_with_how_far_it_got_and_the_run_goes_on(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(known, "AT_ONCE", 4)
+    out = tmp_path / "out"
+    dying = Spoken(patience=6 + 9 + 5)  # all after the first task; of the 6 questions new after the second, 4 kept
+    with dying.serving() as url:
+        assert main(over_http(data, out, url, "--method", "no_memory")) == 1
+    said = capsys.readouterr().err
+    assert f"{url} does not answer" in said
+    assert "19 of 21 questions are answered (no_memory, budget 32, seed 0, after learning task 2 of 2, field)" in said
+    assert "run it again with the same arguments to go on" in said
+    spoken = Spoken()
+    with spoken.serving() as url:
+        assert main(over_http(data, out, url, "--method", "no_memory")) == 0
+    assert len(spoken.bodies) == 2
+    assert len(predictions(out, "no_memory", 32)) == 6 + 6 + 9
+
+
+def test_an_endpoint_that_is_not_there_is_named(data, tmp_path, capsys):
+    assert main(over_http(data, tmp_path / "out", "http://127.0.0.1:9", "--method", "no_memory")) == 1
+    assert "http://127.0.0.1:9 does not answer (ConnectError" in capsys.readouterr().err
+
+
+def test_a_refused_question_is_named_with_what_the_server_said(server, suite):
+    example = suite.tasks[0].test[0]
+    model = HttpModel(Plain(with_artifact=False), Endpoint(server, "nonesuch"), None, 2)
+    with pytest.raises(EndpointFailed, match=f"{server}: question 'guild/test_00000': HTTP 404: .*nonesuch"):
+        model.answers([example])
+
+
+def test_of_several_models_the_untouched_one_must_be_named():
+    with Spoken(models=("one", "two")).serving() as url:
+        assert Endpoint.at(f"{url}/v1/", "two") == Endpoint(url, "two")
+        with pytest.raises(ConfigError, match="serves one, two: say with --endpoint-model"):
+            Endpoint.at(url)
+        with pytest.raises(ConfigError, match="serves no model 'three', it serves: one, two"):
+            Endpoint.at(url, "three")

@@ -1,0 +1,61 @@
+"""Presets: options from a file, under the user's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.continual.__main__ import parse
+from benchmarks.continual.methods import METHODS, choose_methods
+from benchmarks.continual.presets import FOLDER
+from inducekv_vllm.errors import ConfigError
+
+
+def options(*arguments: str) -> dict:
+    return vars(parse(["run", "--out", "results", *arguments]))
+
+
+def test_a_preset_gives_what_the_command_line_leaves_open(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('method = ["lora", "refined"]\nbudget = [8, 16]\ntest_limit = 3\nset = ["steps=4", "base=false"]\n')
+    read = options("--preset", str(path))
+    assert (read["method"], read["budget"], read["test_limit"]) == (["lora", "refined"], [8, 16], 3)
+    assert read["set"] == ["steps=4", "base=false"]
+    given = options("--preset", str(path), "--method", "lora", "--budget", "64", "--set", "steps=9")
+    assert (given["method"], given["budget"], given["test_limit"]) == (["lora"], [64], 3)
+    (lora,) = choose_methods(given["method"], given["set"][0:1] + given["set"][2:])
+    assert lora.steps == 9  # of two values the later one counts, and the user's is the later one
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budgets = [8]", "there is no option 'budgets' to preset, there are: .*budget"),
+        ('out = "elsewhere"', "there is no option 'out' to preset"),
+        ("budget = [", "cannot read the preset"),
+        ("method = [true]", "method must be a text or a number, or several, found True"),
+    ],
+)
+def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        options("--preset", str(tmp_path / "bad.toml"))
+
+
+def test_a_method_must_be_named():
+    with pytest.raises(ConfigError, match="--method must name what is to be run, or 'all'"):
+        options()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
+def test_the_presets_that_come_with_it_are_sound(name):
+    read = options("--preset", name)
+    names = list(METHODS) if read["method"] == ["all"] else read["method"]
+    assert choose_methods(names, read["set"])
+    assert read["suite"] == "demo"
+
+
+def test_full_is_every_method_three_seeds_and_two_budgets():
+    read = options("--full")
+    assert (read["method"], read["budget"], read["seed"]) == (["all"], [32, 64], [0, 1, 2])
+    assert read["order"] == ["default"]
+    assert read["answer"] == "http"

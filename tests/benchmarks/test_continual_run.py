@@ -1,0 +1,344 @@
+"""Runs: what they write, and that nothing is lost or counted twice however they are stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.continual import stream
+from benchmarks.continual.__main__ import main
+from benchmarks.continual.answering import OfflineAnswerer
+from benchmarks.continual.answering.endpoint import LOADS
+from benchmarks.continual.answering.known import KnownAnswers
+from benchmarks.continual.locks import locked
+from benchmarks.continual.methods import METHODS, Artifact
+from benchmarks.continual.stream import Run, compare, run_stream
+from benchmarks.demo.model import CHECKPOINT
+from tests.benchmarks.small_streams import ORDER, command, own_folder, small_suite
+
+NOTHING = Artifact("none", None, 0, {})
+MEASURED = ("seconds", "questions")  # of a matrix: what an interruption changes
+
+
+def timeless(matrix: dict[str, Any]) -> dict[str, Any]:
+    """A matrix without what a clock has measured."""
+    kept = {name: value for name, value in matrix.items() if name not in MEASURED}
+    return kept | {"reports": [{k: v for k, v in report.items() if k != "seconds"} for report in matrix["reports"]]}
+
+
+def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
+    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
+    assert matrix["order"] == list(ORDER)
+    assert matrix["complete"]
+    assert [len(row) for row in matrix["accuracy"]] == [1, 2]
+    assert len(matrix["base"]) == len(matrix["seconds"]) == 2
+    for number, name in enumerate(ORDER):
+        lines = (own_folder(finished) / f"{number:02d}-{name}" / "predictions.jsonl").read_text().splitlines()
+        predictions = [json.loads(line) for line in lines]
+        asked = [e.id for task in suite.tasks[: number + 1] for e in task.test] + [e.id for e in suite.base.test]
+        assert [p["id"] for p in predictions] == asked
+        names, accuracies = [*ORDER[: number + 1], "base"], [*matrix["accuracy"][number], matrix["base"][number]]
+        for task, accuracy in zip(names, accuracies, strict=True):
+            rights = [p["right"] for p in predictions if p["task"] == task]
+            assert accuracy == pytest.approx(sum(rights) / len(rights))
+    assert matrix["metrics"]["AP"] == pytest.approx(sum(matrix["accuracy"][1]) / 2)
+
+
+def test_the_results_file_holds_everything_but_predictions_and_history(finished):
+    results = json.loads((finished.parent / "results.json").read_bytes())
+    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
+    assert [row["seeds"] for row in results["results"]] == [[0]]
+    assert results["runs"][0]["accuracy"] == matrix["accuracy"]
+    assert "history" in matrix["reports"][0]
+    assert "history" not in results["runs"][0]["reports"][0]
+    assert results["order"] == list(ORDER)
+
+
+def test_killed_between_learning_and_answering_it_goes_on_and_counts_nothing_twice(finished, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    before = json.loads((own_folder(out) / "matrix.json").read_bytes())
+    task = own_folder(out) / "01-field"
+    (task / "result.json").unlink()
+    adapter = task / "state" / "adapter" / "adapter_model.safetensors"
+    written = adapter.stat().st_mtime_ns
+    assert main(command(data, out)) == 0
+    assert adapter.stat().st_mtime_ns == written  # learned once
+    after = json.loads((own_folder(out) / "matrix.json").read_bytes())
+    assert timeless(after) == timeless(before)
+    assert len((task / "predictions.jsonl").read_text().splitlines()) == 6 + 6 + 9
+
+
+def test_killed_while_learning_the_task_is_learned_again_to_the_same_end(finished, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    task = own_folder(out) / "01-field"
+    adapter = Path("adapter") / "adapter_model.safetensors"
+    before = (task / "state" / adapter).read_bytes()
+    (task / "result.json").unlink()
+    (task / "state").rename(task / "state.tmp")  # as it stands in the middle
+    (task / "state.tmp" / "artifact.json").unlink()
+    assert main(command(data, out)) == 0
+    assert (task / "state" / adapter).read_bytes() == before
+    assert not (task / "state.tmp").exists()
+
+
+def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
+    assert main(command(data, finished, "--test-limit", "3")) == 2
+    assert "test_limit: 256 there, 3 here" in capsys.readouterr().err
+    assert main(command(data, finished, "--answer", "http")) == 2
+    assert "'by': 'offline'" in capsys.readouterr().err
+    assert main(command(data, finished, "--set", "steps=3")) == 2
+    assert "steps: 2 there, 3 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--order", "guild", "nonesuch"), "has no task 'nonesuch'"),
+        (("--order", "guild", "guild"), "names each task once"),
+        (("--test-limit", "0"), "at least one example and one question"),
+        (("--budget", "0"), "budgets must be positive"),
+        (("--method", "nonesuch"), "there is no method 'nonesuch'"),
+        (("--set", "nonesuch=1"), "has the setting 'nonesuch=1'"),
+        (("--set", "steps=many"), "steps must be like 2, found 'many'"),
+        (("--model", "/nonesuch"), "/nonesuch"),
+        (("--jobs", "0"), "jobs and threads must be positive"),
+        (("--endpoint", "http://127.0.0.1:1"), "give one of them"),
+        (("--order", "random:x"), "random:SEED, found 'random:x'"),
+        (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
+    assert main(command(data, tmp_path / "out", *arguments)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_are_compared_over_seeds():
+    def one(method: str, seed: int, ap: float, base: float) -> dict:
+        metrics = {"AP": ap}
+        return {"method": method, "budget": 32, "seed": seed, "metrics": metrics, "base": [base], "complete": True}
+
+    runs = [one("no_memory", 0, 0.1, 0.8), one("lora", 0, 0.4, 0.2), one("lora", 1, 0.6, 0.6)]
+    unfinished = {**one("lora", 2, 1.0, 1.0), "complete": False}
+    untouched, lora = compare([*runs, unfinished])
+    assert untouched["metrics"]["base_retention"] == {"mean": 1.0, "standard_error": None}
+    assert (lora["method"], lora["seeds"]) == ("lora", [0, 1])
+    assert lora["metrics"]["AP"] == {"mean": 0.5, "standard_error": 0.1}
+    assert lora["metrics"]["base_retention"] == {"mean": 0.5, "standard_error": 0.25}
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A method that dies at its second task, once."""
+
+    name: str = "interrupted"
+
+    def learn(self, task, previous, out, circumstances):
+        (out / "half").write_text("of a state")
+        if previous is not None and not (previous.parent / "died").exists():
+            (previous.parent / "died").touch()
+            raise KeyboardInterrupt
+        return Artifact("none", None, 0, {"after": previous is not None})
+
+
+def test_any_method_can_be_interrupted(suite, tmp_path):
+    run = Run(suite, Interrupted(), CHECKPOINT, 32, 0, tmp_path)
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
+    assert json.loads((run.own_folder / "matrix.json").read_bytes())["complete"] is False
+    collected = run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
+    assert collected["complete"]
+    assert [report["after"] for report in collected["reports"]] == [False, True]
+    assert len(told) == 2  # one line for each task, though the first was asked for twice
+    assert collected["accuracy"] == [[0.0], [0.0, 0.0]]  # the untouched model knows neither task
+    assert min(collected["base"]) > 0.7
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(data, tmp_path):
+    """SIGKILL to the command, while two processes of it run streams: they end too, and nothing is lost or repeated."""
+    seeds = ("--seed", "1", "2", "3")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(command(data, whole, *seeds)) == 0
+    results = [own_folder(broken, seed=seed) / "00-guild" / "result.json" for seed in (1, 2)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.continual", *command(data, broken, *seeds, "--jobs", "2")]
+    )
+    try:
+        wait_for(lambda: any(result.exists() for result in results), process)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finished_then = {path: path.read_bytes() for path in broken.rglob("result.json")}
+    assert 0 < len(finished_then) < 2 * 3
+    for seed in (1, 2):
+        with locked(own_folder(broken, seed=seed) / "lock", patience=5):
+            pass  # the streams' processes ended with the command
+
+    assert main(command(data, broken, *seeds)) == 0
+    for seed in (1, 2, 3):
+        before, after = (
+            json.loads((own_folder(out, seed=seed) / "matrix.json").read_bytes()) for out in (whole, broken)
+        )
+        assert timeless(before) == timeless(after)
+        for name in ("00-guild", "01-field"):
+            predicted = [
+                (own_folder(out, seed=seed) / name / "predictions.jsonl").read_bytes() for out in (whole, broken)
+            ]
+            assert predicted[0] == predicted[1]
+    assert all(path.read_bytes() == content for path, content in finished_then.items())  # none was made again
+
+
+@pytest.mark.parametrize(("keep", "left"), [("all", [True, True]), ("last", [False, True]), ("none", [False, False])])
+def test_states_that_nothing_needs_are_removed(keep, left, finished, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (own_folder(out) / "01-field" / "result.json").unlink()
+    folders = [own_folder(out) / name for name in ("00-guild", "01-field")]
+    for again in range(2):  # without its states, a finished stream stays finished
+        assert main(command(data, out, "--keep-states", keep)) == 0
+        assert [(folder / "state").exists() for folder in folders] == left, again
+        assert not any((folder / "state.tmp").exists() for folder in folders)
+
+
+def test_a_stream_whose_last_state_is_gone_cannot_go_on(finished, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    shutil.rmtree(own_folder(out) / "00-guild" / "state")
+    shutil.rmtree(own_folder(out) / "01-field")
+    assert main(command(data, out)) == 2
+    assert f"{own_folder(out) / '00-guild' / 'state'} is gone" in capsys.readouterr().err
+
+
+def test_a_stream_that_another_process_is_at_is_refused(finished, data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (own_folder(out) / "01-field" / "result.json").unlink()
+    monkeypatch.setattr(stream, "PATIENCE", 0.1)
+    with locked(own_folder(out) / "lock"):
+        assert main(command(data, out)) == 2
+    assert f"{own_folder(out)}: another process is at this stream" in capsys.readouterr().err
+
+
+def test_a_stream_that_cannot_be_run_does_not_stop_the_others(data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(command(data, out, "--budget", "1", "32")) == 2
+    said = capsys.readouterr()
+    assert "1 of 2 streams did not end: lora_replay, budget 1, seed 0: a LoRA of rank 1 takes 44800 bytes" in said.err
+    assert [row["budget"] for row in json.loads(said.out)["results"]] == [32]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Answers with a question's own digest, and remembers what it was asked."""
+
+    asked: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def prepare(self, artifact, state):
+        return self
+
+    def answers(self, examples):
+        time.sleep(self.seconds)
+        self.asked.extend(example.source_digest for example in examples)
+        return [example.source_digest for example in examples]
+
+
+def test_equal_questions_to_equal_artifacts_are_asked_once(suite, tmp_path):
+    """The untouched model, over two seeds and two budgets, is asked each question of both tasks and the base once."""
+    answerer = Counting()
+    for budget, seed in ((32, 0), (32, 1), (64, 0)):
+        done = run_stream(
+            Run(suite, METHODS["no_memory"], CHECKPOINT, budget, seed, tmp_path), answerer, lambda line: None
+        )
+        assert [row["answered"] for row in done["questions"]] == [6 + 9, 6 + 6 + 9]
+        assert [row["asked"] for row in done["questions"]] == ([15, 6] if (budget, seed) == (32, 0) else [0, 0])
+    assert len(answerer.asked) == len(set(answerer.asked)) == 6 + 6 + 9
+
+
+def test_answers_belong_to_the_content_of_the_state(suite, tmp_path):
+    examples = suite.tasks[0].test
+    state = tmp_path / "state"
+    state.mkdir()
+    answerer = Counting()
+    known = KnownAnswers(tmp_path / "answers", answerer)
+
+    def asked(kind: str = "bundle") -> int:
+        return known.answers(Artifact(kind, "memory", 0, {}), state, examples)[1]
+
+    (state / "memory").write_text("one")
+    assert (asked(), asked()) == (6, 0)
+    (state / "artifact.json").write_text("what it took is no content")
+    assert asked() == 0
+    (state / "memory").write_text("two")
+    assert (asked(), asked()) == (6, 0)
+    assert asked("adapter") == 6
+    (state / "gate").write_text("beside it")
+    assert (asked(), asked()) == (6, 0)
+
+
+def test_two_who_ask_the_same_at_once_ask_it_once(suite, tmp_path):
+    (tmp_path / "state").mkdir()
+    answerer = Counting(seconds=0.3)
+    known = KnownAnswers(tmp_path / "answers", answerer)
+    found: list[tuple[list[str], int]] = []
+
+    def ask() -> None:
+        found.append(known.answers(NOTHING, tmp_path / "state", suite.tasks[0].test))
+
+    both = [threading.Thread(target=ask) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert sorted(number for _, number in found) == [0, 6]
+    assert found[0][0] == found[1][0] == [example.source_digest for example in suite.tasks[0].test]
+
+
+def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(suite, tmp_path):
+    (tmp_path / "state").mkdir()
+    examples = suite.tasks[0].test
+    known = KnownAnswers(tmp_path / "answers", Counting())
+    expected, _ = known.answers(NOTHING, tmp_path / "state", examples)
+    (file,) = (tmp_path / "answers").iterdir()
+    whole = file.read_bytes()
+    for cut in (1, 20):
+        file.write_bytes(whole[:-cut])
+        assert known.answers(NOTHING, tmp_path / "state", examples) == (expected, 1)
+        assert sorted(file.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_every_method_says_what_kind_of_artifact_it_makes():
+    assert {method.kind for method in METHODS.values()} <= set(LOADS)
+
+
+def test_a_random_order_follows_from_its_seed(data):
+    suite = small_suite(data)
+    orders = [[task.name for task in suite.in_order([f"random:{seed}"]).tasks] for seed in (0, 0, 1)]
+    default = [task.name for task in suite.in_order(["default"]).tasks]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert orders[0] != default
+    assert sorted(orders[0]) == sorted(default)

@@ -1,0 +1,167 @@
+"""Suites: in what order and how much of them, and from files, where every mistake is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.continual.__main__ import main
+from benchmarks.continual.suites import load_suite
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from tests.benchmarks.small_streams import ORDER, command, own_folder
+
+SPLITS = ("train", "validation", "test")
+
+
+def test_settings_can_be_chosen_without_a_look_at_the_test_questions(suite):
+    asked = suite.asked_about("validation")
+    for task, original in zip((*asked.tasks, asked.base), (*suite.tasks, suite.base), strict=True):
+        assert task.test == task.validation == original.validation
+    assert asked.digest() != suite.digest()
+    assert suite.asked_about("test") == suite
+
+
+def test_suites_are_known_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no suite 'nonesuch', there are: demo, and FILE\.toml"):
+        load_suite("nonesuch", tmp_path)
+
+
+def test_limits_leave_the_first_of_each_split(suite):
+    limited = suite.limited(train=3, test=2, base=4)
+    assert [task.train for task in limited.tasks] == [task.train[:3] for task in suite.tasks]
+    assert [task.test for task in limited.tasks] == [task.test[:2] for task in suite.tasks]
+    assert (limited.base.train, limited.base.test) == (suite.base.train, suite.base.test[:4])
+
+
+def description(folder: str = "data") -> dict[str, Any]:
+    def splits(name: str) -> dict[str, str]:
+        return {split: f"{folder}/{name}/{split}.jsonl" for split in SPLITS}
+
+    return {"name": "mine", "tasks": [{"name": name, **splits(name)} for name in ORDER], "base": splits("base")}
+
+
+def as_toml(described: dict[str, Any]) -> str:
+    def table(head: str, values: dict[str, str]) -> str:
+        return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
+
+    tasks = [table("[[tasks]]", task) for task in described["tasks"]]
+    return "\n".join([f'name = "{described["name"]}"', *tasks, table("[base]", described["base"])])
+
+
+@pytest.fixture
+def folder(data, tmp_path) -> Path:
+    """A folder with suite.json, and the data of its two tasks and of its base."""
+    for name in (*ORDER, "base"):
+        shutil.copytree(data / name, tmp_path / "data" / name)
+    (tmp_path / "suite.json").write_text(json.dumps(description()))
+    return tmp_path
+
+
+def test_a_suite_file_gives_the_tasks_it_names_in_their_order(folder, suite):
+    (folder / "suite.toml").write_text(as_toml(description()))
+    from_json, from_toml = (
+        load_suite(str(folder / "suite.json"), folder),
+        load_suite(str(folder / "suite.toml"), folder),
+    )
+    assert from_json == from_toml
+    assert (from_json.name, [task.name for task in from_json.tasks]) == ("mine", list(ORDER))
+    assert from_json.digest() == suite.digest()
+
+
+def test_a_suite_file_is_run(folder, finished):
+    """The same tasks give the same answers wherever they come from."""
+    out = folder / "out"
+    arguments = command(folder, out, "--suite", str(folder / "suite.json"), "--order", "default")
+    assert main(arguments) == 0
+    last = Path("01-field") / "predictions.jsonl"
+    assert (own_folder(out) / last).read_bytes() == (own_folder(finished) / last).read_bytes()
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> str:
+    described = description()
+    change(described)
+    return json.dumps(described)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("bad.json", '{"name": "mine",\n "tasks": oops}', "bad.json, line 2: malformed JSON"),
+        ("bad.toml", 'name = "mine"\n\ntasks = oops', "bad.toml, line 3: malformed TOML"),
+        ("bad.toml", 'name = "mine"\n[base', "bad.toml, line 2: malformed TOML"),
+        ("bad.json", "[]", "bad.json: describes no suite: the file: "),
+        ("bad.json", changed(lambda d: d.pop("base")), "describes no suite: base: Field required"),
+        ("bad.json", changed(lambda d: d["tasks"].clear()), "describes no suite: tasks: "),
+        ("bad.json", changed(lambda d: d["tasks"][1].pop("test")), "describes no suite: tasks.1.test: Field required"),
+        ("bad.json", changed(lambda d: d["tasks"][1].update(tset="x")), "tasks.1.tset: Extra inputs"),
+        ("bad.json", changed(lambda d: d["tasks"][1].update(name="../up")), "tasks.1.name: "),
+        ("bad.json", changed(lambda d: d["tasks"][1].update(name=ORDER[0])), f"name of its own, not {ORDER[0]!r}"),
+        ("bad.json", changed(lambda d: d["tasks"][1].update(name="base")), "name of its own, not 'base'"),
+        ("bad.json", changed(lambda d: d["base"].update(test="none.jsonl")), "none.jsonl: cannot read the task data"),
+    ],
+)
+def test_a_file_that_describes_no_suite_is_refused(name, text, message, folder, capsys):
+    (folder / name).write_text(text)
+    assert main(command(folder, folder / "out", "--suite", str(folder / name), "--order", "default")) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_a_suite_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(TaskDataError, match=r"missing\.toml: cannot read the suite"):
+        load_suite(str(tmp_path / "missing.toml"), tmp_path)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rewrite(path: Path, *changes: tuple[int, dict[str, Any]]) -> None:
+    lines = records(path)
+    for number, change in changes:
+        lines[number] |= change
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(TaskDataError) as refused:
+        load_suite(str(folder / "suite.json"), folder)
+    return str(refused.value)
+
+
+def test_a_missing_picture_is_named(folder):
+    gone = folder / "data" / "field" / "images" / "test_00003.png"
+    gone.unlink()
+    assert refusal(folder) == f"{folder}/data/field/test.jsonl, line 4: the image {gone} does not exist"
+
+
+def test_an_id_that_occurs_twice_is_named_with_its_place(folder):
+    path = folder / "data" / "field" / "train.jsonl"
+    rewrite(path, (5, {"id": records(path)[1]["id"]}))
+    assert refusal(folder) == f"{path}, line 6: the id 'field/train_00001' occurs more than once"
+
+
+def test_an_id_in_two_splits_of_a_task_is_named(folder):
+    train, test = (folder / "data" / "guild" / f"{split}.jsonl" for split in ("train", "test"))
+    rewrite(test, (2, {"id": "guild/train_00007"}))
+    assert refusal(folder) == f"{test}: the id 'guild/train_00007' is in {train} too"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "line 2: 'answer' must be a string, found None"), ("  ", "the answer to 'base/validation_00001' is empty")],
+)
+def test_an_absent_answer_is_named(answer, message, folder):
+    rewrite(folder / "data" / "base" / "validation.jsonl", (1, {"answer": answer}))
+    assert message in refusal(folder)
+
+
+def test_an_empty_split_is_named(folder):
+    path = folder / "data" / "guild" / "validation.jsonl"
+    path.write_text("\n")
+    assert refusal(folder) == f"{path}: the file holds no examples"

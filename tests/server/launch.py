@@ -1,0 +1,87 @@
+"""Servers of tiny models for tests: one with bundles, one with LoRA."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.server_process import serving
+from inducekv_vllm.bundle import Bundle, write_bundle
+from tests.inducekv_vllm.parity import World, make_world
+from tests.tiny_models import save_tiny_llava
+
+# What a test server needs to start at all beside other work on a small machine.
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
+FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
+RANK, SCALE = 4, 2.0
+
+
+@dataclass(frozen=True)
+class Adapted:
+    url: str
+    plain: World  # the model as it is
+    merged: World  # the model with the adapter merged into its weights
+    bundle: Bundle  # of the merged model, and naming the adapter
+
+
+def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
+    """A random adapter of the text model's q_proj and v_proj, and the model that has it merged in."""
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(model / "model.safetensors")
+    factors: dict[str, torch.Tensor] = {}
+    for name in [
+        n for n in weights if n.startswith("language_model.") and n.endswith(("q_proj.weight", "v_proj.weight"))
+    ]:
+        rows, columns = weights[name].shape
+        a = 0.2 * torch.randn(RANK, columns, generator=generator)  # [r, in]
+        b = 0.2 * torch.randn(rows, RANK, generator=generator)  # [out, r]
+        weights[name] = weights[name].float() + SCALE * b @ a
+        prefix = "base_model.model." + name.removesuffix(".weight")
+        factors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    assert factors
+    shutil.copytree(model, merged)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": ["q_proj", "v_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM", "bias": "none"}))
+
+
+def make_tiny_world(folder: Path) -> World:
+    return make_world(save_tiny_llava(folder / "model"), folder)
+
+
+@contextmanager
+def serving_bundles(world: World, log: Path) -> Iterator[str]:
+    """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
+    memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
+    arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
+    with serving(arguments, log, ENVIRONMENT) as url:
+        yield url
+
+
+@contextmanager
+def serving_adapter(folder: Path) -> Iterator[Adapted]:
+    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded."""
+    model = save_tiny_llava(folder / "model")
+    save_adapter(model, folder / "adapter", folder / "merged")
+    for name in ("plain", "with"):
+        (folder / name).mkdir()
+    plain, merged = make_world(model, folder / "plain"), make_world(folder / "merged", folder / "with")
+    made = merged.bundles["prior"]
+    facts = {name: getattr(made.metadata, name) for name in ("backbone", "budget", "entries", "weighting", "recipe")}
+    bundle = Bundle.create(**made.tensors(), **facts, settings={}, adapter="style")
+    write_bundle(bundle, folder / "style.safetensors")
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
+    arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
+    environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serving(arguments, folder / "log", environment) as url:
+        yield Adapted(url, plain, merged, bundle)
