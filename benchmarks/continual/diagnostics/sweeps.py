@@ -23,7 +23,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
-from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.sameness import require_same
@@ -99,9 +98,8 @@ def run_point(
     known |= {"order": [task.name for task in suite.tasks], "data": suite.digest()}
     known |= {"answer": {"by": OFFLINE, "server": None}}
     claim(folder, "run.json", known, where=finished.configuration.get(WHERE))
-    answers = KnownAnswers(folder / "answers", answerer)
     for seed in seeds:
-        run_stream(Run(suite, method, finished.model, budget, seed, folder), answers, tell, keep="none")
+        run_stream(Run(suite, method, finished.model, budget, seed, folder), answerer, tell, keep="none")
 
 
 def read(folder: Path, method: str, budget: int, seeds: Sequence[int] | None) -> dict[str, Any]:
