@@ -1,6 +1,7 @@
 """What diagnostics share: reading a finished run, the command, its files."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,9 @@ def test_a_run_is_read_with_its_matrix_predictions_and_memory(out):
     assert first.bundle().digest == random_bundle(seed=1).digest
     with pytest.raises(ConfigError, match="refined has no memory bundle to look at: what it makes is 'none'"):
         second.bundle()
+    first.state(0).rename(first.state(0).with_name("gone"))
+    with pytest.raises(ConfigError, match=r"00-a/state: the state after this task was not kept; `--keep-states all`"):
+        first.bundle(0)
 
 
 def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
@@ -114,6 +118,17 @@ def test_the_suite_is_the_one_that_was_asked_about_and_no_other(tmp_path):
     (data / "guild" / "test.jsonl").write_text(lines[0] + "\n")
     with pytest.raises(ConfigError, match="not the data of the run"):
         _ = Finished.read(tmp_path).suite
+
+
+def test_model_and_data_are_where_the_run_found_them(out, tmp_path_factory):
+    data = tmp_path_factory.mktemp("data")
+    configuration = json.loads((out / "run.json").read_bytes())
+    (out / "run.json").write_text(json.dumps(configuration | {"where": {"data": str(data), "model": "/some/model"}}))
+    finished = Finished.read(out)
+    assert (finished.data, finished.model) == (data, Path("/some/model"))
+    data.rmdir()
+    assert Finished.read(out).data == out / "data"
+    assert Finished.read(out, data=data).data == data
 
 
 def test_another_model_is_refused(out):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.diagnostics.memory_attention import memory_masses, normalise, recorded_masses
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, Gate
 from selector.backbone import Backbone
 from selector.build import BuildSettings, build_bundle
 from selector.injection import Memory, attention_named, attention_with, score
@@ -111,6 +112,25 @@ def test_queries_of_zero_share_attention_evenly(backbone, suite):
     found = memory_masses(blind, bundle, [example, example], [answer, longer], keys.expand(2, -1, -1))
     torch.testing.assert_close(found[0], torch.full((blind.num_layers,), expected).double(), rtol=0, atol=1e-6)
     assert (found[1] < found[0]).all()
+
+
+def test_behind_a_closed_gate_memory_gets_nothing(backbone, suite):
+    bundle = bundle_of(backbone, suite, "prior")
+    keys, names = torch.zeros(2, 2, backbone.hidden_size), ("guild", "field")
+    examples, answers = suite.tasks[0].test[:2], ["north", "north"]
+    queries = torch.cat([backbone.query_keys(backbone.encode_example(example)) for example in examples])
+    keys[0, 0] = queries[0, 0] - queries[1, 0]  # the first question's margin is above 0, the second's below
+    half = gated(bundle, Gate(keys, torch.tensor([0.0, 9.0]), names))
+    found = memory_masses(backbone, half, examples, answers, queries)
+    assert (found[0] > 0).all()
+    assert (found[1] == 0).all()
+    closed = gated(bundle, Gate(keys, torch.tensor([9.0, 9.0]), names))
+    assert (memory_masses(backbone, closed, examples, answers, queries) == 0).all()
+
+
+def gated(bundle: Bundle, gate: Gate) -> Bundle:
+    metadata = bundle.metadata.model_copy(update={"format_version": 2, "gate_tasks": gate.tasks})
+    return replace(bundle, gate_keys=gate.keys.half(), gate_thresholds=gate.thresholds, metadata=metadata)
 
 
 def test_gains_lie_between_0_and_1():

@@ -40,7 +40,7 @@ def found_by(name: str, out, *more: str) -> dict:
 @pytest.fixture
 def out(tmp_path):
     write_configuration(tmp_path)
-    write_finished_run(tmp_path, "paper_no_calibration", FIXED)
+    write_finished_run(tmp_path, "fixed_calibration", FIXED)
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def test_forgetting_is_the_mean_matrix_and_lines_of_all_methods(out):
     write_finished_run(out, "elsewhere", FIXED, budget=64)
     found = found_by("forgetting", out)
     assert found["matrix"] == [[0.75, None, None], [0.5, 1.0, None], [0.5, 0.5, 1.0]]
-    assert list(found["methods"]) == ["no_memory", "paper_no_calibration", "refined"]  # of this budget, or of none
+    assert list(found["methods"]) == ["fixed_calibration", "no_memory", "refined"]  # of this budget, or of none
     mine = found["methods"]["refined"]
     assert mine["base"]["mean"] == [1.0, 0.75, 0.0]
     assert mine["base"]["standard_error"] == [0.0, 0.25, 0.0]
@@ -80,7 +80,7 @@ def test_the_calibration_is_traced_with_its_gain_and_what_it_goes_with(out):
     assert trace["gain"] == [0.5, 0.0, 1.0]
     assert trace["gain_in_the_end"] == [-0.5, -0.5, 1.0]
     assert found["correlations"]["forgotten"] == {"pairs": 2, "pearson": None, "spearman": None}
-    assert found["fixed"] == "paper_no_calibration"
+    assert found["fixed"] == "fixed_calibration"
     assert "gains +0.500 on average when it is learned, most c (+1.000)" in found["says"]
 
 

@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
-from selector.plots import COLOURS, STROKES, finite
+from selector.plots import COLOURS, HATCHES, STROKES, finite
 
 FEWEST = 3  # pairs, of which a correlation is computed
 PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten"}
@@ -30,7 +31,7 @@ PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(method="paper")
-    parser.add_argument("--fixed", default="paper_no_calibration", help="the fixed method (default: %(default)s)")
+    parser.add_argument("--fixed", default="fixed_calibration", help="the fixed method (default: %(default)s)")
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
@@ -130,27 +131,33 @@ def _said(
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    trace, places = found["trace"], range(len(found["tasks"]))
-    figure = blank(4.4)
-    temperature, gain = figure.subplots(2, 1, sharex=True)
-    gates = temperature.twinx()
-    for axes, name, label, colour, stroke in (
-        (temperature, "temperature", "temperature (left)", COLOURS[0], STROKES[0]),
-        (gates, "value_gate", "mean value gate (right)", COLOURS[1], STROKES[1]),
-    ):
-        axes.plot(places, finite(trace[name]), stroke, marker="o", markersize=3, color=colour, label=label)
-        axes.set_ylabel(label.partition(" (")[0])
-        axes.ticklabel_format(useOffset=False)
-    gates.grid(False)
-    for name, label, hatch, offset in (
-        ("gain", "when learned", "", -0.2),
-        ("gain_in_the_end", "in the end", "///", 0.2),
-    ):
-        if name in trace:
-            at = [place + offset for place in places]
-            gain.bar(at, finite(trace[name]), 0.4, color=COLOURS[2], hatch=hatch, edgecolor="white", label=label)
-    gain.axhline(0, color="black", linewidth=0.8)
-    gain.set_ylabel("gain over fixed" if found["fixed"] else "no run of a fixed calibration")
-    gain.set_xticks(places, found["tasks"], rotation=45, ha="right", rotation_mode="anchor")
+    panels = 2 if found["fixed"] else 1
+    figure = blank(0.8 + 2 * panels)
+    panel, *below = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    _draw_trace(panel, found["trace"])
+    for axes in below:
+        _draw_gains(axes, found["trace"])
+        axes.set_ylabel(f"gain over {found['fixed']}")
+    panel.set_xticks(range(len(found["tasks"])), found["tasks"], rotation=45, ha="right", rotation_mode="anchor")
     figure.legend(frameon=False, ncols=4, loc="outside upper left", fontsize=8)
     return figure
+
+
+def _draw_trace(axes: Axes, trace: Mapping[str, Sequence[float | None]]) -> None:
+    lines = ((axes, "temperature", "temperature (left)"), (axes.twinx(), "value_gate", "mean value gate (right)"))
+    for (of, name, label), colour, stroke in zip(lines, COLOURS, STROKES, strict=False):
+        values = finite(trace[name])
+        of.plot(range(len(values)), values, stroke, marker="o", markersize=3, color=colour, label=label)
+        of.set_ylabel(label.partition(" (")[0])
+        of.grid(of is axes)
+
+
+def _draw_gains(axes: Axes, trace: Mapping[str, Sequence[float | None]]) -> None:
+    for name, label, hatch, offset in (
+        ("gain", "gain when learned", HATCHES[0], -0.2),
+        ("gain_in_the_end", "gain in the end", HATCHES[1], 0.2),
+    ):
+        gained = finite(trace[name])
+        places = [place + offset for place in range(len(gained))]
+        axes.bar(places, gained, 0.4, color=COLOURS[2], hatch=hatch, edgecolor="white", label=label)
+    axes.axhline(0, color="black", linewidth=0.8)

@@ -33,10 +33,14 @@ def heatmap(
     values: Sequence[Numbers],
     rows: Sequence[str],
     columns: Sequence[str],
-    label: str,
+    label: str | None = None,
     limits: tuple[float, float] | None = None,
 ) -> None:
-    """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank."""
+    """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank.
+
+    Args:
+        label: of the scale of colours beside it; None for no scale.
+    """
     matrix = np.array([finite(row) for row in values])
     low, high = limits or (float(np.nanmin(matrix)), float(np.nanmax(matrix)))
     image = axes.imshow(matrix, vmin=low, vmax=high, cmap="viridis", aspect="auto")
@@ -49,4 +53,5 @@ def heatmap(
     axes.grid(False)
     figure = axes.get_figure()
     assert figure is not None
-    figure.colorbar(image, ax=axes, label=label, shrink=0.8)
+    if label is not None:
+        figure.colorbar(image, ax=axes, label=label)

@@ -79,8 +79,9 @@ def _said(runs: Sequence[FinishedRun], methods: dict[str, Any]) -> str:
 
 def plot(found: dict[str, Any]) -> Figure:
     methods, tasks = found["methods"], found["tasks"]
-    figure = blank(3.6 + 0.22 * len(tasks))
-    matrix, lines = figure.subfigures(2, 1, height_ratios=[0.6 + 0.3 * len(tasks), 3.2])
+    heights = [1.6 + 0.3 * len(tasks), max(3.2, 0.6 + 0.19 * len(methods))]  # inches
+    figure = blank(sum(heights))
+    matrix, lines = figure.subfigures(2, 1, height_ratios=heights)
     axes = matrix.subplots()
     heatmap(axes, found["matrix"], tasks, tasks, f"accuracy of {found['method']}", limits=(0, 1))
     axes.set(xlabel="asked about", ylabel="after learning")

@@ -136,19 +136,21 @@ class FinishedRun:
         """What answers after task `number`.
 
         Raises:
-            ConfigError: the state is gone.
+            ConfigError: the state was not kept.
         """
         state = self.state(number)
         try:
             return Artifact.read(state)
         except OSError as error:
-            raise ConfigError(f"{state}: the state after this task is missing: {error}") from error
+            raise ConfigError(
+                f"{state}: the state after this task was not kept; `--keep-states all` of the run keeps every one"
+            ) from error
 
     def bundle(self, number: int = -1) -> Bundle:
         """The memory after task `number`.
 
         Raises:
-            ConfigError: the method makes no memory, or the state is gone.
+            ConfigError: the method makes no memory, or the state was not kept.
             BundleError: the file is damaged.
         """
         artifact = self.artifact(number)

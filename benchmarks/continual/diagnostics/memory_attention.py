@@ -72,14 +72,15 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any]) -> Figure:
-    figure = blank(1.2 + 0.36 * len(found["rows"]))
+    figure = blank(1.8 + 0.32 * len(found["rows"]))
     masses, gains = figure.subplots(1, 2, width_ratios=[len(found["rows"][0]["mass"]), 1])
     names = [f"{row['task']} ({row['gain']:+.2f})" for row in found["rows"]]
     layers = [str(layer) for layer in range(len(found["rows"][0]["mass"]))]
     heatmap(masses, [row["mass"] for row in found["rows"]], names, layers, "share of attention on memory")
     masses.set(xlabel="layer", ylabel="task (gain over no memory)")
     values = [[row["normalised_gain"]] for row in found["rows"]]
-    heatmap(gains, values, [""] * len(names), ["gain"], "normalised gain", limits=(0, 1))
+    heatmap(gains, values, [""] * len(names), ["gain"], limits=(0, 1))
+    gains.set_xlabel("normalised")
     return figure
 
 
@@ -131,7 +132,8 @@ def memory_masses(
     opened, log_prior = routing(bundle, query_keys)
     found = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
     tokenizer = backbone.processor.tokenizer
-    for rows in opened.nonzero()[:, 0].split(BATCH_SIZE):
+    with_memory = opened.nonzero()[:, 0].tolist()
+    for rows in (with_memory[at : at + BATCH_SIZE] for at in range(0, len(with_memory), BATCH_SIZE)):
         prompts = [scorer.prefix(examples[row]) for row in rows]
         tokens = [tokenizer(answers[row], add_special_tokens=False)["input_ids"] for row in rows]
         terms = memory.terms(query_keys[rows, 0], log_prior=log_prior[rows])
