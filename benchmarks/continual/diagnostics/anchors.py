@@ -212,6 +212,7 @@ def _says(run: FinishedRun, split: str, by_memory: Mapping[str, Any], by_task: M
     relative = "" if by_memory["relative_gap"] is None else f" ({by_memory['relative_gap']:.1%})"
     return (
         f"Over {by_memory['states']} memories of {run.method}, NLL on anchors and on held-out {split} examples of "
-        f"earlier tasks: {told(by_memory)}, mean gap {by_memory['mean_absolute_gap']:.3f}{relative}; over "
+        f"earlier tasks: {told(by_memory)}, mean gap (anchors less held-out) {by_memory['mean_gap']:+.3f}, "
+        f"mean absolute gap {by_memory['mean_absolute_gap']:.3f}{relative}; over "
         f"{by_task['states']} pairs of a memory and a task: {told(by_task)}."
     )

@@ -183,6 +183,8 @@ def _says(method: str, budget: int, tasks: Sequence[str], settings: Mapping[str,
     told = []
     for name, curve_ in settings.items():
         means = [point["AP"]["mean"] for point in curve_]
-        best = curve_[means.index(max(means))]["value"]
-        told.append(f"{min(means):.3f} to {max(means):.3f} over {name} (best at {best})")
-    return f"AP of {method} with {budget} entries on {', '.join(tasks)} goes from {'; from '.join(told)}."
+        low, high, best = min(means), max(means), curve_[means.index(max(means))]["value"]
+        told.append(
+            f"{low:.3f} to {high:.3f} over {name} (best at {best})" if high > low else f"{low:.3f} at any {name}"
+        )
+    return f"AP of {method} with {budget} entries on {', '.join(tasks)}: {'; '.join(told)}."
