@@ -124,16 +124,13 @@ class Scorer:
         Raises:
             TaskDataError: naming the example and both lengths.
         """
-        limit, length = self.context, self.length(example)
+        limit = self.context
+        length = self.prefix(example)["input_ids"].shape[1] + len(self.answer_tokens(example))
         if length > limit:
             raise TaskDataError(
                 f"example {example.id!r} of task {example.task!r} has {length} tokens with its answer, "
                 f"the model's context holds {limit}"
             )
-
-    def length(self, example: Example) -> int:
-        """Tokens of an example's prefix and answer."""
-        return self.prefix(example)["input_ids"].shape[1] + len(self.answer_tokens(example))
 
     @property
     def context(self) -> int:

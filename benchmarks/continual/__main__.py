@@ -72,12 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--base-limit", type=int, default=270, help="base questions (default 270)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
     add("--answer", choices=(HTTP, OFFLINE), default=HTTP, help="ask a server (default), or transformers in-process")
-    add("--endpoint", nargs="+", metavar="URL", help="ask these, instead of a server of the run's own")
+    add(
+        "--endpoint",
+        nargs="+",
+        metavar="URL",
+        help="ask these, instead of servers of the run's own: the first that loads what is needed",
+    )
     add("--endpoint-model", metavar="NAME", help="what the endpoint calls the untouched model, where it serves several")
     add("--jobs", type=int, default=2, help="streams at a time (default 2)")
     add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
     add("--keep-states", choices=("last", "all", "none"), default="last", help="of what the tasks of a stream left")
-    add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own server, last of all")
+    add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own servers, last of all")
     return parser
 
 

@@ -1,7 +1,7 @@
 """Who answers a run's questions over HTTP: servers of its own, or endpoints that the user names.
 
-A server that runs with LoRA takes only bundles that name an adapter, and is slower: memories and adapters are served by
-two servers, and only what the methods need is started.
+A server that runs with LoRA takes no bundles but those that name an adapter, is slower, and cannot be trusted with the
+untouched model (see `Endpoints`): adapters have a server of their own. Only what the methods need is started.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Needs:
         return [method.name for method in self.methods if LOADS[method.kind] == what]
 
     @property
+    def plain(self) -> bool:
+        """Whether anything but adapters is asked: all but ungated adapters also ask the untouched model."""
+        return any(method.kind != "adapter" for method in self.methods)
+
+    @property
     def rank(self) -> int:
         """The largest rank whose bytes are no more than those of the largest memory."""
         tokens = max(getattr(method, "payload_tokens", PAYLOAD_TOKENS) for method in self.methods)
@@ -68,8 +73,7 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
             return Endpoint(stack.enter_context(serving(flags, logs / log, environment)), SERVED_NAME)
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
-        others = [method for method in needs.methods if LOADS[method.kind] != "adapter"]
-        plain = start("server.log", (), {}) if others or adapters is None else adapters
+        plain = start("server.log", (), {}) if needs.plain or adapters is None else adapters
         yield Endpoints(plain, adapters or plain)
 
 

@@ -19,9 +19,17 @@ def small_suite(data: Path) -> Suite:
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
     """LoRA with replay, in this process; `more` may change any of it."""
-    small = ["--set", "steps=2", "--set", "anchors_per_task=5"]
-    here = ["--answer", "offline", "--jobs", "1", "--data", str(data), "--out", str(out)]
-    return ["run", "--method", "lora_replay", "--order", *ORDER, *small, *here, *more]
+    learning = ["--method", "lora_replay", "--set", "steps=2", "--set", "anchors_per_task=5"]
+    return ["run", *places(data, out), *learning, "--answer", "offline", *more]
+
+
+def untouched(data: Path, out: Path, endpoint: str, *more: str) -> list[str]:
+    """The model as it is, at an endpoint."""
+    return ["run", *places(data, out), "--method", "no_memory", "--endpoint", endpoint, *more]
+
+
+def places(data: Path, out: Path) -> list[str]:
+    return ["--order", *ORDER, "--jobs", "1", "--data", str(data), "--out", str(out)]
 
 
 def own_folder(out: Path, method: str = "lora_replay", seed: int = 0, budget: int = 32) -> Path:

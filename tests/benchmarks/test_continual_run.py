@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -189,7 +187,7 @@ def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(data, tmp_p
     try:
         wait_for(lambda: any(result.exists() for result in results), process)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     finished_then = {path: path.read_bytes() for path in broken.rglob("result.json")}
     assert 0 < len(finished_then) < 2 * 3

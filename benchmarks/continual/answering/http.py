@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -20,81 +20,103 @@ from .answerer import MAX_NEW_TOKENS
 from .endpoint import LOADS, SECONDS, Endpoint, EndpointFailed, Loadable, headers, refusal, unreachable
 from .plans import Ask, Plan, plan
 
+CHAT_ROUTE = "/v1/chat/completions"
+
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Who is asked: with memory bundles and without, and with LoRA adapters; may be one and the same."""
+    """Who is asked; may be one and the same.
 
-    plain: Endpoint
+    The untouched model is not asked where adapters are, if it can be helped: vLLM on CPUs gives a request without an
+    adapter that of another in its batch (vllm-project/vllm#48421, in 0.32).
+    """
+
+    plain: Endpoint  # the untouched model, and memory bundles
     adapters: Endpoint
-
-    def of(self, what: Loadable | None) -> Endpoint:
-        return self.adapters if what == "adapter" else self.plain
 
 
 @dataclass(frozen=True)
 class HttpAnswerer:
-    """Answers as an endpoint gives them."""
+    """Answers as endpoints give them."""
 
-    model: Path  # for the plans; the answers are the endpoint's
+    model: Path  # for the plans; the answers are the endpoints'
     endpoints: Endpoints
     concurrency: int = 16  # requests under way at once
 
     def prepare(self, artifact: Artifact, state: Path) -> HttpModel:
         what = LOADS[artifact.kind]
-        to_load = (what, state / artifact.path) if what and artifact.path else None
+        loadable = None
+        if what is not None and artifact.path is not None:
+            endpoint = self.endpoints.adapters if what == "adapter" else self.endpoints.plain
+            loadable = LoadableArtifact(endpoint, what, state / artifact.path)
         chosen = plan(artifact, state, Backbone.load(self.model))
-        return HttpModel(chosen, self.endpoints.of(what), to_load, self.concurrency)
+        return HttpModel(chosen, self.endpoints.plain, loadable, self.concurrency)
+
+
+@dataclass(frozen=True)
+class LoadableArtifact:
+    """What can be put on an endpoint, and taken away again."""
+
+    endpoint: Endpoint
+    what: Loadable
+    path: Path
+
+    @contextmanager
+    def loaded(self, part: str | None) -> Iterator[Served]:
+        """The whole artifact, or what is in its folder under the name `part`.
+
+        Raises:
+            EndpointFailed: the endpoint does not answer, or refuses.
+        """
+        name = self.endpoint.load(self.what, self.path / part if part else self.path)
+        try:
+            yield Served(self.endpoint.url, name)
+        finally:
+            with suppress(EndpointFailed):  # where the endpoint is gone, so is the artifact, and it has been told
+                self.endpoint.unload(self.what, name)
+
+
+class Served(NamedTuple):
+    """A model as a request names it."""
+
+    url: str  # of its endpoint
+    name: str
 
 
 @dataclass(frozen=True)
 class HttpModel:
-    """An endpoint that can be given the artifact."""
+    """The untouched model and the artifact's, each where it is served."""
 
     plan: Plan
-    endpoint: Endpoint
-    artifact: tuple[Loadable, Path] | None  # to load
+    untouched: Endpoint
+    artifact: LoadableArtifact | None
     concurrency: int
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
         """Loads what the questions need, asks them, and takes it away again.
 
         Raises:
-            EndpointFailed: the endpoint does not answer, or refuses to load or to answer, naming it.
+            EndpointFailed: an endpoint does not answer, or refuses to load or to answer, naming it.
         """
         asks = self.plan.asks(examples)
         with self.loaded(asks) as models:
             return asyncio.run(self._ask_all(asks, models))
 
     @contextmanager
-    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[str]]:
-        """The name of the model that each goes to; inside, the endpoint has what they need.
+    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
+        """The model that each goes to; inside, all that they need is loaded.
 
         Raises:
-            EndpointFailed: the endpoint does not answer, or refuses to load.
+            EndpointFailed: an endpoint does not answer, or refuses to load.
         """
-        wanted = {ask.adapter for ask in asks if ask.with_artifact and ask.answer is None}
-        with self._loaded(wanted) as names:
-            yield [names[ask.adapter] if ask.with_artifact else self.endpoint.model for ask in asks]
-
-    @contextmanager
-    def _loaded(self, parts: set[str | None]) -> Iterator[dict[str | None, str]]:
-        """Model names by part of the artifact (None: all of it)."""
         with ExitStack() as stack:
-            yield {part: stack.enter_context(self._loaded_part(part)) for part in parts}
+            parts = {ask.adapter for ask in asks if ask.with_artifact}
+            assert self.artifact is not None or not parts, "a plan asks the artifact's model where there is none"
+            served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
+            untouched = Served(self.untouched.url, self.untouched.model)
+            yield [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
 
-    @contextmanager
-    def _loaded_part(self, part: str | None) -> Iterator[str]:
-        assert self.artifact is not None, "a plan asks the artifact's model where the artifact has none"
-        what, path = self.artifact
-        name = self.endpoint.load(what, path / part if part else path)
-        try:
-            yield name
-        finally:
-            with suppress(EndpointFailed):  # where the endpoint is gone, so is the artifact, and it has been told
-                self.endpoint.unload(what, name)
-
-    async def _ask_all(self, asks: Sequence[Ask], models: Sequence[str]) -> list[str]:
+    async def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]
         # Those of one model together: a server holds only so many adapters at once.
         rows = sorted((row for row, ask in enumerate(asks) if ask.answer is None), key=lambda row: models[row])
@@ -102,14 +124,12 @@ class HttpModel:
 
         async def worker(client: httpx.AsyncClient) -> None:
             for row in waiting:  # shared by all workers: each takes the next one when it is free
-                texts[row] = await self._ask(client, asks[row], models[row])
+                texts[row] = await ask_one(client, models[row], asks[row])
 
         transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
         try:
             async with (
-                httpx.AsyncClient(
-                    base_url=self.endpoint.url, transport=transport, headers=headers(), timeout=SECONDS
-                ) as client,
+                httpx.AsyncClient(transport=transport, headers=headers(), timeout=SECONDS) as client,
                 asyncio.TaskGroup() as group,
             ):
                 for _ in range(self.concurrency):
@@ -118,14 +138,16 @@ class HttpModel:
             raise failures.exceptions[0] from None
         return texts
 
-    async def _ask(self, client: httpx.AsyncClient, ask: Ask, model: str) -> str:
-        try:
-            response = await client.post("/v1/chat/completions", json=chat_body(model, ask.conversation))
-        except httpx.HTTPError as error:
-            raise EndpointFailed(unreachable(self.endpoint.url, error)) from error
-        if response.is_error:
-            raise EndpointFailed(f"{self.endpoint.url}: question {ask.example.id!r}: {refusal(response)}")
-        return (response.json()["choices"][0]["message"]["content"] or "").strip()
+
+async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
+    """The text of the answer. Raises EndpointFailed."""
+    try:
+        response = await client.post(f"{model.url}{CHAT_ROUTE}", json=chat_body(model.name, ask.conversation))
+    except httpx.HTTPError as error:
+        raise EndpointFailed(unreachable(model.url, error)) from error
+    if response.is_error:
+        raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
+    return (response.json()["choices"][0]["message"]["content"] or "").strip()
 
 
 def chat_body(model: str, example: Example) -> dict[str, Any]:

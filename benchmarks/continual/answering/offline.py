@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from selector.deployed import Deployed
 from selector.objective import Scorer
 
 from .answerer import MAX_NEW_TOKENS
-from .plans import Ask, Plan, plan
+from .plans import Plan, plan
 
 ONLY_ADAPTER = "default"
 
@@ -54,8 +55,11 @@ class OfflineModel:
         with self._reached(with_artifact=False, adapter=None):
             asks = self.plan.asks(examples)
         texts = [ask.answer or "" for ask in asks]
-        for with_artifact, adapter in dict.fromkeys((ask.with_artifact, ask.adapter) for ask in asks):
-            rows = [row for row, ask in enumerate(asks) if _of(ask, with_artifact, adapter)]
+        groups: dict[tuple[bool, str | None], list[int]] = defaultdict(list)
+        for row, ask in enumerate(asks):
+            if ask.answer is None:
+                groups[ask.with_artifact, ask.adapter].append(row)
+        for (with_artifact, adapter), rows in groups.items():
             deployed = self.deployed if with_artifact else replace(self.deployed, bundle=None)
             with self._reached(with_artifact, adapter):
                 found = deployed.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
@@ -82,7 +86,3 @@ def attached(backbone: Backbone, folders: Mapping[str, Path]) -> PeftModel | Non
         else:
             adapters.load_adapter(str(folder), name)
     return adapters
-
-
-def _of(ask: Ask, with_artifact: bool, adapter: str | None) -> bool:
-    return ask.answer is None and (ask.with_artifact, ask.adapter) == (with_artifact, adapter)

@@ -50,7 +50,7 @@ class Ask:
         messages: list[dict[str, Any]] = [m for m in self.example.messages if m["role"] == "system"]
         for exemplar in self.exemplars:
             messages += [m for m in exemplar.messages if m["role"] != "system"]
-            messages.append({"role": "assistant", "content": [{"type": "text", "text": exemplar.answer}]})
+            messages.append(answer_turn(exemplar))
         messages += [m for m in self.example.messages if m["role"] != "system"]
         images = [path for part in (*self.exemplars, self.example) for path in part.images]
         digests = [f"{part.source_digest} {part.answer}" for part in self.exemplars]
@@ -62,6 +62,11 @@ class Ask:
             answer=self.example.answer,
             source_digest=hashlib.sha256("\n".join([*digests, self.example.source_digest]).encode()).hexdigest(),
         )
+
+
+def answer_turn(example: Example) -> dict[str, Any]:
+    """The example's answer as a turn of the conversation."""
+    return {"role": "assistant", "content": [{"type": "text", "text": example.answer}]}
 
 
 class Plan(Protocol):
@@ -139,8 +144,19 @@ class Shown:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each exemplar as a turn, with its answer: at most, where a template repeats nothing."""
-        return [self.scorer.length(exemplar) for exemplar in self.exemplars]
+        """Tokens that each exemplar adds before a question."""
+        return [self._length(exemplar) for exemplar in self.exemplars]
+
+    def _length(self, exemplar: Example) -> int:
+        """Of its prefix, as the model sees it, and of what the chat template writes from there to the next turn."""
+        tokenizer, question = self.scorer.backbone.processor.tokenizer, list(exemplar.messages)
+        with_answer = [*question, answer_turn(exemplar)]
+        ends = (
+            tokenizer.apply_chat_template(with_answer, tokenize=False),
+            tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False),
+        )
+        whole, prefix = (len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ends)
+        return int(self.scorer.prefix(exemplar)["input_ids"].shape[1]) + whole - prefix
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.chat import messages_of
 from benchmarks.continual.answering import Ask
 from benchmarks.continual.answering.endpoint import LOADS, EndpointFailed
-from benchmarks.continual.answering.http import Endpoints, HttpAnswerer
+from benchmarks.continual.answering.http import Endpoints, HttpAnswerer, Served
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import Group
 from benchmarks.continual.diagnostics.spread import spread
@@ -32,7 +32,7 @@ from benchmarks.continual.methods import Method, choose_methods
 from benchmarks.continual.serving import Needs, own_servers
 from benchmarks.continual.suites import TaskData
 from benchmarks.server_process import ServerFailed
-from benchmarks.serving.load import Block, RequestFailed, chat_body, send_block
+from benchmarks.serving.load import Block, RequestFailed, chat_body, send_requests
 from benchmarks.serving.report import summarize
 from inducekv_vllm.errors import ConfigError
 from selector.data import Example
@@ -85,11 +85,10 @@ class NotServed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Served:
-    """An artifact on a server, with the requests that it gets."""
+class Ready:
+    """An artifact on its server, with the requests that it gets."""
 
-    url: str
-    requests: Sequence[tuple[str, Ask]]  # with the name of the model that each goes to
+    requests: Sequence[tuple[Served, Ask]]  # with the model that each goes to
 
     def send(self, load: Load, number: int) -> Block:
         """Block number `number`.
@@ -98,9 +97,12 @@ class Served:
             RequestFailed: a request was refused or broken off.
         """
         part = self.requests[number * load.requests : (number + 1) * load.requests]
-        bodies = [chat_body(model, messages_of(ask.conversation), load.output_tokens, {}) for model, ask in part]
+        requests = [
+            (model.url, chat_body(model.name, messages_of(ask.conversation), load.output_tokens, {}))
+            for model, ask in part
+        ]
         try:
-            return asyncio.run(send_block(self.url, bodies, load.concurrency))
+            return asyncio.run(send_requests(requests, load.concurrency))
         except ExceptionGroup as failures:
             raise RequestFailed(str(failures.exceptions[0])) from failures
 
@@ -159,7 +161,7 @@ def measure_on(
     rows: dict[int, dict[str, Any]] = {}
     blocks: dict[int, list[Block]] = {}
     with ExitStack() as stack:
-        served: dict[int, Served] = {}
+        ready: dict[int, Ready] = {}
         for number, (run, questions) in enumerate(zip(runs, shares, strict=True)):
             try:
                 one = stack.enter_context(serve(answerer, run, questions))
@@ -167,16 +169,16 @@ def measure_on(
             except (NotServed, RequestFailed) as error:
                 rows[number] = refused(str(error))
             else:
-                served[number], blocks[number] = one, []
+                ready[number], blocks[number] = one, []
         for counted in range(1, load.rounds + 1):
-            for number, one in served.items():
+            for number, one in ready.items():
                 blocks[number].append(one.send(load, counted))
     rows |= {number: row_of(of, NOT_TIMED.get(runs[number].artifact().kind)) for number, of in blocks.items()}
     return [rows[number] for number in range(len(runs))]
 
 
 @contextmanager
-def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Served]:
+def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Ready]:
     """What the run has made by its end, loaded, with the questions as its plan asks them.
 
     Raises:
@@ -188,10 +190,10 @@ def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]
             asks = model.plan.asks(questions)
             if any(ask.answer is not None for ask in asks):
                 raise NotServed(NO_MODEL)
-            names = stack.enter_context(model.loaded(asks))
+            models = stack.enter_context(model.loaded(asks))
         except (ConfigError, EndpointFailed) as error:
             raise NotServed(str(error)) from error
-        yield Served(model.endpoint.url, list(zip(names, asks, strict=True)))
+        yield Ready(list(zip(models, asks, strict=True)))
 
 
 def share_questions(tasks: Sequence[TaskData], parts: int, count: int) -> list[list[Example]]:

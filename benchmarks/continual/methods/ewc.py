@@ -36,10 +36,14 @@ class Ewc(Lora):
     """LoRA with elastic weight consolidation."""
 
     name: str = "ewc"
-    strength: float = 100.0  # lambda
+    strength: float = 1e4  # lambda
     decay: float = 1.0  # of the Fisher information of earlier tasks, with each new one
     fisher_examples: int = 128
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"learning_rate": 5e-4, "strength": 1e3},
+        {"learning_rate": 1e-3, "strength": 1e4},
+        {"learning_rate": 1e-3, "strength": 1e5},
+    )
 
     def penalty(self, lesson: Lesson) -> Penalty | None:
         if lesson.previous is None:

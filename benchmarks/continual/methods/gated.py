@@ -1,13 +1,14 @@
 """The rivals that are most like the memory: adapters behind its relevance gate.
 
-A question that the gate judges to be none of the stream's is answered by the untouched model, bit for bit. The gate is
-fitted to what the refined recipe's is: anchors of every task, the arriving task's training and validation questions,
-and base questions. Its bytes and the adapters' together are no more than the memory's with its gate.
+A question that the gate judges to be none of the stream's is answered by the untouched model. The gate is fitted to
+what the refined recipe's is: anchors of every task, the arriving task's training and validation questions, and base
+questions. Its bytes and the adapters' together are no more than the memory's with its gate.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,6 +57,12 @@ class GatedTaskLora(Lora):
     name: str = "gated_task_lora"
     anchors_per_task: int = 64  # for the gate alone
     base: bool = True
+    learning_rate: float = 3e-3  # so small a rank wants a larger one
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"learning_rate": 1e-3},
+        {"learning_rate": 3e-3},
+        {"learning_rate": 1e-2},
+    )
 
     def bytes_allowed(self, backbone: Backbone, circumstances: Circumstances) -> int:
         together = memory_bytes(backbone, circumstances.budget, self.payload_tokens, gated_tasks=0)

@@ -29,9 +29,13 @@ class Lwf(Lora):
     """LoRA with learning without forgetting."""
 
     name: str = "lwf"
-    strength: float = 1.0
+    strength: float = 0.3
     temperature: float = 2.0  # T, Li and Hoiem's
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"learning_rate": 5e-4, "strength": 0.3},
+        {"learning_rate": 1e-3, "strength": 0.3},
+        {"learning_rate": 1e-3, "strength": 1.0},
+    )
 
     def penalty(self, lesson: Lesson) -> Penalty:
         recorded = record(lesson.scorer, lesson.task.train)

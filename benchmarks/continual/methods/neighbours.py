@@ -59,14 +59,15 @@ class Neighbours:
         return self.keys.nbytes + sum(len(answer.encode()) for answer in self.answers)
 
     def write(self, path: Path) -> None:
-        metadata = {"k": str(self.k), "answers": json.dumps(self.answers)}
+        # In one piece: safetensors writes several metadata entries in any order.
+        metadata = {"neighbours": json.dumps({"k": self.k, "answers": self.answers})}
         replace_file(path, safetensors.torch.save({"keys": self.keys.contiguous()}, metadata=metadata))
 
     @classmethod
     def read(cls, path: Path) -> Neighbours:
         with safetensors.safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata()
-            return cls(file.get_tensor("keys"), int(metadata["k"]), tuple(json.loads(metadata["answers"])))
+            found = json.loads(file.metadata()["neighbours"])
+            return cls(file.get_tensor("keys"), found["k"], tuple(found["answers"]))
 
 
 def key_bytes(hidden_size: int) -> int:

@@ -1,0 +1,463 @@
+"""The rivals of the memory, on a tiny model and two tasks of the demo world, against what is known of each."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.continual.methods import METHODS, Artifact, Circumstances
+from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
+from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
+from benchmarks.continual.methods.fit import Fit
+from benchmarks.continual.methods.gating import gate_of, read_gate, write_gate
+from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lwf import Lwf, divergence, record
+from benchmarks.continual.methods.neighbours import Neighbours, drawn
+from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.prompt_replay import PromptReplay
+from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
+from benchmarks.continual.suites.demo import load
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.errors import ConfigError
+from selector.anchors import AnchorStore
+from selector.backbone import Backbone
+from selector.data import Example
+from selector.extract import extract_query_keys
+from selector.gate_fitting import fit_gate
+from selector.objective import Scorer
+from tests.tiny_models import save_tiny_llava
+
+SIZES = {"train": 16, "validation": 4, "test": 4}
+ORDER = ("guild", "field")
+NUM_TASKS, BUDGET = 4, 8  # of the whole stream, so that the bytes of a share and of the whole differ
+RIVALS = [name for name, method in METHODS.items() if isinstance(method, (NoMemory, PromptReplay, Lora, KnnCopier))]
+SMALL = {"steps": 2, "batch_size": 4, "anchors_per_task": 5, "fisher_examples": 6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("data"), SIZES, {"train": 9, "validation": 9, "test": 9}).ordered(ORDER)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture(scope="module")
+def backbone(model):
+    """Nothing is ever attached to this one."""
+    return Backbone.load(model)
+
+
+def small(name: str):
+    method = METHODS[name]
+    return replace(method, **{key: value for key, value in SMALL.items() if hasattr(method, key)})
+
+
+def learn(name: str, number: int, previous: Path | None, out: Path, suite, model: Path) -> Artifact:
+    out.mkdir(parents=True)
+    circumstances = Circumstances(model, BUDGET, 0, number, NUM_TASKS, suite.base.train)
+    return small(name).learn(suite.tasks[number], previous, out, circumstances)
+
+
+@pytest.fixture(scope="module")
+def learnt(suite, model, tmp_path_factory):
+    """Each method's two states and artifacts, made when they are first asked for."""
+    done: dict[str, tuple[list[Path], list[Artifact]]] = {}
+
+    def of(name: str) -> tuple[list[Path], list[Artifact]]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            states, artifacts = [folder / "0", folder / "1"], []
+            for number, state in enumerate(states):
+                previous = states[number - 1] if number else None
+                artifacts.append(learn(name, number, previous, state, suite, model))
+            done[name] = states, artifacts
+        return done[name]
+
+    return of
+
+
+def files(state: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(state)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(state.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_the_same_arguments_give_the_same_state_whatever_becomes_of_the_one_before(
+    name, learnt, suite, model, tmp_path
+):
+    states, artifacts = learnt(name)
+    shutil.copytree(states[0], tmp_path / "before")
+    again = learn(name, 1, tmp_path / "before", tmp_path / "again", suite, model)
+    shutil.rmtree(tmp_path / "before")
+    assert files(tmp_path / "again") == files(states[1])
+    assert (again.kind, again.path, again.stored_bytes) == (
+        artifacts[1].kind,
+        artifacts[1].path,
+        artifacts[1].stored_bytes,
+    )
+
+
+def tensor_bytes(*paths: Path) -> int:
+    return sum(tensor.nbytes for path in paths for tensor in load_file(path).values())
+
+
+def text_bytes(example: Example) -> int:
+    question = "".join(part.get("text", "") for message in example.messages for part in message["content"])
+    return len(question.encode()) + len(example.answer.encode())
+
+
+def recounted(kind: str, state: Path) -> int:
+    """What inference needs beside the model, from the state's files and the definition alone."""
+    total = tensor_bytes(*state.rglob("adapter_model.safetensors"))
+    if kind in ("gated_adapter", "gated_adapters"):
+        total += tensor_bytes(state / "gate.safetensors")
+    if kind in ("exemplars", "copier"):
+        total += tensor_bytes(state / "keys.safetensors")
+    if kind == "copier":
+        total += sum(len(answer.encode()) for answer in Neighbours.read(state / "keys.safetensors").answers)
+    for example in AnchorStore(state / "exemplars").read():
+        total += text_bytes(example) + sum(len(path.read_bytes()) for path in example.images)
+    return total
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_stored_bytes_are_those_of_the_files_and_never_more_than_the_memory_has(name, learnt, backbone):
+    allowed = memory_bytes(backbone, BUDGET, 8, NUM_TASKS)
+    states, artifacts = learnt(name)
+    for state, artifact in zip(states, artifacts, strict=True):
+        assert artifact.stored_bytes == recounted(artifact.kind, state) <= allowed
+    assert (artifacts[1].stored_bytes > 0) == (name != "no_memory")
+
+
+@pytest.mark.parametrize("name", ["prompt_replay", "knn_copier"])
+def test_every_task_has_an_equal_share_of_the_bytes_and_fills_it(name, learnt, suite, backbone):
+    states, artifacts = learnt(name)
+    share = memory_bytes(backbone, BUDGET, 8, NUM_TASKS) // NUM_TASKS
+    sizes = [recounted(artifacts[0].kind, states[0])]
+    sizes.append(recounted(artifacts[1].kind, states[1]) - sizes[0])
+    for size, task, artifact in zip(sizes, suite.tasks, artifacts, strict=True):
+        key = 2 * backbone.hidden_size
+        largest = key + max(content_bytes(e) if name == "prompt_replay" else len(e.answer.encode()) for e in task.train)
+        everything = artifact.report["of_this_task"] == len(task.train)
+        assert size <= share
+        assert everything or size + largest > share
+
+
+def test_a_share_that_holds_nothing_is_refused(suite):
+    with pytest.raises(
+        ConfigError, match="an example of the task 'guild' takes 7 bytes where it is stored, the budget"
+    ):
+        drawn(suite.tasks[0].train, [7] * 16, 6, (0, 0))
+    assert len(drawn(suite.tasks[0].train, [7] * 16, 20, (0, 0))) == 2
+
+
+def test_every_method_is_searched_by_three_trials_of_settings_that_it_has():
+    for name in RIVALS:
+        method = METHODS[name]
+        assert len(method.trials) == (0 if name == "no_memory" else 3)
+        for trial in method.trials:
+            assert isinstance(replace(method, **trial), type(method))
+    assert len({frozenset(trial.items()) for trial in Ewc.trials}) == 3
+
+
+def test_a_rivals_adapter_has_the_rank_that_the_bytes_allow(learnt, backbone):
+    entries = memory_bytes(backbone, BUDGET, 8, 0)
+    ranks = {name: learnt(name)[1][1].report["rank"] for name in ("lora", "gated_lora_replay", "gated_task_lora")}
+    assert ranks == {
+        "lora": largest_rank(backbone, memory_bytes(backbone, BUDGET, 8, NUM_TASKS)),
+        "gated_lora_replay": largest_rank(backbone, entries),
+        "gated_task_lora": largest_rank(backbone, entries // NUM_TASKS),
+    }
+
+
+# EWC
+
+
+@pytest.fixture
+def lesson(suite, model, tmp_path):
+    """An adapter in float64 whose matrices all have gradients."""
+    backbone = Backbone.load(model, dtype=torch.float64)
+    adapted = attach(backbone, 2, seed=0)
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    (tmp_path / "previous").mkdir()
+    (tmp_path / "out").mkdir()
+    circumstances = Circumstances(model, BUDGET, 0, 1, NUM_TASKS)
+    return Lesson(suite.tasks[1], tmp_path / "previous", tmp_path / "out", circumstances, Scorer(backbone), parameters)
+
+
+def test_fisher_is_the_mean_over_examples_of_the_squared_derivative_of_their_loss(lesson):
+    examples = lesson.task.train[:3]
+    fisher = diagonal_fisher(lesson.scorer, lesson.parameters, examples)
+    for number in (0, 1, len(fisher) - 1):
+        parameter, at = lesson.parameters[number], int(fisher[number].argmax())
+        squares = []
+        for example in examples:
+            losses = []
+            for step in (1e-3, -2e-3):
+                parameter.data.view(-1)[at] += step
+                losses.append(float(lesson.scorer.losses([example]).detach()))
+            parameter.data.view(-1)[at] += 1e-3
+            squares.append(((losses[0] - losses[1]) / 2e-3) ** 2)
+        assert float(fisher[number].flatten()[at]) == pytest.approx(np.mean(squares), rel=5e-3)
+        # One batch's squared gradient is another thing.
+        together = torch.autograd.grad(lesson.scorer.losses(examples).mean(), [parameter])[0].square()
+        assert float(together.flatten()[at]) != pytest.approx(np.mean(squares), rel=5e-2)
+
+
+def test_fisher_of_tasks_adds_up_with_decay(lesson):
+    old = [torch.full_like(parameter, 2.0) for parameter in lesson.parameters]
+    write_fisher(lesson.previous, old)
+    report = Ewc(decay=0.5, fisher_examples=100).keep(lesson)
+    new = diagonal_fisher(lesson.scorer, lesson.parameters, lesson.task.train)
+    stored = load_file(lesson.out / FISHER)
+    for number, values in enumerate(new):
+        torch.testing.assert_close(stored[f"{number:04d}"], 1.0 + values)
+    assert report["training_state_bytes"] == sum(values.nbytes for values in new)
+    assert report["fisher_trace"] == pytest.approx(sum(float(values.sum()) for values in new))
+
+
+def write_fisher(state: Path, fisher: list[torch.Tensor]) -> None:
+    save_file({f"{number:04d}": values for number, values in enumerate(fisher)}, state / FISHER)
+
+
+def test_the_ewc_penalty_is_nothing_at_the_anchor_and_a_parabola_around_it(lesson):
+    write_fisher(lesson.previous, [torch.full_like(parameter, 3.0) for parameter in lesson.parameters])
+    penalty = Ewc(strength=10.0).penalty(lesson)
+    assert penalty([], []).item() == 0
+    with torch.no_grad():
+        lesson.parameters[1][0, 0] += 0.5
+        lesson.parameters[2][1, 0] -= 0.1
+    found = penalty([], [])
+    assert found.item() == pytest.approx(10 / 2 * 3 * (0.25 + 0.01))
+    gradient = torch.autograd.grad(found, lesson.parameters[1])[0]
+    assert float(gradient[0, 0]) == pytest.approx(10 * 3 * 0.5)
+    assert int((gradient != 0).sum()) == 1
+
+
+def test_distance_weighs_each_square_by_its_own_fisher():
+    weights, anchor = (
+        [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])],
+        [torch.tensor([0.0, 4.0]), torch.tensor([[1.0]])],
+    )
+    assert float(distance(weights, anchor, [torch.tensor([5.0, 0.5]), torch.tensor([[2.0]])])) == 5 + 2 + 8
+
+
+def test_ewc_holds_the_adapter_where_it_is(learnt, suite, model, tmp_path):
+    states, _ = learnt("ewc")
+    circumstances = Circumstances(model, BUDGET, 0, 1, NUM_TASKS)
+    name = Path("adapter") / "adapter_model.safetensors"
+    before, moved = load_file(states[0] / name), {}
+    for strength in (0.0, 1e12):
+        out = tmp_path / str(strength)
+        out.mkdir()
+        # Several steps: the first one is taken at the anchor, where the penalty has no gradient.
+        held = replace(small("ewc"), strength=strength, steps=20, learning_rate=1e-3, autocast=False)
+        held.learn(suite.tasks[1], states[0], out, circumstances)
+        after = load_file(out / name)
+        moved[strength] = sum(float((after[key].float() - before[key].float()).square().sum()) for key in before)
+    assert moved[1e12] < 0.5 * moved[0.0]
+
+
+# LwF
+
+
+def test_the_divergence_is_that_of_softened_distributions():
+    old, new = np.log([0.9, 0.1]), np.log([0.5, 0.5])
+    T = 2.0
+    p, q = (np.exp(rows / T) / np.exp(rows / T).sum() for rows in (old, new))
+    expected = T**2 * (p * np.log(p / q)).sum()
+    found = divergence([torch.tensor(np.stack([old, old]))], [torch.tensor(np.stack([new, old]))], T)
+    assert found.tolist() == pytest.approx([expected])  # the second token's are alike and add nothing
+
+
+def test_lwf_adds_nothing_before_any_step_and_something_after_it(lesson):
+    penalty, stronger = (Lwf(strength=strength).penalty(lesson) for strength in (1.0, 3.0))
+    batch = lesson.task.train[3:6]  # other neighbours, and other padding, than they were recorded with
+    before = lesson.scorer.predicted(batch)
+    assert abs(penalty(batch, before).item()) < 1e-10
+    with torch.no_grad():
+        lesson.parameters[0] += 0.1
+    after = lesson.scorer.predicted(batch)
+    found = penalty(batch, after)
+    assert found.item() > 1e-4
+    assert found.item() == pytest.approx(divergence(before, after, 2.0).mean().item())
+    assert stronger(batch, after).item() == pytest.approx(3 * found.item())
+    assert torch.autograd.grad(found, lesson.parameters[0])[0].abs().max() > 0
+
+
+def test_recorded_answers_are_those_of_the_old_model(lesson):
+    examples = lesson.task.train[:5]
+    recorded = record(lesson.scorer, examples, batch_size=2)
+    for example in examples:
+        alone = lesson.scorer.predicted([example])[0]
+        assert not recorded[example.id].requires_grad
+        torch.testing.assert_close(recorded[example.id], alone.detach())
+
+
+def test_a_penalty_is_minimised_with_the_loss_and_reported_beside_it(lesson):
+    calls = []
+
+    def penalty(batch, predicted):
+        calls.append([len(rows) for rows in predicted])
+        return lesson.parameters[0].square().sum()
+
+    fit = Fit(lesson.scorer, lesson.parameters, lesson.task.train, (), 3, (0, 0), autocast=False, penalty=penalty)
+    terms = fit.losses(fit.batch(0))
+    assert float(terms["loss"]) == pytest.approx(float(lesson.scorer.losses(fit.batch(0)).mean()))
+    assert float(terms["penalty"]) == pytest.approx(float(lesson.parameters[0].square().sum()))
+    assert calls == [[len(lesson.scorer.answer_tokens(e)) for e in fit.batch(0)]]
+    assert set(fit.run(1e-3, 1)[0]) == {"step", "loss", "penalty"}
+
+
+# Rehearsal
+
+
+def example(number: int, text: str = "what", task: str = "t") -> Example:
+    messages = ({"role": "user", "content": [{"type": "text", "text": text}]},)
+    return Example(f"e{number}", task, messages, (), "yes", f"{task} {number}")
+
+
+def test_the_bytes_of_an_example_are_its_pictures_and_its_text(suite):
+    one = suite.tasks[0].train[0]
+    assert content_bytes(one) == one.images[0].stat().st_size + text_bytes(one)
+    assert content_bytes(example(0, "wärm")) == 5 + 3
+
+
+def test_a_reservoir_is_what_it_would_be_had_it_seen_the_stream_at_once():
+    rng = np.random.default_rng(0)
+    stream = [example(number, "x" * int(rng.integers(1, 60))) for number in range(60)]
+    for seed in range(5):
+        kept: list[Example] = []
+        for start in range(0, 60, 7):
+            kept = reservoir(kept, stream[start : start + 7], 500, seed)
+            assert sum(map(content_bytes, kept)) <= 500
+        assert kept == reservoir([], stream, 500, seed)
+        assert len(kept) > 5
+
+
+def test_a_reservoir_is_uniform_over_the_stream():
+    stream = [example(number, task="first" if number < 8 else "second") for number in range(12)]
+    draws, keep = 600, 4
+    counts = Counter()
+    for seed in range(draws):
+        kept = reservoir(reservoir([], stream[:8], keep * 7, seed), stream[8:], keep * 7, seed)
+        assert len(kept) == keep
+        counts.update(e.id for e in kept)
+    # Each is kept with probability 1/3; five standard deviations of a binomial of 600 draws.
+    expected, deviation = draws * keep / 12, math.sqrt(draws * 1 / 3 * 2 / 3)
+    assert all(abs(counts[e.id] - expected) < 5 * deviation for e in stream)
+
+
+def test_er_rehearses_a_sample_of_the_whole_stream_within_the_bytes(learnt, suite, backbone):
+    states, artifacts = learnt("er_replay")
+    allowed = memory_bytes(backbone, BUDGET, 8, NUM_TASKS)
+    kept: list[Example] = []
+    for state, artifact, task in zip(states, artifacts, suite.tasks, strict=True):
+        kept = reservoir(kept, task.train, allowed, 0)
+        stored = AnchorStore(state / "buffer").read()
+        assert {e.id for e in stored} == {e.id for e in kept}
+        assert artifact.report["buffer_bytes"] == sum(map(content_bytes, stored)) <= allowed
+    assert [artifact.report["rehearsed"] for artifact in artifacts] == [0, artifacts[0].report["buffer"]]
+
+
+# The gate
+
+
+def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, backbone):
+    first, second = suite.tasks
+    found = gate_of(backbone, second, first.train[:5], suite.base.train)
+    own = {
+        first.name: extract_query_keys(backbone, first.train[:5]),
+        second.name: extract_query_keys(backbone, [*second.train, *second.validation]),
+    }
+    expected = fit_gate(own, extract_query_keys(backbone, suite.base.train))
+    assert found.tasks == expected.tasks == ORDER
+    torch.testing.assert_close(found.keys.float(), expected.keys.float(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(found.thresholds, expected.thresholds, atol=1e-3, rtol=0)
+
+
+def test_a_gate_comes_back_as_it_was_written(tmp_path):
+    gate = Gate(torch.randn(3, 2, 8).half(), torch.randn(3), ("a", "b", "c"))
+    assert write_gate(gate, tmp_path / "gate") == 3 * (2 * 8 * 2 + 4)
+    found = read_gate(tmp_path / "gate")
+    assert torch.equal(found.keys, gate.keys)
+    assert torch.equal(found.thresholds, gate.thresholds)
+    assert found.tasks == gate.tasks
+
+
+def test_an_adapter_of_its_own_is_never_changed_again(learnt, backbone):
+    states, artifacts = learnt("gated_task_lora")
+    assert [sorted(path.name for path in (state / "adapters").iterdir()) for state in states] == [
+        ["guild"],
+        ["field", "guild"],
+    ]
+    one = Path("adapters") / "guild" / "adapter_model.safetensors"
+    assert (states[1] / one).read_bytes() == (states[0] / one).read_bytes()
+    assert read_gate(states[1] / "gate.safetensors").tasks == ORDER
+    assert artifacts[1].report["rehearsed"] == 0
+
+
+def test_a_budget_without_a_rank_for_each_task_is_refused(suite, model, tmp_path):
+    circumstances = Circumstances(model, 1, 0, 0, 100)
+    with pytest.raises(ConfigError, match="a LoRA of rank 1 takes"):
+        small("gated_task_lora").learn(suite.tasks[0], None, tmp_path, circumstances)
+
+
+def test_the_base_questions_are_shown_to_the_gate_or_not(suite, model, tmp_path, learnt):
+    circumstances = Circumstances(model, BUDGET, 0, 0, NUM_TASKS, suite.base.train)
+    replace(small("gated_lora_replay"), base=False).learn(suite.tasks[0], None, tmp_path, circumstances)
+    unseen, seen = (read_gate(state / "gate.safetensors") for state in (tmp_path, learnt("gated_lora_replay")[0][0]))
+    assert not torch.equal(unseen.keys, seen.keys)
+
+
+# Neighbours
+
+
+def test_neighbours_are_the_nearest_and_of_equal_ones_the_first_stored():
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.0, 1.0]])
+    stored = Neighbours.none(2, k=3).after(keys[:2]).after(keys[2:])
+    queries = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert stored.nearest(queries).tolist() == [[0, 2, 1], [1, 3, 2]]
+    assert stored.stored_bytes == 4 * 2 * 2
+
+
+def test_neighbours_come_back_as_they_were_written(tmp_path):
+    stored = Neighbours.none(3, k=2).after(torch.randn(2, 3), ["ja", "größer"])
+    stored.write(tmp_path / "keys")
+    found = Neighbours.read(tmp_path / "keys")
+    assert torch.equal(found.keys, stored.keys)
+    assert (found.k, found.answers) == (2, ("ja", "größer"))
+    assert found.stored_bytes == 2 * 3 * 2 + 2 + 8
+
+
+def test_plain_lora_is_replay_without_the_replay(learnt):
+    """Nothing but what is rehearsed differs: after the first task the two are the same."""
+    plain, replay = (learnt(name)[0] for name in ("lora", "lora_replay"))
+    name = Path("adapter") / "adapter_model.safetensors"
+    assert (plain[0] / name).read_bytes() == (replay[0] / name).read_bytes()
+    assert (plain[1] / name).read_bytes() != (replay[1] / name).read_bytes()
+    assert isinstance(METHODS["lora"], Lora)
+    assert json.dumps(learnt("lora")[1][1].report)

@@ -1,0 +1,72 @@
+"""The smoke run: the command, its preset, methods of every family, and servers of its own, which end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.continual.__main__ import parse
+from benchmarks.continual.methods import METHODS
+from tests.benchmarks.small_streams import own_folder
+
+RUN = [sys.executable, "-m", "benchmarks.continual", "run", "--smoke"]
+SECONDS = 240  # what the whole smoke run may take on two cores
+
+
+def test_the_smoke_run_ends_with_all_its_results(tmp_path):
+    out = tmp_path / "out"
+    began = time.monotonic()
+    done = subprocess.run([*RUN, "--out", str(out)], capture_output=True, text=True, timeout=2 * SECONDS)
+    took = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    wanted = vars(parse(["run", "--smoke", "--out", str(out)]))
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert {row["method"] for row in results["results"]} == set(wanted["method"])
+    assert results["answer"] == {"by": "http", "server": "own"}
+    kinds = {METHODS[name].kind for name in wanted["method"]}
+    assert kinds >= {"none", "bundle", "adapter", "gated_adapter", "exemplars", "copier"}
+    for row in results["results"]:
+        folder = own_folder(out, row["method"], budget=row["budget"])
+        matrix = json.loads((folder / "matrix.json").read_bytes())
+        assert matrix["complete"]
+        answered = [len(path.read_text().splitlines()) for path in sorted(folder.glob("*/predictions.jsonl"))]
+        assert answered == [questions["answered"] for questions in matrix["questions"]] == [8 + 9, 8 + 8 + 9]
+        assert min(matrix["base"]) >= (0.5 if row["method"] != "knn_copier" else 0)
+    for log in ("server.log", "server-lora.log"):
+        (url,) = set(re.findall(r"http://127\.0\.0\.1:\d+", (out / log).read_text()))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    if len(os.sched_getaffinity(0)) >= 2 and os.getloadavg()[0] < 3:  # beside other work it may take longer
+        assert took < SECONDS
+
+
+def test_a_run_that_is_killed_leaves_no_server(tmp_path):
+    """SIGKILL gives a process no chance to end what it has started."""
+    process = subprocess.Popen([*RUN, "--method", "refined", "--out", str(tmp_path / "out")])
+    try:
+        server = wait_for_server(process)
+    finally:
+        process.kill()
+        process.wait()
+    psutil.wait_procs([server], timeout=60)
+    assert not server.is_running()
+
+
+def wait_for_server(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """Its server's process, as soon as it is there: what it does is of no matter."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run has ended"
+        for child in psutil.Process(process.pid).children():
+            if "server.launcher" in child.cmdline():
+                return child
+        time.sleep(0.1)
+    raise AssertionError("no server was started")
