@@ -55,8 +55,11 @@ def chat_body(model: str, messages: list[dict[str, Any]], output_tokens: int, xa
     return body | ({"vllm_xargs": xargs} if xargs else {})
 
 
-async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "") -> Timing:
     """Sends one request and times the arrival of its tokens.
+
+    Args:
+        url: of the server; "" where the client knows it.
 
     Raises:
         RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than asked for.
@@ -64,7 +67,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
     first = last = 0.0
     usage: dict[str, int] = {}
     start = time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
             raise RequestFailed(f"HTTP {response.status_code}: {response.text[:500]}")
@@ -88,14 +91,19 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
 
 async def send_block(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Block:
     """Sends `bodies`, at most `concurrency` of them at a time, and waits for all."""
-    waiting: Iterator[dict[str, Any]] = iter(bodies)
+    return await send_requests([(url, body) for body in bodies], concurrency)
+
+
+async def send_requests(requests: Sequence[tuple[str, dict[str, Any]]], concurrency: int) -> Block:
+    """The same for bodies with the server that each goes to."""
+    waiting: Iterator[tuple[str, dict[str, Any]]] = iter(requests)
     timings: list[Timing] = []
 
     async def worker(client: httpx.AsyncClient) -> None:
-        for body in waiting:  # shared by all workers: each takes the next one when it is free
-            timings.append(await stream(client, body))
+        for url, body in waiting:  # shared by all workers: each takes the next one when it is free
+            timings.append(await stream(client, body, url))
 
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS) as client:
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):

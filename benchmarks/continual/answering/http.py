@@ -99,13 +99,22 @@ class HttpModel:
             EndpointFailed: an endpoint does not answer, or refuses to load or to answer, naming it.
         """
         asks = self.plan.asks(examples)
+        with self.loaded(asks) as models:
+            return asyncio.run(self._ask_all(asks, models))
+
+    @contextmanager
+    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
+        """The model that each goes to; inside, all that they need is loaded.
+
+        Raises:
+            EndpointFailed: an endpoint does not answer, or refuses to load.
+        """
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
             assert self.artifact is not None or not parts, "a plan asks the artifact's model where there is none"
             served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
             untouched = Served(self.untouched.url, self.untouched.model)
-            models = [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
-            return asyncio.run(self._ask_all(asks, models))
+            yield [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
 
     async def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]

@@ -282,6 +282,17 @@ class Finished:
         return [(mine[key], theirs[key]) for key in mine]
 
     @cached_property
+    def whole_suite(self) -> Suite:
+        """All tasks of the suite, in its own order, with all their examples.
+
+        Raises:
+            ConfigError: there is no such suite.
+            TaskDataError: its data cannot be read.
+        """
+        known = self.configuration
+        return load_suite(known.get(WHERE, known)["suite"], self.data)  # its name, or the file that describes it
+
+    @cached_property
     def suite(self) -> Suite:
         """The tasks in the run's order, with the questions that were asked.
 
@@ -290,8 +301,7 @@ class Finished:
             TaskDataError: they cannot be read.
         """
         known = self.configuration
-        name = known.get(WHERE, {}).get("suite", known["suite"])  # or the file that describes it
-        suite = load_suite(name, self.data).ordered(known["order"]).asked_about(known["split"])
+        suite = self.whole_suite.ordered(known["order"]).asked_about(known["split"])
         suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
         if suite.digest() != known["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")

@@ -85,6 +85,7 @@ class Suite:
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.test[:base]))
 
     def digest(self) -> str:
-        """sha256 over all examples in their order; where they lie on disk does not matter."""
-        splits = [s for task in (*self.tasks, self.base) for s in (task.train, task.validation, task.test)]
+        """sha256 over all tasks' examples; where they lie on disk and in which order tasks come does not matter."""
+        tasks = (*sorted(self.tasks, key=lambda task: task.name), self.base)
+        splits = [split for task in tasks for split in (task.train, task.validation, task.test)]
         return hashlib.sha256("".join(examples_digest(split) for split in splits).encode()).hexdigest()

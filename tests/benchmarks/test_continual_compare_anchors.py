@@ -1,0 +1,165 @@
+"""Anchor representativeness: on hand-made losses, and on memories whose losses are computed here one by one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.continual.diagnostics.__main__ import main
+from benchmarks.continual.diagnostics.anchors import agreement, disjoint
+from benchmarks.continual.methods import Artifact
+from benchmarks.continual.suites.demo import load
+from benchmarks.demo.model import CHECKPOINT
+from selector.anchors import AnchorStore
+from selector.backbone import Backbone
+from selector.build import BuildSettings, build_bundle
+from selector.injection import Memory
+from selector.objective import Scorer
+from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+
+SIZES = {"train": 4, "validation": 1, "test": 3}
+BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
+TASKS = ("guild", "field", "beside")
+ANCHORS = 2
+
+
+def test_agreement_of_hand_made_losses():
+    found = agreement([(1.0, 1.0), (2.0, 4.0), (4.0, 2.0)])
+    # Deviations (-4/3, -1/3, 5/3) and (-4/3, 5/3, -1/3): their product's sum over the sum of squares is 2/3 over 14/3.
+    assert found["pearson"] == pytest.approx(1 / 7)
+    assert found["spearman"] == pytest.approx(0.5)  # 1 - 6 (0 + 1 + 1) / (3 * 8)
+    assert found["mean_gap"] == pytest.approx(0)
+    assert found["mean_absolute_gap"] == pytest.approx(4 / 3)
+    assert found["relative_gap"] == pytest.approx((0 + 0.5 + 1.0) / 3)
+    assert found["states"] == 3
+
+
+def test_a_shifted_loss_correlates_wholly_and_keeps_its_gap():
+    found = agreement([(x + 0.5, x) for x in (1.0, 2.0, 5.0, 9.0)])
+    assert (found["pearson"], found["spearman"]) == (pytest.approx(1), pytest.approx(1))
+    assert found["mean_gap"] == found["mean_absolute_gap"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("pairs", [[(1.0, 2.0), (2.0, 3.0)], [(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]])
+def test_too_few_or_constant_losses_have_no_correlation(pairs):
+    found = agreement(pairs)
+    assert (found["pearson"], found["spearman"]) == (None, None)
+    assert found["mean_absolute_gap"] > 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return folder, load(folder, SIZES, BASE_SIZES).ordered(TASKS)
+
+
+def test_held_out_examples_are_no_anchors_under_any_id(data):
+    task = data[1].tasks[0]
+    anchors = [replace(example, id=f"anchor/{example.id}") for example in task.train[1:3]]
+    assert disjoint(task.train, anchors, 9, seed=0) == [task.train[0], task.train[3]]
+    assert len(disjoint(task.train, anchors, 1, seed=0)) == 1
+    draws = [tuple(example.id for example in disjoint(task.train, [], 3, seed=seed)) for seed in (*range(9), 0)]
+    assert {len(set(draw)) for draw in draws} == {3}
+    assert draws[0] == draws[-1]
+    assert len(set(draws)) > 1
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return Backbone.load(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def memories(backbone, data):
+    """Of each task's memory, from two examples of every task seen by then."""
+    settings = BuildSettings(budget=6)
+    return [
+        build_bundle(backbone, [e for task in data[1].tasks[: number + 1] for e in task.train[:2]], settings)
+        for number in range(len(TASKS))
+    ]
+
+
+@pytest.fixture
+def out(data, memories, tmp_path):
+    """A run whose anchors are the first two training examples of each task."""
+    suite = data[1]
+    write_configuration(tmp_path, suite)
+    rights = [{task: [True] for task in (*TASKS[: number + 1], "base")} for number in range(len(TASKS))]
+    folder = write_finished_run(tmp_path, "stored", rights, bundles=memories)
+    state = folder / "02-beside" / "state"
+    store = AnchorStore(state / "anchors")
+    for task in suite.tasks:
+        store.append(task.train[:ANCHORS], run=task.name, policy="random", seed=0)
+    Artifact("bundle", "memory.safetensors", 1000, {}).write(state)
+    return tmp_path
+
+
+def found_by(out, data, *arguments):
+    command = ["anchors", "--out", str(out), "--data", str(data[0]), "--method", "stored", *arguments]
+    assert main(command) == 0
+    return json.loads((out / "diagnostics" / "anchors.json").read_bytes())
+
+
+@torch.no_grad()
+def loss(backbone, bundle, examples) -> float:
+    """Mean NLL, every example by itself."""
+    scorer, memory, losses = Scorer(backbone), Memory.from_bundle(bundle), []
+    for example in examples:
+        terms = memory.terms(backbone.retrieval_keys(scorer.prefix(example)))
+        losses.append(float(scorer.losses([example], memory, terms)))
+    return sum(losses) / len(losses)
+
+
+def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out, data, backbone, memories):
+    found = found_by(out, data, "--held-out", "train")
+    assert [(state["after"], list(state["by_task"])) for state in found["states"]] == [
+        ("field", ["guild"]),
+        ("beside", ["guild", "field"]),
+    ]
+    for state, bundle in zip(found["states"], memories[1:], strict=True):
+        for task in data[1].tasks:
+            if task.name in state["by_task"]:
+                expected = [loss(backbone, bundle, part) for part in (task.train[:2], task.train[2:])]
+                assert state["by_task"][task.name] == pytest.approx(expected, rel=1e-4)
+    pairs = [pair for state in found["states"] for pair in state["by_task"].values()]
+    assert found["by_memory_and_task"] == pytest.approx(agreement(pairs), rel=1e-3)
+    later = found["states"][1]["by_task"]
+    means = [found["states"][0]["by_task"]["guild"], [(a + b) / 2 for a, b in zip(*later.values(), strict=True)]]
+    assert found["by_memory"]["states"] == 2
+    assert found["by_memory"]["mean_absolute_gap"] == pytest.approx(sum(abs(a - h) for a, h in means) / 2, rel=1e-4)
+    assert (out / "diagnostics" / "anchors.png").exists()
+
+
+def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
+    store = AnchorStore(out / "stored/budget-32/seed-0/02-beside/state/anchors")
+    earlier = sum(task.bytes for task in store.tasks()[:2])
+    on_disk = [path for number in (0, 1) for path in (store.folder / f"{number:04d}").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in on_disk) == earlier
+    assert found_by(out, data, "--questions", "1")["storage"] == {
+        "anchors": 4,
+        "anchor_bytes": earlier,
+        "memory_bytes": 1000,
+        "ratio": pytest.approx(earlier / 1000, rel=1e-5),
+    }
+
+
+def test_memories_that_were_not_kept_are_counted(out, data):
+    state = out / "stored/budget-32/seed-0/01-field/state"
+    state.rename(state.with_name("gone"))
+    found = found_by(out, data)
+    assert ([state["after"] for state in found["states"]], found["memories_gone"]) == (["beside"], 1)
+
+
+def test_a_method_without_anchors_is_refused(out, data, capsys):
+    store = out / "stored/budget-32/seed-0/02-beside/state/anchors"
+    store.rename(store.with_name("moved"))
+    assert main(["anchors", "--out", str(out), "--data", str(data[0]), "--method", "stored"]) == 2
+    assert "stored keeps no anchors of guild" in capsys.readouterr().err
+
+
+def test_a_stream_of_one_task_is_refused(data, memories, tmp_path, capsys):
+    write_configuration(tmp_path, data[1].ordered(TASKS[:1]))
+    write_finished_run(tmp_path, "stored", [{"guild": [True], "base": [True]}], bundles=memories[:1])
+    assert main(["anchors", "--out", str(tmp_path), "--data", str(data[0]), "--method", "stored"]) == 2
+    assert "no memory of a task that another came before" in capsys.readouterr().err
