@@ -64,18 +64,16 @@ def plan_entries(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys
 
 
 def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
-    """The most used entries of a task whose quota has shrunk, and as many examples as the arriving task's quota."""
+    """The first entries of a task whose quota has shrunk, and as many examples as the arriving task's quota."""
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     before = inputs.held
     task = arriving_task(inputs.training)
     shares = quotas(before, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
     shares[task] = min(shares[task], len(inputs.training))
     kept: list[int] = []
-    for old, count in before.items():
+    for old in before:
         rows = [row for row, entry in enumerate(entries) if entry.task == old]
-        if shares[old] < count:
-            rows = _most_used(inputs, known, old, rows, shares[old])
-        kept += rows
+        kept += rows[: shares[old]]
     rng = np.random.default_rng((settings.seed, 6))
     keys = known.training[:, 0].contiguous()
     chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, keys)
@@ -104,15 +102,6 @@ def _jointly(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) ->
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     shares = composition([entries[row] for row in kept]) | {arriving_task(inputs.training): len(chosen)}
     return Plan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())
-
-
-def _most_used(inputs: TaskInputs, known: QueryKeys, task: str, rows: list[int], count: int) -> list[int]:
-    """Those of a task's entries that its anchors give the most weight: `count` of `rows`, rising."""
-    assert inputs.previous is not None
-    mine = [row for row, anchor in enumerate(inputs.anchors) if anchor.task == task]
-    keys = inputs.previous.retrieval_keys[rows].float()  # [len(rows), d]
-    weights = (known.anchors[mine, 0] @ keys.T / inputs.previous.temperature).softmax(dim=1).sum(dim=0)
-    return sorted(rows[place] for place in weights.argsort(descending=True, stable=True)[:count].tolist())
 
 
 def starting_memory(

@@ -57,7 +57,17 @@ def prepare_lesson(
         anchors=Routed(anchors, _prior(examples, records, settings)) if taught else None,
         teacher=teacher,
         calibrate=calibrate,
+        nested=_nested(torch.tensor([name == task for name in tasks]), settings),
     )
+
+
+def _nested(new: Tensor, settings: RefinedSettings) -> Tensor:
+    """[S, K] bool: all entries; then of the `new` ones, [K] bool, the first half alone, the first quarter, and so on."""
+    place = new.cumsum(0)  # [K] int64, of a new entry among the new ones, from 1
+    shares = [int(place[-1])]
+    while settings.nested and shares[-1] > 1:
+        shares.append(shares[-1] // 2)
+    return torch.stack([~new | (place <= share) for share in shares])
 
 
 def _prior(examples: Sequence[Example], entries: Sequence[EntryRecord], settings: RefinedSettings) -> Tensor:

@@ -31,7 +31,8 @@ class RefinedSettings:
     # is not chosen is evicted, and what stays is not trained again.
     allocation: Allocation = "quotas"
     entries_per_task: int = 4  # under quotas
-    entry_policy: Policy = "k-center"
+    entry_policy: Policy = "random"
+    nested: bool = True  # train every half of a quota to do alone, for when quotas are halved; under quotas
     steps: int = RefinementSettings.steps
     batch_size: int = RefinementSettings.batch_size
     learning_rate: float | None = None  # None: searched on validation
@@ -50,6 +51,8 @@ class RefinedSettings:
         require_choice(Allocation, allocation=self.allocation)
         require_choice(Policy, entry_policy=self.entry_policy)
         require_choice(Calibrate, calibrate=self.calibrate)
+        if self.nested and self.allocation != "quotas":
+            raise ConfigError("nested training is for halved quotas; an allocation without quotas needs nested=False")
         if self.gate != "none" and self.weighting != "prior":
             raise ConfigError(f'a memory with a gate needs the weighting "prior", found {self.weighting!r}')
         self.refinement(RefinementSettings.learning_rate if self.learning_rate is None else self.learning_rate)

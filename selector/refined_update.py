@@ -1,7 +1,7 @@
 """One task's update of the memory by the refined recipe: choose entries, refine them, fit the gate.
 
 Every task has a quota of entries, found through a relevance gate. The arriving task's entries are chosen and trained on
-its examples; entries of earlier tasks stay as they are, to the bit, unless the quotas shrink: then the most used ones
+its examples; entries of earlier tasks stay as they are, to the bit, unless the quotas shrink: then the first ones
 are kept, and trained on the task's anchors to answer as all of them did.
 
 The calibration is shared by all tasks, so it is trained with the first one and kept (`calibrate="first"`), or trained

@@ -84,6 +84,10 @@ class Lesson:
     anchors: Routed | None  # of tasks whose entries are trained, or of all where the calibration is
     teacher: Teacher | None  # for the anchors
     calibrate: bool  # train temperature, gates and layer bias as well
+    # [S, K] bool, row 0 all True: of how many entries a step may make use, each row a part of the one before. Every
+    # second step takes row 0, every fourth row 1, and so on: what is left of a task when its quota is halved has been
+    # trained to do alone.
+    nested: Tensor
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,20 @@ def step(lesson: Lesson, settings: RefinementSettings, state: RefinementState) -
 def _current_loss(lesson: Lesson, settings: RefinementSettings, memory: Memory, number: int) -> Tensor:
     """Mean NLL of a batch of the current task: []."""
     rows = batch_rows(len(lesson.current), settings.batch_size, settings.seed, (2, number))
-    return mean_of_batch(rows, lambda mine: _losses(lesson, settings, lesson.current, memory, mine))
+    routed = within(lesson.current, lesson.nested[depth(number, len(lesson.nested))])
+    return mean_of_batch(rows, lambda mine: _losses(lesson, settings, routed, memory, mine))
+
+
+def depth(number: int, rows: int) -> int:
+    """Which of S rows of `Lesson.nested` a step takes: the number of its trailing binary ones, S - 1 at most."""
+    return min((number ^ (number + 1)).bit_length() - 1, rows - 1)
+
+
+def within(routed: Routed, entries: Tensor) -> Routed:
+    """The questions with those entries alone, [K] bool; one that would be left without any keeps its own."""
+    limited = routed.log_prior.masked_fill(~entries, -math.inf)  # [n, K]
+    empty = (limited == -math.inf).all(dim=1, keepdim=True)
+    return replace(routed, log_prior=torch.where(empty, routed.log_prior, limited))
 
 
 def _anchor_losses(

@@ -437,7 +437,7 @@ def _parser() -> argparse.ArgumentParser:
         "--base", type=Path, default=None, help="questions the model answers well alone: the gate stays closed for them"
     )
     add("--entries-per-task", type=int, help="halved for all tasks where the budget does not hold as many (default 4)")
-    add("--entry-policy", choices=("random", "k-center"), help="which examples entries start from (default k-center)")
+    add("--entry-policy", choices=("random", "k-center"), help="which examples entries start from (default random)")
     add("--steps", type=int, help="of refinement (default 400)")
     add("--learning-rate", type=float, help="of payloads (default: searched on the validation examples)")
     add(

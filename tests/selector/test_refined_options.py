@@ -37,7 +37,9 @@ def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
 def plan_of(previous: Any, training_axes: list[int], budget: int, **changes: Any) -> Plan:
     training: Any = [SimpleNamespace(task="new", id=f"n{i}") for i in range(len(training_axes))]
     keys = torch.stack([torch.eye(d)[training_axes], torch.zeros(len(training_axes), d)], dim=1)
-    settings = RefinedSettings(budget=budget, allocation="joint", **changes)
+    settings = RefinedSettings(
+        budget=budget, allocation="joint", **{"entry_policy": "k-center", "nested": False} | changes
+    )
     return plan_entries(TaskInputs(training, (), (), previous), settings, QueryKeys(keys, NONE, NONE, NONE))
 
 

@@ -40,7 +40,8 @@ def lesson(llava: Backbone, task_file: Path) -> Lesson:
     prior = torch.full((8, 4), -math.inf)
     prior[:, 2:] = 0.0
     trainable = torch.tensor([False, False, True, True])
-    return Lesson(Scorer(llava), memory, trainable, Routed(Questions(examples, keys), prior), None, None, False)
+    current = Routed(Questions(examples, keys), prior)
+    return Lesson(Scorer(llava), memory, trainable, current, None, None, False, torch.ones(1, 4, dtype=torch.bool))
 
 
 @pytest.fixture

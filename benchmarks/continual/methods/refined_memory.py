@@ -28,7 +28,9 @@ class Refined:
     steps: int = RefinedSettings.steps
     entries_per_task: int = RefinedSettings.entries_per_task
     entry_policy: Policy = RefinedSettings.entry_policy
+    nested: bool = RefinedSettings.nested
     learning_rate: float | None = None  # None: searched for each task, on its validation split
+    beta: float = RefinedSettings.beta
     calibrate: Calibrate = RefinedSettings.calibrate
     weighting: Weighting = RefinedSettings.weighting
     gate: Gating = RefinedSettings.gate
@@ -65,8 +67,9 @@ ABLATIONS = (
     Refined("refined_no_gate", gate="none"),
     # Gate and routing from the prefix mean alone.
     Refined("refined_prefix_key", gate="prefix"),
-    # The budget goes to what is most spread among old entries and new examples; what is not chosen is evicted.
-    Refined("refined_no_quotas", allocation="joint"),
+    # The budget goes to what is most spread among old entries and new examples; what is not chosen is evicted. A random
+    # choice would evict nearly all that is held.
+    Refined("refined_no_quotas", allocation="joint", entry_policy="k-center", nested=False),
     Unrefined(),
     # A gate needs prior weighting, so this goes without: to be held against refined_no_gate.
     Refined("refined_sqrt", weighting="sqrt", gate="none"),
