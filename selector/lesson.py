@@ -62,7 +62,7 @@ def prepare_lesson(
 
 
 def _nested(new: Tensor, settings: RefinedSettings) -> Tensor:
-    """[S, K] bool: all entries; then of the `new` ones, [K] bool, the first half alone, the first quarter, and so on."""
+    """[S, K] bool: all entries; then of the `new` ones, [K] bool, the first half only, the first quarter, and so on."""
     place = new.cumsum(0)  # [K] int64, of a new entry among the new ones, from 1
     shares = [int(place[-1])]
     while settings.nested and shares[-1] > 1:

@@ -14,7 +14,7 @@ from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import BundleError, ConfigError
 from selector.entry_plan import Plan, QueryKeys, plan_entries
 from selector.injection import Memory
-from selector.lesson import _prior
+from selector.lesson import _nested, _prior
 from selector.refined_settings import RefinedSettings
 from selector.refined_update import check_tasks
 from selector.refinement import _reachable
@@ -122,3 +122,21 @@ def test_a_memory_refined_for_another_weighting_is_refused() -> None:
     with pytest.raises(BundleError, match="refined for the weighting 'sqrt', found 'prior'"):
         check_tasks(inputs, settings)
     check_tasks(inputs, replace(settings, weighting="sqrt", gate="none"))
+
+
+def test_halves_of_a_quota_are_nested_and_old_entries_are_in_all() -> None:
+    new = torch.tensor([False, True, True, False, True, True, True])
+    rows = _nested(new, RefinedSettings()).long().tolist()
+    assert rows == [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]
+    assert _nested(new, RefinedSettings(nested=False)).tolist() == [[True] * 7]
+    assert _nested(torch.tensor([False, True]), RefinedSettings()).tolist() == [[True, True]]
+
+
+def test_a_task_whose_quota_is_halved_keeps_its_first_entries() -> None:
+    previous = bundle_of([0, 1, 2, 3, 4, 5], *"ababab")
+    inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
+    keys = QueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
+    plan = plan_entries(inputs, RefinedSettings(budget=4, entries_per_task=3), keys)
+    assert plan.kept.tolist() == [0, 1]
+    assert plan.shares == {"a": 1, "b": 1, "new": 1}
+    assert plan.shrunk == {"a", "b"}

@@ -17,7 +17,17 @@ from selector.data import read_task
 from selector.extract import extract
 from selector.injection import Memory
 from selector.objective import Questions, Scorer
-from selector.refinement import Lesson, RefinementSettings, RefinementState, Routed, Teacher, refine, step
+from selector.refinement import (
+    Lesson,
+    RefinementSettings,
+    RefinementState,
+    Routed,
+    Teacher,
+    depth,
+    refine,
+    step,
+    within,
+)
 
 EXACT = RefinementSettings(steps=4, batch_size=3, learning_rate=0.05, precision="float32")
 
@@ -186,3 +196,23 @@ def test_a_loss_that_is_not_a_number_ends_the_run(lesson: Lesson) -> None:
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "[_ ]")):
         RefinementSettings(**wrong)
+
+
+def test_every_second_step_uses_all_entries_and_the_others_ever_fewer() -> None:
+    assert [depth(number, 3) for number in range(16)] == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 2]
+    assert [depth(number, 1) for number in range(4)] == [0] * 4
+
+
+def test_a_step_on_half_of_a_quota_leaves_the_other_half_alone(lesson: Lesson) -> None:
+    halved = replace(lesson, nested=torch.tensor([[True] * 4, [True, True, True, False]]))
+    start = RefinementState.initial(halved)
+    for number, trained in ((0, [2, 3]), (1, [2])):
+        refined = step(halved, EXACT, replace(start, step=number)).memory(halved)
+        changed = (refined.payload_values != halved.memory.payload_values).flatten(2).any(dim=2).any(dim=0)
+        assert changed.nonzero()[:, 0].tolist() == trained
+
+
+def test_a_question_that_would_be_left_without_entries_keeps_its_own(lesson: Lesson) -> None:
+    prior = torch.tensor([[-math.inf, 0, 0], [-math.inf, -math.inf, 0]])
+    limited = within(replace(lesson.current, log_prior=prior), torch.tensor([True, True, False]))
+    assert limited.log_prior.tolist() == [[-math.inf, 0, -math.inf], [-math.inf, -math.inf, 0]]
