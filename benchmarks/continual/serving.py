@@ -60,7 +60,7 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
     """Servers of the run's model on free local ports, ended with the context; their logs go into the folder `logs`.
 
     Args:
-        more: flags for each, which go before ours.
+        more: flags for each, which come last and win.
 
     Raises:
         ServerFailed: one did not start.

@@ -45,6 +45,7 @@ class Paper:
     coupling: Coupling = UpdateSettings.coupling
     retrieval: Retrieval = UpdateSettings.retrieval
     value_gates: ValueGates = UpdateSettings.value_gates
+    payload_tokens: int = UpdateSettings.payload_tokens
     anchors_per_task: int = 64
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:

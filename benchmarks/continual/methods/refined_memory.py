@@ -35,6 +35,7 @@ class Refined:
     weighting: Weighting = RefinedSettings.weighting
     gate: Gating = RefinedSettings.gate
     allocation: Allocation = RefinedSettings.allocation
+    payload_tokens: int = RefinedSettings.payload_tokens
     anchors_per_task: int = 64
     base: bool = True  # whether the gate is shown base questions
 
