@@ -43,7 +43,7 @@ class Plan:
     kept: Tensor  # [number of old entries that stay] int64, rows of the previous memory, rising
     chosen: list[int]  # rows of the training examples
     shares: dict[str, int]  # entries by task
-    shrunk: frozenset[str]  # tasks that lose entries, and whose others are trained to make up for them
+    shrunk: frozenset[str]  # tasks that lose entries, and whose others were not trained to do alone: now they are
 
 
 def arriving_task(examples: Sequence[Example]) -> str:
@@ -64,7 +64,11 @@ def plan_entries(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys
 
 
 def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
-    """The first entries of a task whose quota has shrunk, and as many examples as the arriving task's quota."""
+    """The first entries of a task whose quota has shrunk, and as many examples as the arriving task's quota.
+
+    What stays of nested quotas was trained to do alone, and is not trained again: anchors are few, and entries that are
+    trained on them forget more than they make up for.
+    """
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     before = inputs.held
     task = arriving_task(inputs.training)
@@ -77,7 +81,8 @@ def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) 
     rng = np.random.default_rng((settings.seed, 6))
     keys = known.training[:, 0].contiguous()
     chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, keys)
-    shrunk = frozenset(old for old, count in before.items() if shares[old] < count)
+    alone = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
+    shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not alone)
     return Plan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
 
 

@@ -1,8 +1,9 @@
 """One task's update of the memory by the refined recipe: choose entries, refine them, fit the gate.
 
 Every task has a quota of entries, found through a relevance gate. The arriving task's entries are chosen and trained on
-its examples; entries of earlier tasks stay as they are, to the bit, unless the quotas shrink: then the first ones
-are kept, and trained on the task's anchors to answer as all of them did.
+its examples, every half of them to do alone as well; entries of earlier tasks stay as they are, to the bit. Where
+quotas shrink, a task's first entries stay. If they were not trained to do alone, they are now trained on its anchors to
+answer as all of them did.
 
 The calibration is shared by all tasks, so it is trained with the first one and kept (`calibrate="first"`), or trained
 every time with all anchors in the loss (`calibrate="every"`).

@@ -42,7 +42,10 @@ VALIDATION_SHARE = 0.1  # held out of the task's examples where no file of valid
 SHARED_SETTINGS = ("payload_tokens", "weighting", "beta", "batch_size", "seed")
 RECIPE_SETTINGS = {
     "paper": ("gamma", "iterations", "inner_steps", "hypergradient", "step_rule", "shortlist", "shortlist_policy"),
-    "refined": ("steps", "entries_per_task", "entry_policy", "learning_rate", "distillation", "calibrate", "precision"),
+    "refined": (
+        *("steps", "entries_per_task", "entry_policy", "nested"),
+        *("learning_rate", "distillation", "calibrate", "precision"),
+    ),
 }
 
 
@@ -438,6 +441,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--entries-per-task", type=int, help="halved for all tasks where the budget does not hold as many (default 4)")
     add("--entry-policy", choices=("random", "k-center"), help="which examples entries start from (default random)")
+    add(
+        "--no-nested",
+        action="store_false",
+        dest="nested",
+        help="do not train every half of a task's entries to do alone; halved quotas are then merged by distillation",
+    )
     add("--steps", type=int, help="of refinement (default 400)")
     add("--learning-rate", type=float, help="of payloads (default: searched on the validation examples)")
     add(

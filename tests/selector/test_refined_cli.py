@@ -82,9 +82,24 @@ def refuse(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return line
 
 
-def test_old_entries_stay_to_the_bit_until_their_quota_shrinks(run: Any, tmp_path: Path, llava: Backbone) -> None:
-    """Three tasks with at most two entries each, and room for four."""
+def test_old_entries_stay_to_the_bit_when_their_quota_shrinks(run: Any, tmp_path: Path) -> None:
+    """Three tasks with at most two entries each, and room for four: every first entry was trained to do alone."""
     more = ("--entries-per-task", "2")
+    assert main(run("colours", *more)) == 0
+    assert main(run("counts", *more, previous="colours")) == 0
+    assert main(run("places", *more, previous="counts")) == 0
+    assert report_of(tmp_path, "places")["composition"]["after"] == {"colours": 1, "counts": 1, "places": 1}
+    before, after = (payload(bundle_of(tmp_path, task), "colours") for task in ("counts", "places"))
+    assert torch.equal(before[0][:1], after[0])
+    assert torch.equal(before[1][:, :1], after[1])
+    assert all(m["anchors"] is None for m in report_of(tmp_path, "places")["refinement"]["history"])
+
+
+def test_entries_that_were_not_nested_are_merged_when_their_quota_shrinks(
+    run: Any, tmp_path: Path, llava: Backbone
+) -> None:
+    """Three tasks with at most two entries each, and room for four."""
+    more = ("--entries-per-task", "2", "--no-nested")
     assert main(run("colours", *more)) == 0
     assert main(run("counts", *more, previous="colours")) == 0
     assert main(run("places", *more, previous="counts")) == 0

@@ -132,11 +132,13 @@ def test_halves_of_a_quota_are_nested_and_old_entries_are_in_all() -> None:
     assert _nested(torch.tensor([False, True]), RefinedSettings()).tolist() == [[True, True]]
 
 
-def test_a_task_whose_quota_is_halved_keeps_its_first_entries() -> None:
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_task_whose_quota_is_halved_keeps_its_first_entries(nested: bool) -> None:
     previous = bundle_of([0, 1, 2, 3, 4, 5], *"ababab")
+    previous.metadata.settings = {"nested": nested}
     inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
     keys = QueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
     plan = plan_entries(inputs, RefinedSettings(budget=4, entries_per_task=3), keys)
     assert plan.kept.tolist() == [0, 1]
     assert plan.shares == {"a": 1, "b": 1, "new": 1}
-    assert plan.shrunk == {"a", "b"}
+    assert plan.shrunk == (set() if nested else {"a", "b"})
