@@ -167,9 +167,10 @@ class Streams:
         return paired(self.scores(method, budget, score), self.scores(rival, budget, score))
 
     def retention(self, budget: int) -> Score | None:
-        """Base retention against the untouched model; None where that was not run."""
-        untouched = next(iter(self.of(UNTOUCHED, budget).values()), None)
-        return None if untouched is None else lambda run: base_retention(run["base"], untouched["base"][-1])
+        """Base retention against the untouched model; None where that was not run, or answers no base question."""
+        run = next(iter(self.of(UNTOUCHED, budget).values()), None)
+        untouched = run["base"][-1] if run else 0.0
+        return (lambda run: base_retention(run["base"], untouched)) if untouched > 0 else None
 
 
 def gaps(streams: Streams) -> list[str]:
@@ -201,7 +202,7 @@ def _listed(values: Sequence[int]) -> str:
 def compare(streams: Streams) -> list[dict[str, Any]]:
     """One row for each method and budget, JSON values: mean and standard error over the seeds of its complete runs.
 
-    Base retention is given where the untouched model was run too.
+    Base retention is given where the untouched model was run too, and answers some base question.
     """
     table = []
     for budget in streams.budgets:

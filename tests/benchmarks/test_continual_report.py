@@ -96,7 +96,7 @@ def out(tmp_path: Path, data: Path, suite: Suite) -> Path:
         "test_limit": 256,
         "base_limit": 270,
         "answer": {"by": "http", "server": "own"},
-        "where": {"data": str(data), "model": str(CHECKPOINT)},
+        "where": {"suite": "demo", "data": str(data), "model": str(CHECKPOINT)},
     }
     (folder / "run.json").write_text(json.dumps(configuration))
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])

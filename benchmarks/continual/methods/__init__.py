@@ -51,12 +51,12 @@ __all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods", "
 
 
 def choose_methods(
-    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] = METHODS
+    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] | None = None
 ) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that know such a setting.
 
     Args:
-        start: every method as it is before that.
+        start: every method as it is before that, if not as registered.
 
     Raises:
         ConfigError: an unknown method, a setting that none of them has, or a value of another type.
@@ -64,6 +64,7 @@ def choose_methods(
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ConfigError(f"there is no method {unknown[0]!r}, there are: {', '.join(METHODS)}")
+    start = METHODS if start is None else start
     chosen = [start[name] for name in dict.fromkeys(names)]
     for setting in settings:
         key, given, text = setting.partition("=")
