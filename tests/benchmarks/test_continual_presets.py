@@ -57,5 +57,5 @@ def test_the_presets_that_come_with_it_are_sound(name):
 def test_full_is_every_method_three_seeds_and_two_budgets():
     read = options("--full")
     assert (read["method"], read["budget"], read["seed"]) == (["all"], [32, 64], [0, 1, 2])
-    assert read["order"] == ["default"]
+    assert len(set(read["order"])) >= 6
     assert read["answer"] == "http"
