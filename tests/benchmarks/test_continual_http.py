@@ -81,9 +81,13 @@ def test_of_several_endpoints_each_artifact_goes_to_the_one_that_loads_it(adapte
 
 @dataclass
 class Spoken:
-    """An OpenAI-compatible endpoint that can only chat: it says "zorp", and after `patience` answers nothing more."""
+    """An OpenAI-compatible endpoint that can only chat: it says "zorp", and after `patience` answers nothing more.
+
+    It hangs up on the first `to_break` questions.
+    """
 
     patience: int | None = None
+    to_break: int = 0
     models: tuple[str, ...] = ("some-model",)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of what was asked
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -102,6 +106,9 @@ class Spoken:
                 if self.path != "/v1/chat/completions":
                     return self.say(404, {"detail": "Not Found"})
                 with spoken.lock:
+                    if spoken.to_break:
+                        spoken.to_break -= 1
+                        return self.connection.close()
                     if spoken.patience is not None and len(spoken.bodies) >= spoken.patience:
                         return self.connection.close()
                     spoken.bodies.append(body)
@@ -209,6 +216,14 @@ def test_an_endpoint_that_dies_is_named_with_how_far_it_got_and_the_run_goes_on(
         assert main(untouched(data, out, url)) == 0
     assert len(spoken.bodies) == 2
     assert len(predictions(out, "no_memory", 32)) == 6 + 6 + 9
+
+
+def test_a_question_whose_connection_breaks_is_asked_again(data, tmp_path):
+    spoken = Spoken(to_break=2)
+    with spoken.serving() as url:
+        assert main(untouched(data, tmp_path / "out", url)) == 0
+    assert len(spoken.bodies) == 6 + 6 + 9
+    assert set(predictions(tmp_path / "out", "no_memory", 32)) == {"zorp"}
 
 
 def test_an_endpoint_that_is_not_there_is_named(data, tmp_path, capsys):

@@ -21,6 +21,7 @@ from .endpoint import LOADS, SECONDS, Endpoint, EndpointFailed, Loadable, header
 from .plans import Ask, Plan, plan
 
 CHAT_ROUTE = "/v1/chat/completions"
+ATTEMPTS = 3  # to ask a question whose connection breaks
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,14 @@ class HttpModel:
 
 async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     """The text of the answer. Raises EndpointFailed."""
-    try:
-        response = await client.post(f"{model.url}{CHAT_ROUTE}", json=chat_body(model.name, ask.conversation))
-    except httpx.HTTPError as error:
-        raise EndpointFailed(unreachable(model.url, error)) from error
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=chat_body(model.name, ask.conversation))
+            break
+        except httpx.HTTPError as error:
+            # A server may close an idle connection just as it is used again; a greedy question can be asked twice.
+            if not (left and isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)):
+                raise EndpointFailed(unreachable(model.url, error)) from error
     if response.is_error:
         raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
     return (response.json()["choices"][0]["message"]["content"] or "").strip()
