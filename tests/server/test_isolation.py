@@ -68,22 +68,20 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
                 await asyncio.sleep(0.05 * index)
                 task.cancel()
 
-            def start(some: list[tuple[str, int]]) -> Any:
-                return asyncio.gather(*(one(model, asked[index].messages) for model, index in some))
-
-            def is_used() -> bool:
-                cards = {card["name"]: card for card in moving.list()["data"]}
-                return cards["moving"]["active_requests"] > 0
+            def start(some: list[tuple[str, int]]) -> list[asyncio.Task[Any]]:
+                return [asyncio.create_task(one(model, asked[index].messages)) for model, index in some]
 
             half = len(jobs) // 2
             first = start(jobs[:half])
+            moved = [task for task, (model, _) in zip(first, jobs, strict=False) if model == "moving"]
             hang_ups = asyncio.gather(*(leaves(MODELS[i % 4], i) for i in range(NUM_PROMPTS)))
-            await asyncio.to_thread(wait_until, is_used)
+            _, in_flight = await asyncio.wait(moved, return_when=asyncio.FIRST_COMPLETED)
+            assert in_flight  # the old version is in use while the new one takes its name
             loaded = await asyncio.to_thread(moving.load, "moving", replaced_by, replace=True)
             assert loaded.status_code == 200, loaded.text
             second = start(jobs[half:])
             await hang_ups
-            return [*await first, *await second]
+            return await asyncio.gather(*first, *second)
 
     responses = asyncio.run(crowd())
     assert preemptions(server) > before
