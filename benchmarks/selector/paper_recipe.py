@@ -50,7 +50,7 @@ def main() -> int:
     methods = runs[0]["test_nll"]
     report = {
         "benchmark": "paper_recipe",
-        "settings": {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "settings": settings_of(options),
         "machine": describe_machine(),
         "runs": runs,
         "mean_test_nll": {name: statistics.mean(run["test_nll"][name] for run in runs) for name in methods},
@@ -99,6 +99,11 @@ def measure(
         "calibration": report["calibration"],
         "phases": report["phases"],
     }
+
+
+def settings_of(options: argparse.Namespace) -> dict:
+    """The command's options as JSON values; where files lie is left out."""
+    return {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def select_first(

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.machine import describe_machine
-from benchmarks.selector.paper_recipe import select_first
+from benchmarks.selector.paper_recipe import select_first, settings_of
 from selector.backbone import Backbone
 from selector.data import read_task
 from selector.extract import extract_keys
@@ -52,7 +52,7 @@ def main() -> int:
         json.dumps(
             {
                 "benchmark": "shortlist",
-                "settings": {n: v.name if isinstance(v, Path) else v for n, v in vars(options).items()},
+                "settings": settings_of(options),
                 "machine": describe_machine(),
                 "runs": runs,
                 "summary": {arm: summary(runs, arm) for arm in ARMS},

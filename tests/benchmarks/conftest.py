@@ -11,6 +11,7 @@ from benchmarks.continual.suites import Suite
 from benchmarks.demo.model import CHECKPOINT
 from selector.backbone import Backbone
 from tests.benchmarks.small_streams import ORDER, command, small_suite
+from tests.tiny_models import save_tiny_llava
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def suite(data: Path) -> Suite:
     return small_suite(data).ordered(ORDER)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny LLaVA; not to be changed."""
+    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from selector.data import Example
 from selector.deployed import Deployed
 from selector.extract import extract_keys, extract_query_keys
 from selector.objective import Scorer
-from tests.tiny_models import save_tiny_llava
 
 SIZES = {"train": 8, "validation": 2, "test": 6}
 ORDER = ("guild", "field")
@@ -41,11 +40,6 @@ def suite(tmp_path_factory):
 @pytest.fixture(scope="module")
 def examples(suite) -> list[Example]:
     return [example for task in suite.tasks for example in task.test]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +126,14 @@ def test_each_task_is_answered_by_its_own_adapter(model, backbone, examples, key
 def test_a_gated_plan_names_the_adapter_only_where_there_are_several(model, backbone, examples, tmp_path):
     write_gate(gate_at([-2.0, -1.0], backbone.hidden_size), tmp_path / GATE)
     for kind, adapter in (("gated_adapter", None), ("gated_adapters", "guild")):
-        found = plan(Artifact(kind, "x", 0, {}), tmp_path, backbone)
+        found = plan(Artifact(kind, "x", 0, {}), tmp_path, lambda: backbone)
         assert isinstance(found, Gated)
         assert found.asks(examples[:2]) == [Ask(e, with_artifact=True, adapter=adapter) for e in examples[:2]]
 
 
 @pytest.mark.parametrize(("kind", "with_artifact"), [("none", False), ("bundle", True), ("adapter", True)])
 def test_models_and_memories_are_asked_plainly(kind, with_artifact, backbone, examples, tmp_path):
-    found = plan(Artifact(kind, None, 0, {}), tmp_path, backbone)
+    found = plan(Artifact(kind, None, 0, {}), tmp_path, lambda: backbone)
     assert found == Plain(with_artifact)
     assert found.asks(examples) == [Ask(example, with_artifact) for example in examples]
 
@@ -191,7 +185,7 @@ def shown(backbone, suite, tmp_path) -> Shown:
     stored = [*suite.tasks[0].train, *suite.tasks[1].train]
     AnchorStore(tmp_path / EXEMPLARS).append(stored, run="all", policy="random", seed=0)
     Neighbours.none(backbone.hidden_size, 3).after(extract_keys(backbone, stored)).write(tmp_path / KEYS)
-    found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, backbone)
+    found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, lambda: backbone)
     assert isinstance(found, Shown)
     return found
 
@@ -254,5 +248,5 @@ def test_copies_ask_no_model(backbone, suite, tmp_path):
     stored = suite.tasks[0].train
     keys, answers = extract_keys(backbone, stored), [example.answer for example in stored]
     Neighbours.none(backbone.hidden_size, 1).after(keys, answers).write(tmp_path / KEYS)
-    found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, backbone)
+    found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, lambda: backbone)
     assert OfflineModel(found, deployed=None).answers(stored) == answers  # anything asked of it would fail

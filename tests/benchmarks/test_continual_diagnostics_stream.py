@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.continual.diagnostics.__main__ import main
-from benchmarks.continual.diagnostics.calibration import correlation
+from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, brief, summary
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT

@@ -34,7 +34,6 @@ from selector.data import Example
 from selector.extract import extract_query_keys
 from selector.gate_fitting import fit_gate
 from selector.objective import Scorer
-from tests.tiny_models import save_tiny_llava
 
 SIZES = {"train": 16, "validation": 4, "test": 4}
 ORDER = ("guild", "field")
@@ -51,11 +50,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
     return load(tmp_path_factory.mktemp("data"), SIZES, {"train": 9, "validation": 9, "test": 9}).ordered(ORDER)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class HttpAnswerer:
         if what is not None and artifact.path is not None:
             endpoint = self.endpoints.adapters if what == "adapter" else self.endpoints.plain
             loadable = LoadableArtifact(endpoint, what, state / artifact.path)
-        chosen = plan(artifact, state, Backbone.load(self.model))
+        chosen = plan(artifact, state, partial(Backbone.load, self.model))
         return HttpModel(chosen, self.endpoints.plain, loadable, self.concurrency)
 
 

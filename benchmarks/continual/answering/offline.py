@@ -40,7 +40,8 @@ class OfflineAnswerer:
             folders = {ONLY_ADAPTER: own}
         if artifact.kind == "gated_adapters":
             folders = {folder.name: folder for folder in sorted(own.iterdir())}
-        return OfflineModel(plan(artifact, state, backbone), Deployed(scorer, bundle), attached(backbone, folders))
+        chosen = plan(artifact, state, lambda: backbone)
+        return OfflineModel(chosen, Deployed(scorer, bundle), attached(backbone, folders))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,23 +77,23 @@ class Plan(Protocol):
         ...
 
 
-def plan(artifact: Artifact, state: Path, backbone: Backbone) -> Plan:
+def plan(artifact: Artifact, state: Path, load: Callable[[], Backbone]) -> Plan:
     """How the artifact of the state folder `state` answers.
 
     Args:
-        backbone: the untouched model, for query keys.
+        load: gives the untouched model, where query keys are needed.
     """
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
         relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
-        return Gated(backbone, relevance, one_for_each_task=artifact.kind == "gated_adapters")
+        return Gated(load(), relevance, one_for_each_task=artifact.kind == "gated_adapters")
     if artifact.kind == "exemplars":
         assert artifact.path is not None
         exemplars = AnchorStore(state / artifact.path).read()
-        return Shown(Scorer(backbone), Neighbours.read(state / KEYS), tuple(exemplars))
+        return Shown(Scorer(load()), Neighbours.read(state / KEYS), tuple(exemplars))
     if artifact.kind == "copier":
         assert artifact.path is not None
-        return Copied(backbone, Neighbours.read(state / artifact.path))
+        return Copied(load(), Neighbours.read(state / artifact.path))
     return Plain(with_artifact=artifact.kind != "none")
 
 

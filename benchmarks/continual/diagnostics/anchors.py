@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import stats
 from torch import Tensor
 
+from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
-from benchmarks.continual.methods.memory import ANCHORS
+from benchmarks.continual.methods.rehearsal import ANCHORS
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.anchors import AnchorStore
@@ -98,11 +98,11 @@ def agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
     """
     anchors, held_out = np.array(pairs, np.float64).T  # [states] each
     gaps = anchors - held_out
-    related = len(pairs) >= 3 and np.ptp(anchors) > 0 and np.ptp(held_out) > 0
+    related = correlation(anchors.tolist(), held_out.tolist())
     return {
         "states": len(pairs),
-        "pearson": float(stats.pearsonr(anchors, held_out).statistic) if related else None,
-        "spearman": float(stats.spearmanr(anchors, held_out).statistic) if related else None,
+        "pearson": related["pearson"],
+        "spearman": related["spearman"],
         "mean_gap": float(gaps.mean()),
         "mean_absolute_gap": float(np.abs(gaps).mean()),
         "relative_gap": float((np.abs(gaps) / held_out).mean()) if (held_out > 0).all() else None,

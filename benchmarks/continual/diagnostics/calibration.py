@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import pearsonr, spearmanr
 
+from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from selector.plots import COLOURS, HATCHES, STROKES, finite
 
-FEWEST = 3  # pairs, of which a correlation is computed
 PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten"}
 
 
@@ -92,15 +91,6 @@ def gains(run: FinishedRun, fixed: FinishedRun) -> dict[str, list[float]]:
     """Delta_t over the fixed calibration (paper, Eq. calibration_gain), [T]: when task t is learned, and in the end."""
     difference = run.accuracy - fixed.accuracy  # [T, T]
     return {"gain": difference.diagonal().tolist(), "gain_in_the_end": difference[-1].tolist()}
-
-
-def correlation(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
-    """Pearson's r and Spearman's rho of the pairs that are known; None for fewer than three, or if one is constant."""
-    pairs = np.array([pair for pair in zip(one, other, strict=True) if all(map(math.isfinite, pair))])
-    found: dict[str, Any] = {"pairs": len(pairs), "pearson": None, "spearman": None}
-    if len(pairs) >= FEWEST and np.ptp(pairs, axis=0).all():
-        found["pearson"], found["spearman"] = (float(f(*pairs.T).statistic) for f in (pearsonr, spearmanr))
-    return found
 
 
 def _means(of_runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

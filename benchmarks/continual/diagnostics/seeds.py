@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from scipy import stats
 
+from benchmarks.continual.comparison import paired
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import grouped
@@ -28,7 +28,6 @@ from selector.plots import COLOURS
 
 SOURCE = 'paper, "Statistical Reporting Protocol"'
 SCORES = {"AP": "AP", "AF": "AF (less is better)", "base_final": "base questions, after the last task"}
-CONFIDENCE = 0.95
 
 Scores = Mapping[int, float]  # by seed
 
@@ -72,16 +71,15 @@ def paired_difference(one: Scores, other: Scores) -> dict[str, Any]:
     "interval" is where the mean over all seeds lies with 95% confidence, if differences are normally distributed. All
     but the seeds are None where no seed is common, and the errors where only one is.
     """
-    common = sorted(one.keys() & other.keys())
-    differences = [one[seed] - other[seed] for seed in common]
-    if not differences:
+    found = paired(one, other)
+    if found is None:
         return {"seeds": [], "mean": None, "standard_error": None, "interval": None}
-    found = spread(differences)
-    interval = None
-    if len(common) > 1:
-        reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, df=len(common) - 1)) * found["standard_error"]
-        interval = [found["mean"] - reach, found["mean"] + reach]
-    return {"seeds": common, "mean": found["mean"], "standard_error": found["standard_error"], "interval": interval}
+    return {
+        "seeds": list(found.seeds),
+        "mean": found.value,
+        "standard_error": found.standard_error,
+        "interval": None if found.margin is None else [found.value - found.margin, found.value + found.margin],
+    }
 
 
 def plot(found: dict[str, Any]) -> Figure:

@@ -5,7 +5,6 @@ A method is served as its bundle, by the plugin, and by nothing else.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any, TypeVar
 
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
-from selector.anchors import AnchorStore, choose_anchors
 from selector.backbone import Backbone
 from selector.checkpoint import Checkpoint
 from selector.update import TaskInputs, Update, memory_bytes
 
 from .method import Artifact, Circumstances
+from .rehearsal import earlier_anchors, keep_anchors
 
-BUNDLE, ANCHORS = "memory.safetensors", "anchors"
+BUNDLE = "memory.safetensors"
 
 S = TypeVar("S")
 
@@ -46,18 +45,14 @@ def learn_memory(
 ) -> Artifact:
     """One task's update from the bundle and the anchors in `previous`; the next ones go into `out`."""
     backbone = Backbone.load(circumstances.model)
-    if previous is not None:
-        shutil.copytree(previous / ANCHORS, out / ANCHORS)
-    store = AnchorStore(out / ANCHORS)
+    anchors = earlier_anchors(previous, out)
     before = None if previous is None else read_bundle(previous / BUNDLE)
     # Nothing to go on from: the folder is new, and what an attempt that was killed has left is gone.
     checkpoint, _ = Checkpoint.open(out / "progress", {})
-    done = update(backbone, TaskInputs(task.train, task.validation, store.read(), before), checkpoint)
+    done = update(backbone, TaskInputs(task.train, task.validation, anchors, before), checkpoint)
     checkpoint.remove()
     write_bundle(done.bundle, out / BUNDLE)
-    seed = circumstances.seed
-    rows = choose_anchors(task.train, anchors_per_task, "random", seed, keys=done.training_keys)
-    store.append([task.train[row] for row in rows], run=task.name, policy="random", seed=seed)
+    anchor_bytes = keep_anchors(task.name, task.train, out, anchors_per_task, circumstances.seed)
     report = {name: value for name, value in done.report.items() if name != "diversity"}
-    report |= report.pop("refinement", {}) | {"anchor_bytes": store.bytes()}
+    report |= report.pop("refinement", {}) | {"anchor_bytes": anchor_bytes}
     return Artifact("bundle", BUNDLE, memory_bytes(done.bundle), report)
