@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -104,6 +104,14 @@ def extract_query_keys(
     _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
     merge_rows([query_keys])
     return query_keys
+
+
+class QueryKeysOf(Protocol):
+    """`extract_query_keys`, or what gives the same keys."""
+
+    def __call__(
+        self, backbone: Backbone, examples: Sequence[Example], *, batch_size: int, progress: bool = False
+    ) -> Tensor: ...
 
 
 def extract_keys(

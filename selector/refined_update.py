@@ -26,7 +26,7 @@ from .checkpoint import Checkpoint
 from .data import Example
 from .distributed import is_main
 from .entry_plan import Plan, QueryKeys, arriving_task, plan_entries, starting_memory
-from .extract import extract_query_keys
+from .extract import QueryKeysOf, extract_query_keys
 from .gate_fitting import fit_gate
 from .induced_attention import induced_attention
 from .injection import Memory
@@ -50,6 +50,7 @@ def update_refined(
     checkpoint: Checkpoint,
     *,
     base: Sequence[Example] = (),
+    query_keys: QueryKeysOf = extract_query_keys,
     progress: bool = False,
 ) -> Update:
     """Choose, refine and gate; the same inputs and settings give the same digest, interrupted or not. Collective.
@@ -57,6 +58,7 @@ def update_refined(
     Args:
         base: questions that the model answers well by itself, for which the gate is to stay closed; their answers are
             not used.
+        query_keys: for a caller that has the keys of some questions already.
 
     Raises:
         TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
@@ -70,7 +72,7 @@ def update_refined(
     with phases.phase("extract"):
         known = QueryKeys(
             *(
-                extract_query_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
+                query_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
                 for examples in (inputs.training, inputs.validation, inputs.anchors, base)
             )
         )

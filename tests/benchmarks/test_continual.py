@@ -59,6 +59,15 @@ def test_a_setting_goes_to_every_method_that_has_it():
     assert no_memory == METHODS["no_memory"]
 
 
+def test_what_makes_an_ablation_cannot_be_set():
+    refined, unrefined = choose_methods(["refined", "refined_no_refinement"], ["steps=7", "batch_size=2"])
+    assert (refined.steps, unrefined.steps, unrefined.batch_size) == (7, 0, 2)
+    paper, without = choose_methods(["paper", "paper_no_anchors"], ["beta=0.25"])
+    assert (paper.beta, without.beta) == (0.25, 0.0)
+    with pytest.raises(ConfigError, match="what makes an ablation cannot be set"):
+        choose_methods(["fixed_calibration"], ["inner_steps=3"])
+
+
 def test_a_new_adapter_changes_nothing_and_reaches_every_linear_layer(suite):
     backbone = Backbone.load(CHECKPOINT)
     prompt = backbone.encode_example(suite.tasks[0].train[0])
@@ -91,15 +100,17 @@ def model(backbone: Backbone, bundle: Bundle | None = None) -> OfflineModel:
 
 def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):
     out = tmp_path / "out"
-    small = ["--method", "refined", "--set", "learning_rate=0.1", "--keep-states", "all"]
+    small = ["--method", "refined", "--set", "learning_rate=0.1", "--keep-states", "all", "--budget", "8"]
     assert main(command(data, out, *small)) == 0
-    folder = own_folder(out, "refined")
+    folder = own_folder(out, "refined", budget=8)
     first, second = (read_bundle(folder / name / "state" / "memory.safetensors") for name in ("00-guild", "01-field"))
     assert second.metadata.parent_digest == first.digest
     assert second.metadata.gate_tasks == ORDER
     matrix = json.loads((folder / "matrix.json").read_bytes())
     assert matrix["complete"]
-    assert matrix["stored_bytes"] == [memory_bytes(Backbone.load(CHECKPOINT), 4 * tasks, 8, tasks) for tasks in (1, 2)]
+    assert matrix["stored_bytes"] == [
+        memory_bytes(Backbone.load(CHECKPOINT), 4 * n, 8, n) for n in (1, 2)
+    ]  # 4: a share
     assert not (folder / "01-field" / "state" / "progress").exists()
     anchors = [AnchorStore(folder / name / "state" / "anchors") for name in ("00-guild", "01-field")]
     assert [len(store.read()) for store in anchors] == [5, 10]

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.continual.methods import METHODS, Artifact, Circumstances
+from benchmarks.continual.methods import METHODS, Artifact, Circumstances, known_keys
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
 from benchmarks.continual.methods.fit import Fit
 from benchmarks.continual.methods.gating import gate_of, read_gate, write_gate
 from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.methods.known_keys import KnownKeys
 from benchmarks.continual.methods.lora import Lesson, Lora
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
@@ -380,9 +381,9 @@ def test_er_rehearses_a_sample_of_the_whole_stream_within_the_bytes(learnt, suit
 # The gate
 
 
-def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, backbone):
+def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, model, backbone):
     first, second = suite.tasks
-    found = gate_of(backbone, second, first.train[:5], suite.base.train)
+    found = gate_of(model, second, first.train[:5], suite.base.train)
     own = {
         first.name: extract_query_keys(backbone, first.train[:5]),
         second.name: extract_query_keys(backbone, [*second.train, *second.validation]),
@@ -391,6 +392,25 @@ def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, backbone):
     assert found.tasks == expected.tasks == ORDER
     torch.testing.assert_close(found.keys.float(), expected.keys.float(), atol=2e-3, rtol=0)
     torch.testing.assert_close(found.thresholds, expected.thresholds, atol=1e-3, rtol=0)
+
+
+def test_keys_are_extracted_once_for_the_same_questions(suite, model, backbone, monkeypatch):
+    extracted = []
+
+    def extract(backbone, examples, **options):
+        extracted.append([example.id for example in examples])
+        return extract_query_keys(backbone, examples, **options)
+
+    monkeypatch.setattr(known_keys, "extract_query_keys", extract)
+    monkeypatch.setattr(KnownKeys, "known", {})
+    (first, second), base = suite.tasks, suite.base.train
+    fresh = extract_query_keys(backbone, base, batch_size=4)
+    for asked in (base, base[:-1], base):
+        assert torch.equal(KnownKeys(model)(backbone, asked, batch_size=4), fresh[: len(asked)])
+    assert extracted == [[e.id for e in base], [e.id for e in base[:-1]]]
+    gate_of(model, first, (), base)
+    gate_of(model, second, (), base)
+    assert len(extracted) == 5  # two tasks and the base, in batches of another size
 
 
 def test_a_gate_comes_back_as_it_was_written(tmp_path):

@@ -21,7 +21,9 @@ from .lora_replay import LoraReplay
 from .lwf import Lwf
 from .method import Artifact, Circumstances, Method
 from .no_memory import NoMemory
+from .paper_memory import Paper
 from .prompt_replay import PromptReplay
+from .refined_memory import Refined
 
 METHODS: Mapping[str, Any] = MappingProxyType(
     {
@@ -39,9 +41,9 @@ METHODS: Mapping[str, Any] = MappingProxyType(
             KnnCopier(),
             Built("random_memory", "random"),
             Built("kcenter_memory", "k-center"),
-            paper_memory.Paper(),
+            Paper(),
             *paper_memory.ABLATIONS,
-            refined_memory.Refined(),
+            Refined(),
             *refined_memory.ABLATIONS,
         )
     }
@@ -72,11 +74,24 @@ def choose_methods(
             value = json.loads(text)
         except ValueError:
             value = text
-        knowing = [method for method in chosen if key != "name" and key in {f.name for f in fields(method)}]
+        knowing = [method for method in chosen if key in changeable(method)]
         if not given or not knowing:
-            raise ConfigError(f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE")
+            raise ConfigError(
+                f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE, "
+                "and what makes an ablation cannot be set"
+            )
         chosen = [with_setting(method, key, value) if method in knowing else method for method in chosen]
     return chosen
+
+
+def changeable(method: Any) -> set[str]:
+    """The names of the settings that leave a method what it is: of an ablation, all but those that make it one."""
+    settings = {field.name for field in fields(method)} - {"name"}
+    whole = next((family() for family in (Paper, Refined) if isinstance(method, family)), None)
+    registered = METHODS.get(method.name)
+    if whole is None or registered is None:
+        return settings
+    return {name for name in settings if getattr(registered, name) == getattr(whole, name)}
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:

@@ -89,7 +89,7 @@ def gated(
     """The artifact of a state that holds anchors of all tasks, behind a gate that is fitted and written here."""
     anchors = [anchor for anchor in AnchorStore(out / ANCHORS).read() if anchor.task != task.name]
     shown: tuple[Example, ...] = tuple(circumstances.base) if base else ()
-    gate = gate_of(Backbone.load(circumstances.model), task, anchors, shown)
+    gate = gate_of(circumstances.model, task, anchors, shown)
     size = write_gate(gate, out / GATE)
     report = learnt.report | {"gate_bytes": size, "gate_thresholds": gate.thresholds.tolist()}
     return Artifact(kind, learnt.path, learnt.stored_bytes + size, report)

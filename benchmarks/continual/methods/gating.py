@@ -17,25 +17,27 @@ from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Gate
 from selector.backbone import Backbone
 from selector.data import Example
-from selector.extract import extract_query_keys
 from selector.files import replace_file
 from selector.gate_fitting import fit_gate
+
+from .known_keys import KnownKeys
 
 GATE = "gate.safetensors"
 BATCH_SIZE = 64
 
 
-def gate_of(backbone: Backbone, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
+def gate_of(model: Path, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
     """The gate after `task`, from what the refined recipe fits its own to.
 
     Args:
-        backbone: the untouched model.
+        model: the folder of the untouched one.
         anchors: of the tasks before, in the order of the stream; none of `task`.
         base: questions that no task is needed for; their answers are not used.
     """
+    backbone, known = Backbone.load(model), KnownKeys(model)
 
     def keys(examples: Sequence[Example]) -> Tensor:  # [n, 2, d]
-        return extract_query_keys(backbone, examples, batch_size=BATCH_SIZE)
+        return known(backbone, examples, batch_size=BATCH_SIZE)
 
     names = dict.fromkeys(anchor.task for anchor in anchors)
     own = {name: keys([anchor for anchor in anchors if anchor.task == name]) for name in names}

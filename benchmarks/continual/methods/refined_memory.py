@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,22 +13,27 @@ from selector.build import Policy
 from selector.refined_settings import Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined_update import update_refined
 
+from .known_keys import KnownKeys
 from .memory import learn_memory, selector_settings
 from .method import Artifact, Circumstances, Kind
 
 
 @dataclass(frozen=True)
 class Refined:
-    """The recipe with its own defaults; `RefinedSettings` says what the fields mean."""
+    """The recipe with its own defaults, but for what is known here: how many tasks there will be.
+
+    `RefinedSettings` says what the fields mean.
+    """
 
     kind: ClassVar[Kind] = "bundle"
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in (0.05, 0.1, 0.2))
 
     name: str = "refined"
     steps: int = RefinedSettings.steps
-    entries_per_task: int = RefinedSettings.entries_per_task
+    batch_size: int = RefinedSettings.batch_size
+    entries_per_task: int | None = None  # None: an equal share of the budget for every task of the stream
     entry_policy: Policy = RefinedSettings.entry_policy
-    nested: bool = RefinedSettings.nested
+    nested: bool = False  # such a share is never halved
     learning_rate: float | None = None  # None: searched for each task, on its validation split
     beta: float = RefinedSettings.beta
     calibrate: Calibrate = RefinedSettings.calibrate
@@ -40,10 +45,13 @@ class Refined:
     base: bool = True  # whether the gate is shown base questions
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        settings = selector_settings(RefinedSettings, self, circumstances)
+        share = max(1, circumstances.budget // circumstances.num_tasks)
+        shared = replace(self, entries_per_task=self.entries_per_task or share)
+        settings = selector_settings(RefinedSettings, shared, circumstances)
         base = circumstances.base if self.base else ()
+        keys = KnownKeys(circumstances.model)
         return learn_memory(
-            lambda *given: update_refined(*given[:2], settings, given[2], base=base),
+            lambda *given: update_refined(*given[:2], settings, given[2], base=base, query_keys=keys),
             self.anchors_per_task,
             task,
             previous,
@@ -70,7 +78,7 @@ ABLATIONS = (
     Refined("refined_prefix_key", gate="prefix"),
     # The budget goes to what is most spread among old entries and new examples; what is not chosen is evicted. A random
     # choice would evict nearly all that is held.
-    Refined("refined_no_quotas", allocation="joint", entry_policy="k-center", nested=False),
+    Refined("refined_no_quotas", allocation="joint", entry_policy="k-center"),
     Unrefined(),
     # A gate needs prior weighting, so this goes without: to be held against refined_no_gate.
     Refined("refined_sqrt", weighting="sqrt", gate="none"),
