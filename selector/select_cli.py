@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SUCCESS, FAILED, WORSE = 0, 2, 3
 PROGRAM = "inducekv-select"
+DEFAULT_RECIPE = "refined"  # the one that benchmarks/continual found best
 VALIDATION_SHARE = 0.1  # held out of the task's examples where no file of validation examples is given
 # Flags by the recipe that knows them; each is the name of a setting, whose default stands there.
 SHARED_SETTINGS = ("payload_tokens", "weighting", "beta", "batch_size", "seed")
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Read, update, write; everything that can be refused is refused before the model is loaded."""
     _check_paths(options)
     previous = read_bundle(options.previous) if options.previous else None
+    options.recipe = options.recipe or _usual_recipe(previous)
 
     from .anchors import AnchorStore, examples_digest
     from .checkpoint import identity_digest
@@ -117,6 +119,11 @@ def run(options: argparse.Namespace) -> int:
             publish(options.publish, options.output)
     checkpoint.remove()  # only now: a refused publication can be repeated without anything else
     return SUCCESS
+
+
+def _usual_recipe(previous: Bundle | None) -> str:
+    """The previous bundle's, where there is one: another could not go on from it."""
+    return DEFAULT_RECIPE if previous is None or previous.metadata.recipe == DEFAULT_RECIPE else "paper"
 
 
 def _written(output: Path, identity: dict[str, Any]) -> Checkpoint | None:
@@ -407,7 +414,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--previous", type=Path, help="the bundle of the tasks before; stays as it is")
     add("--validation", type=Path, help="validation data (default: a tenth of the task's, held out by the seed)")
     add("--anchors", type=Path, metavar="DIR", help="the store of anchors: read, and this task's are added")
-    add("--recipe", choices=tuple(RECIPE_SETTINGS), default="paper")
+    add("--recipe", choices=tuple(RECIPE_SETTINGS), help="(default: the previous bundle's, else refined)")
     add("--budget", type=int, help="the most entries the memory may have (default: the previous bundle's, else 256)")
     add("--anchor-policy", choices=POLICIES, default="random")
     add("--anchors-per-task", type=int, default=64, help="(default 64)")

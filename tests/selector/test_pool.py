@@ -190,6 +190,7 @@ def test_killed_while_it_extracts_it_ends_with_the_same_digest(
     output = tmp_path / "next.safetensors"
     arguments = [
         *("--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output), "--full-pool"),
+        *("--recipe", "paper"),
         *("--budget", "3", "--payload-tokens", "256", "--iterations", "1", "--inner-steps", "1"),
         *("--beta", "0.5", "--gamma", "0.1", "--batch-size", "1"),
     ]

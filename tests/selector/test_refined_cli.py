@@ -1,4 +1,4 @@
-"""`inducekv-select --recipe refined` as a user runs it: a stream of tasks, resumption after SIGKILL, every refusal."""
+"""`inducekv-select` by its default recipe, the refined one: a stream of tasks, resumption after SIGKILL, refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(model_folders: dict[str, Path], data: dict[str, Path], tmp_path: Path) -
     (tmp_path / "out").mkdir()
 
     def command(task: str, *more: str, previous: str | None = None, budget: int = 4) -> list[str]:
-        arguments = ["--recipe", "refined", "--model", str(model_folders["llava"]), "--task", str(data[task])]
+        arguments = ["--model", str(model_folders["llava"]), "--task", str(data[task])]
         arguments += ["--output", str(tmp_path / "out" / f"{task}.safetensors"), "--base", str(data["base"])]
         arguments += ["--anchors", str(tmp_path / "anchors"), "--anchors-per-task", "6", "--budget", str(budget), *FAST]
         if previous:
@@ -128,7 +128,7 @@ def test_the_report_says_what_the_deployed_bundle_does(run: Any, data: dict[str,
     validation = task_of(tmp_path / "validation", "colours", "What colour is the small circle?")
     assert main(run("colours", "--validation", str(validation))) == 0
     found, bundle = report_of(tmp_path, "colours"), bundle_of(tmp_path, "colours")
-    backbone = Backbone.load(run("colours")[3])
+    backbone = Backbone.load(run("colours")[1])
     deployed, examples = Deployed(Scorer(backbone), bundle), read_task(validation)
     keys = torch.cat([backbone.query_keys(backbone.encode_example(example)) for example in examples])
     opened, _ = deployed.routing(keys)
@@ -251,10 +251,11 @@ def test_a_paper_bundle_cannot_be_gone_on_from(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folders: dict[str, Path], data: dict[str, Path]
 ) -> None:
     paper = ["--model", str(model_folders["llava"]), "--task", str(data["colours"]), "--budget", "2"]
+    paper += ["--recipe", "paper"]
     paper += ["--output", str(tmp_path / "out" / "colours.safetensors"), "--beta", "0.5", "--gamma", "0.1"]
     paper += ["--iterations", "1", "--inner-steps", "1", "--payload-tokens", "2", "--allow-worse"]
     assert main([*paper, "--anchors", str(tmp_path / "anchors")]) == 0
-    refusal = refuse(capsys, run("counts", "--entries-per-task", "2", previous="colours"))
+    refusal = refuse(capsys, run("counts", "--recipe", "refined", previous="colours"))
     assert "made by the recipe 'paper', which the recipe 'refined' cannot go on from" in refusal
 
 

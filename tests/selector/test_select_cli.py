@@ -28,6 +28,7 @@ from selector.select_cli import main
 from tests.selector.conftest import record, write_task
 
 FAST = ("--budget", "3", "--payload-tokens", "2", "--iterations", "2", "--inner-steps", "1", "--full-pool")
+PAPER = ("--recipe", "paper")
 # A model of random weights knows no task: whether its memory is any good is a matter of chance.
 ANYWAY = ("--allow-worse",)
 # Without the grid.
@@ -53,6 +54,7 @@ def command(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> 
         str(task_file),
         "--output",
         str(output(tmp_path)),
+        *PAPER,
         *FAST,
         *ANYWAY,
     ]
@@ -133,9 +135,11 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(
 
     following = tmp_path / "out" / "second.safetensors"
     again = [*command, *store, "--task", str(second_task), "--output", str(following)]
+    again = [argument for argument in again if argument not in PAPER]  # it is the previous bundle's
     assert main([*again, "--previous", str(output(tmp_path))]) == 0
     second = read_bundle(following)
     found = json.loads((tmp_path / "out" / "second.report.json").read_text())
+    assert second.metadata.recipe == first.metadata.recipe == "paper"
     assert second.metadata.parent_digest == first.digest
     assert {name: second.metadata.settings[name] for name in ("beta", "gamma")} == {
         name: first.metadata.settings[name] for name in ("beta", "gamma")
