@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: what is asked for cannot be run."""
     names = list(METHODS) if ALL_METHODS in options.method else options.method
-    methods = choose_methods(names, options.set, tuned_methods(options.tuned, names) if options.tuned else METHODS)
+    methods = tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
     require_model_folder(options.model)
     if min(options.budget) < 1 or min(options.seed) < 0:
         raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual.methods import METHODS, Method, with_setting
+from benchmarks.continual.methods import Method, choose_methods, with_setting
 from benchmarks.continual.stream import write_json
 from inducekv_vllm.errors import ConfigError
 
@@ -57,7 +57,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 
 
 def tuned_settings(path: Path, method: Method) -> Method:
-    """The method, as `METHODS` has it, with the settings that a search found best.
+    """The method with the settings that a search found best.
 
     Raises:
         ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
@@ -71,9 +71,14 @@ def tuned_settings(path: Path, method: Method) -> Method:
     return apply_settings(method, record["settings"])
 
 
-def tuned_methods(path: Path, names: Iterable[str]) -> dict[str, Method]:
-    """The known ones of `names`, each with its searched settings; see `tuned_settings`."""
-    return {name: tuned_settings(path, METHODS[name]) for name in names if name in METHODS}
+def tuned_methods(path: Path, names: Sequence[str], given: Sequence[str]) -> list[Method]:
+    """The methods of `names` with what is `given` (see `choose_methods`) and, for the rest, their searched settings.
+
+    Raises:
+        ConfigError: as `choose_methods` and `tuned_settings` do; a search with other `given` settings is of no use.
+    """
+    chosen = choose_methods(names, given)
+    return choose_methods(names, given, {method.name: tuned_settings(path, method) for method in chosen})
 
 
 def apply_settings(method: Method, settings: Settings) -> Method:

@@ -13,10 +13,17 @@ import pytest
 
 from benchmarks.continual import search as searching
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.methods import Artifact, Circumstances
+from benchmarks.continual.methods import Artifact, Circumstances, choose_methods
 from benchmarks.continual.search import Search, judge, require_equal_trials, run_trials, searched_suite
 from benchmarks.continual.suites import Suite, TaskData
-from benchmarks.continual.tuned import apply_settings, read_tuned, tuned_settings, write_tuned
+from benchmarks.continual.tuned import (
+    apply_settings,
+    read_tuned,
+    tuned_methods,
+    tuned_settings,
+    unsearched_digest,
+    write_tuned,
+)
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
 from selector.data import Example
@@ -181,6 +188,20 @@ def test_winners_are_read_back_and_applied(shared, tmp_path):
         tuned_settings(path, Fake(steps=6))
     with pytest.raises(ConfigError, match="of a search of another configuration"):
         write_tuned(path, {"budget": 16}, {"fake": found})
+
+
+def test_a_run_with_the_settings_of_the_search_takes_its_winners(tmp_path):
+    path, given = tmp_path / "tuned.json", ["steps=7"]
+    (searched,) = choose_methods(["lora"], given)
+    record = {"settings": {"learning_rate": 0.25}, "unsearched": unsearched_digest(searched)}
+    write_tuned(path, {}, {"lora": record})
+    (lora,) = tuned_methods(path, ["lora"], given)
+    assert (lora.steps, lora.learning_rate) == (7, 0.25)
+    (lora,) = tuned_methods(path, ["lora"], [*given, "learning_rate=0.5"])  # what is given wins
+    assert (lora.steps, lora.learning_rate) == (7, 0.5)
+    for other in ([], ["steps=8"]):
+        with pytest.raises(ConfigError, match="lora was searched with other settings than it has now"):
+            tuned_methods(path, ["lora"], other)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"digest": "", "methods": {"fake": {}}}'])

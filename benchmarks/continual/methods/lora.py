@@ -53,9 +53,9 @@ class Lora:
     autocast: bool = True  # bfloat16 while training
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
-        {"learning_rate": 2e-4},
         {"learning_rate": 5e-4},
         {"learning_rate": 1e-3},
+        {"learning_rate": 2e-3},
     )
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
