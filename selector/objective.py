@@ -30,6 +30,8 @@ from .pool import Pool
 
 # Prefixes that are kept after their first use, so that images are not decoded in every step.
 KEPT_PREFIXES = 512
+# Times the examples of a training step that are measured at once: nothing is kept for a backward pass.
+MEASURED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ class Questions:
 
 
 class Scorer:
-    """Negative log-likelihood of answers under a memory, of a frozen backbone."""
+    """Negative log-likelihood of answers under a memory, of a frozen backbone.
+
+    `batch_size` is that of means and answers, which need no gradients.
+    """
 
     def __init__(self, backbone: Backbone, *, batch_size: int = 8) -> None:
         self.backbone = backbone

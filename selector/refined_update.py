@@ -31,7 +31,7 @@ from .gate_fitting import fit_gate
 from .induced_attention import induced_attention
 from .injection import Memory
 from .lesson import prepare_lesson
-from .objective import Scorer
+from .objective import MEASURED_AT_ONCE, Scorer
 from .progress import progress_bar
 from .quotas import quotas
 from .rate_search import require_storable, search, shown
@@ -65,7 +65,7 @@ def update_refined(
         BundleError, FingerprintMismatch: the previous memory does not fit the model, the payload size or the recipe.
         ConfigError: the settings contradict the previous memory, or there is nothing to search with.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=settings.batch_size)
+    phases, scorer = Phases(), Scorer(backbone, batch_size=MEASURED_AT_ONCE * settings.batch_size)
     check_inputs(backbone, inputs, settings)
     with phases.phase("check"):
         require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors, *base), progress)

@@ -32,7 +32,7 @@ from .distributed import in_step, is_main, together
 from .extract import Extraction, extract, extract_keys
 from .induced_attention import induced_attention
 from .injection import Memory
-from .objective import Candidates, Objective, Questions, Scorer, log_prior
+from .objective import MEASURED_AT_ONCE, Candidates, Objective, Questions, Scorer, log_prior
 from .pool import Pool
 from .progress import progress_bar
 from .report import Phases, composition, diversity, retrieval_divergence, rounding
@@ -151,7 +151,7 @@ def update(
         BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=settings.batch_size)
+    phases, scorer = Phases(), Scorer(backbone, batch_size=MEASURED_AT_ONCE * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, RECIPE)
     pairs = pairs_to_try(inputs, settings)
     with phases.phase("check"):
