@@ -122,8 +122,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _usual_recipe(previous: Bundle | None) -> str:
-    """The previous bundle's, where there is one: another could not go on from it."""
-    return DEFAULT_RECIPE if previous is None or previous.metadata.recipe == DEFAULT_RECIPE else "paper"
+    """The previous bundle's: no other could go on from it, but for the paper's from one that was only built."""
+    if previous is None:
+        return DEFAULT_RECIPE
+    return previous.metadata.recipe if previous.metadata.recipe in RECIPE_SETTINGS else "paper"
 
 
 def _written(output: Path, identity: dict[str, Any]) -> Checkpoint | None:

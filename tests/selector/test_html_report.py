@@ -361,20 +361,8 @@ def test_the_same_report_gives_the_same_page_in_another_process() -> None:
 
 def test_the_report_of_a_real_run(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "next.safetensors"
-    settings = (
-        "--recipe",
-        "paper",
-        "--budget",
-        "3",
-        "--payload-tokens",
-        "2",
-        "--iterations",
-        "2",
-        "--inner-steps",
-        "1",
-        "--beta",
-        "0.5",
-    )
+    settings = ("--recipe", "paper", "--budget", "3", "--payload-tokens", "2", "--beta", "0.5")
+    settings += ("--iterations", "2", "--inner-steps", "1")
     arguments = ["--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output), *settings]
     assert main(arguments) == 0
     report = json.loads(report_path(output).read_text())
