@@ -1,0 +1,73 @@
+"""The worker of the servers that answer for adapters: LoRA computed adapter by adapter, not token by token.
+
+vLLM's LoRA on CPUs gathers the adapter's matrices anew for every token (vllm.lora.ops.torch_ops), which takes most of
+the time of a small model's answer. Here the tokens of a batch that ask one adapter share one matrix product. Tokens
+that ask none are left alone. A compiled model keeps vLLM's own: the adapters of one batch would become part of the
+compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.platforms import current_platform
+
+from inducekv_vllm.worker import InduceKVWorker
+
+NO_ADAPTER = -1
+
+
+class LoraWorker(InduceKVWorker):
+    """The worker that a server has anyway, told what computes its LoRA layers."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.model_config.enforce_eager:
+            current_platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
+        super().load_model(*args, **kwargs)
+
+
+class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
+    """vLLM's LoRA on CPUs with one matrix product for all tokens of an adapter."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self._groups = list(_rows_of_adapters(self.token_lora_indices))
+
+    def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
+        """y [tokens, rank] = scale * x [tokens, in] A^T, with each token's own A.
+
+        Args:
+            w_t_all: [adapters, 1, rank, in].
+        """
+        y = y.view(-1, y.shape[-1])
+        for adapter, rows in self._groups:
+            y[rows] = scale * (x[rows].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).T)
+
+    def _apply_expand(
+        self, y: Tensor, x: Tensor, w_t_all: Tensor, y_offset: int, y_slice_size: int, add_inputs: bool = True
+    ) -> None:
+        """y [tokens, y_offset : y_offset + y_slice_size] += x [tokens, rank] B^T, with each token's own B.
+
+        Args:
+            w_t_all: [adapters, 1, y_slice_size, rank].
+            add_inputs: False overwrites.
+        """
+        columns = y[:, y_offset : y_offset + y_slice_size]
+        for adapter, rows in self._groups:
+            product = x[rows].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).T
+            columns[rows] = columns[rows] + product if add_inputs else product
+
+
+def _rows_of_adapters(adapters: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
+    """Each adapter that is asked, with its rows.
+
+    Args:
+        adapters: [tokens], -1 for none.
+    """
+    asked = adapters.unique().tolist()
+    for adapter in asked:
+        if adapter != NO_ADAPTER:
+            yield adapter, slice(None) if len(asked) == 1 else (adapters == adapter).nonzero().squeeze(1)
