@@ -23,7 +23,7 @@ from .refined_settings import RefinedSettings
 from .refinement import Lesson, RefinementState, refine
 from .update import TaskInputs
 
-LEARNING_RATES: Final = (0.05, 0.1, 0.2)  # searched on validation
+LEARNING_RATES: Final = (0.15, 0.3, 0.6)  # searched on validation
 TRIAL_SHARE: Final = 0.25  # of the steps, that each learning rate gets in the search
 
 

@@ -27,6 +27,7 @@ from .checkpoint import Checkpoint
 from .checks import require_at_least, require_choice, require_positive
 from .distributed import replicated
 from .injection import Memory, answer_logprobs
+from .muon import muon_step
 from .objective import Questions, Scorer, batch_rows, mean_of_batch
 
 Precision = Literal["bfloat16", "float32"]
@@ -41,7 +42,7 @@ class RefinementSettings:
 
     steps: int = 400
     batch_size: int = 16
-    learning_rate: float = 0.1  # of payloads, falling along a cosine
+    learning_rate: float = 0.3  # Muon's, of payloads, falling along a cosine
     beta: float = 1.0
     distillation: float = 1.0  # weight of the KL beside the anchors' NLL
     precision: Precision = "bfloat16"  # of the model's matrix products while training; what is trained stays float32
@@ -105,11 +106,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class RefinementState:
-    """What is trained, with Adam's running means: all that an interrupted run needs to go on as if it had not been."""
+    """What is trained, with the running means: all that an interrupted run needs to go on as if it had not been."""
 
     values: dict[str, Tensor]  # payload_keys and payload_values [L, trained, J, m, D], phi [1 + L], layer_bias [L]
-    means: dict[str, Tensor]
-    squares: dict[str, Tensor]
+    means: dict[str, Tensor]  # of the gradients
+    squares: dict[str, Tensor]  # of the gradients' squares, for AdamW: of phi and layer_bias
     step: int = 0
     history: tuple[Measured, ...] = ()
 
@@ -124,8 +125,9 @@ class RefinementState:
             "phi": torch.cat([temperature_.expm1().log()[None], (gates / (1 - gates)).log()]).float(),
             "layer_bias": memory.layer_bias.clone(),
         }
-        zeros = {name: torch.zeros_like(value) for name, value in values.items()}
-        return cls(values, zeros, {name: zero.clone() for name, zero in zeros.items()})
+        means = {name: torch.zeros_like(value) for name, value in values.items()}
+        squares = {name: torch.zeros_like(value) for name, value in values.items() if not _is_payload(name)}
+        return cls(values, means, squares)
 
     def memory(self, lesson: Lesson) -> Memory:
         """The K entries with what has been learnt."""
@@ -162,8 +164,8 @@ def refine(
 
 
 def step(lesson: Lesson, settings: RefinementSettings, state: RefinementState) -> RefinementState:
-    """One step of AdamW without decay on a batch of current questions and one of anchors."""
-    names = [name for name in state.values if lesson.calibrate or name.startswith("payload")]
+    """One step on a batch of current questions and one of anchors: payloads by Muon, the rest by AdamW; no decay."""
+    names = [name for name in state.values if lesson.calibrate or _is_payload(name)]
     leaves = [state.values[name].clone().requires_grad_() for name in names]
     values = state.values | dict(zip(names, replicated(*leaves), strict=True))
     memory = _memory(lesson, values)
@@ -289,25 +291,31 @@ def _memory(lesson: Lesson, values: dict[str, Tensor]) -> Memory:
 
 def _clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """The payloads' gradients shortened to a norm of at most `LARGEST_GRADIENT`."""
-    payloads = [gradient for name, gradient in gradients.items() if name.startswith("payload")]
+    payloads = [gradient for name, gradient in gradients.items() if _is_payload(name)]
     norm = torch.stack([gradient.norm() for gradient in payloads]).norm()
     factor = LARGEST_GRADIENT / norm.clamp(min=LARGEST_GRADIENT)
-    return {name: g * factor if name.startswith("payload") else g for name, g in gradients.items()}
+    return {name: g * factor if _is_payload(name) else g for name, g in gradients.items()}
 
 
 def _stepped(state: RefinementState, gradients: dict[str, Tensor], settings: RefinementSettings) -> RefinementState:
-    """After a step of torch's AdamW without decay; of what has no gradient nothing changes."""
+    """After the optimisers' step; of what has no gradient nothing changes."""
     falling = 0.5 * (1 + math.cos(math.pi * state.step / settings.steps))
     values, means, squares = dict(state.values), dict(state.means), dict(state.squares)
     for name, gradient in gradients.items():
-        rate = settings.learning_rate if name.startswith("payload") else CALIBRATION_RATE
+        if _is_payload(name):
+            values[name], means[name] = muon_step(values[name], gradient, means[name], settings.learning_rate * falling)
+            continue
         value, mean, square = values[name].clone().requires_grad_(), means[name].clone(), squares[name].clone()
         value.grad = gradient
-        adam = torch.optim.AdamW([value], lr=rate * falling, weight_decay=0.0, foreach=False)
+        adam = torch.optim.AdamW([value], lr=CALIBRATION_RATE * falling, weight_decay=0.0, foreach=False)
         adam.state[value] = {"step": torch.tensor(float(state.step)), "exp_avg": mean, "exp_avg_sq": square}
         adam.step()
         values[name], means[name], squares[name] = value.detach(), mean, square
     return replace(state, values=values, means=means, squares=squares, step=state.step + 1)
+
+
+def _is_payload(name: str) -> bool:
+    return name.startswith("payload")
 
 
 def _save(checkpoint: Checkpoint, name: str, state: RefinementState) -> None:

@@ -16,8 +16,10 @@ from selector.checkpoint import Checkpoint
 from selector.data import read_task
 from selector.extract import extract
 from selector.injection import Memory
+from selector.muon import muon_step
 from selector.objective import Questions, Scorer
 from selector.refinement import (
+    CALIBRATION_RATE,
     Lesson,
     RefinementSettings,
     RefinementState,
@@ -29,7 +31,7 @@ from selector.refinement import (
     within,
 )
 
-EXACT = RefinementSettings(steps=4, batch_size=3, learning_rate=0.05, precision="float32")
+EXACT = RefinementSettings(steps=4, batch_size=3, learning_rate=0.3, precision="float32")
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +94,12 @@ def test_the_calibration_is_trained_where_it_is_asked_for(lesson: Lesson) -> Non
     assert (refined.value_gates != 0.5).all()
 
 
-def test_a_step_is_torchs_adamw_on_the_mean_loss(lesson: Lesson) -> None:
-    """Written out again: plain concatenated attention, torch's optimiser with its own state, clipped gradients."""
+def test_a_step_is_muons_on_the_mean_loss(lesson: Lesson) -> None:
+    """Written out again: plain concatenated attention, clipped gradients, and `muon_step`, which has its own tests."""
     settings = replace(EXACT, batch_size=8)
     keys = lesson.memory.payload_keys[:, 2:].clone().requires_grad_()
     values = lesson.memory.payload_values[:, 2:].clone().requires_grad_()
-    optimizer = torch.optim.AdamW([keys, values], lr=settings.learning_rate, weight_decay=0.0)
+    momenta = [torch.zeros_like(keys), torch.zeros_like(values)]
     state = RefinementState.initial(lesson)
     for number in range(3):
         memory = replace(
@@ -108,15 +110,36 @@ def test_a_step_is_torchs_adamw_on_the_mean_loss(lesson: Lesson) -> None:
         )
         questions = lesson.current.questions
         loss = lesson.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean()
-        optimizer.zero_grad()
+        keys.grad = values.grad = None
         loss.backward()
         torch.nn.utils.clip_grad_norm_([keys, values], 1.0)
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * number / 4))
-        optimizer.step()
+        rate = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * number / 4))
+        for place, leaf in enumerate((keys, values)):
+            assert leaf.grad is not None
+            leaf.data, momenta[place] = muon_step(leaf.data, leaf.grad, momenta[place], rate)
         state = step(lesson, settings, state)
         assert state.history[-1].current == pytest.approx(loss.item(), rel=1e-5)
     assert torch.allclose(state.values["payload_keys"], keys, atol=2e-4)
     assert torch.allclose(state.values["payload_values"], values, atol=2e-4)
+
+
+def test_the_calibration_takes_torchs_adamw(lesson: Lesson) -> None:
+    calibrated = replace(lesson, calibrate=True)
+    bias = torch.zeros(lesson.scorer.backbone.num_layers, requires_grad=True)
+    adamw = torch.optim.AdamW([bias], lr=CALIBRATION_RATE, weight_decay=0.0)
+    settings = replace(EXACT, batch_size=8)
+    questions = lesson.current.questions
+    memory = replace(
+        lesson.memory,
+        retrieval_keys=lesson.memory.retrieval_keys[2:],
+        payload_keys=lesson.memory.payload_keys[:, 2:],
+        payload_values=lesson.memory.payload_values[:, 2:],
+        layer_bias=bias,
+    )
+    lesson.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean().backward()
+    adamw.step()
+    state = step(calibrated, settings, RefinementState.initial(calibrated))
+    assert torch.allclose(state.values["layer_bias"], bias, atol=1e-5)
 
 
 def test_a_teacher_that_is_the_memory_itself_teaches_nothing_yet(anchored: Lesson) -> None:
@@ -131,7 +154,7 @@ def test_distillation_pulls_the_answers_towards_the_teachers(anchored: Lesson, t
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(anchored.memory.payload_values.shape, generator=generator)
     disturbed = replace(anchored.memory, payload_values=anchored.memory.payload_values + noise)
-    settings = replace(EXACT, steps=30, batch_size=8, distillation=100.0)
+    settings = replace(EXACT, steps=30, batch_size=8, distillation=100.0, learning_rate=0.15)
     state = refine(replace(anchored, memory=disturbed), settings, checkpoint(tmp_path / "progress"), "one")
     first, last = state.history[0].distillation, state.history[-1].distillation
     assert first is not None

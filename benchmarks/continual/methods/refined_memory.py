@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.retrieval import Weighting
 from selector.build import Policy
+from selector.rate_search import LEARNING_RATES
 from selector.refined_settings import Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined_update import update_refined
 
@@ -26,7 +27,7 @@ class Refined:
     """
 
     kind: ClassVar[Kind] = "bundle"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in (0.05, 0.1, 0.2))
+    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
 
     name: str = "refined"
     steps: int = RefinedSettings.steps
@@ -68,7 +69,7 @@ class Unrefined(Refined):
 
     name: str = "refined_no_refinement"
     steps: int = 0
-    learning_rate: float | None = 0.1  # of no step
+    learning_rate: float | None = LEARNING_RATES[0]  # of no step
 
 
 ABLATIONS = (
