@@ -44,7 +44,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
         matrices: [..., r, c] float32.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        return orthogonalized(matrices.mT).mT
+        return orthogonalized(matrices.mT).transpose(-2, -1)
     a, b, c = NEWTON_SCHULZ
     found = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
