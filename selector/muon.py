@@ -44,10 +44,10 @@ def orthogonalized(matrices: Tensor) -> Tensor:
         matrices: [..., r, c] float32.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        return orthogonalized(matrices.mT).transpose(-2, -1)
+        return orthogonalized(matrices.mT).mT
     a, b, c = NEWTON_SCHULZ
-    found = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    found = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = found @ found.mT  # [..., r, r]
-        found = a * found + (b * gram + c * gram @ gram) @ found
+        found = found * a + (gram * b + gram @ gram * c) @ found
     return found
