@@ -46,7 +46,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalized(matrices.mT).mT
     a, b, c = NEWTON_SCHULZ
-    found = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
+    norms: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)  # [..., 1, 1]
+    found = matrices / norms.clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = found @ found.mT  # [..., r, r]
         found = found * a + (gram * b + gram @ gram * c) @ found
