@@ -96,7 +96,6 @@ def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Consol
             )
     console.print(table)
     console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
-    console.print("A bundle built without optimisation shows the mechanism; it does not teach the tasks by itself.")
 
 
 def _marked(text: str, answer: str) -> str:
@@ -104,6 +103,8 @@ def _marked(text: str, answer: str) -> str:
 
 
 def _entries(trace: dict[str, Any]) -> str:
+    if trace["gate"] is not None and not trace["gate"]["open"]:
+        return "none: the gate is closed"
     entries = sorted(trace["entries"], key=lambda entry: -entry["weight"])
     shown = [f"{entry['id']} ({entry['weight']:.3f})" for entry in entries[:SHOWN_ENTRIES]]
     return "\n".join([*shown, f"of {len(entries)}"])
