@@ -44,7 +44,8 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
     before = preemptions(server)
 
     async def crowd() -> list[tuple[tuple[str, int], Any]]:
-        many = httpx.Limits(max_connections=None)
+        # A connection for each request: the server closes one that was idle for 5 s, perhaps while it is taken again.
+        many = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         connections = openai.DefaultAsyncHttpxClient(limits=many, timeout=600)
         async with openai.AsyncOpenAI(
             base_url=f"{server}/v1", api_key="none", max_retries=0, http_client=connections
