@@ -69,6 +69,12 @@ def anchored(lesson: Lesson) -> Lesson:
     )
 
 
+def of_arriving_task(memory: Memory, **changed: torch.Tensor) -> Memory:
+    """The last two entries alone, with what is changed."""
+    own = {"payload_keys": memory.payload_keys[:, 2:], "payload_values": memory.payload_values[:, 2:]}
+    return replace(memory, retrieval_keys=memory.retrieval_keys[2:], **(own | changed))
+
+
 def checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint.open(folder, {})[0]
 
@@ -102,12 +108,7 @@ def test_a_step_is_muons_on_the_mean_loss(lesson: Lesson) -> None:
     momenta = [torch.zeros_like(keys), torch.zeros_like(values)]
     state = RefinementState.initial(lesson)
     for number in range(3):
-        memory = replace(
-            lesson.memory,
-            retrieval_keys=lesson.memory.retrieval_keys[2:],
-            payload_keys=keys,
-            payload_values=values,
-        )
+        memory = of_arriving_task(lesson.memory, payload_keys=keys, payload_values=values)
         questions = lesson.current.questions
         loss = lesson.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean()
         keys.grad = values.grad = None
@@ -129,13 +130,7 @@ def test_the_calibration_takes_torchs_adamw(lesson: Lesson) -> None:
     adamw = torch.optim.AdamW([bias], lr=CALIBRATION_RATE, weight_decay=0.0)
     settings = replace(EXACT, batch_size=8)
     questions = lesson.current.questions
-    memory = replace(
-        lesson.memory,
-        retrieval_keys=lesson.memory.retrieval_keys[2:],
-        payload_keys=lesson.memory.payload_keys[:, 2:],
-        payload_values=lesson.memory.payload_values[:, 2:],
-        layer_bias=bias,
-    )
+    memory = of_arriving_task(lesson.memory, layer_bias=bias)
     lesson.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean().backward()
     adamw.step()
     state = step(calibrated, settings, RefinementState.initial(calibrated))

@@ -19,6 +19,7 @@ from tests.server.test_bundles import Bundles, wait_until
 MODELS = ("base", "sqrt", "prior", "moving")
 NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 40
 NUM_KEEPERS = 4
+Answered = tuple[tuple[str, int], Any]  # the model and prompt that were asked, and the response
 
 
 def preemptions(server: str) -> float:
@@ -43,7 +44,7 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
     replaced_by.write_bytes(world.paths["prior"].read_bytes())
     before = preemptions(server)
 
-    async def crowd() -> list[tuple[tuple[str, int], Any]]:
+    async def crowd() -> list[Answered]:
         # A connection for each request: the server closes one that was idle for 5 s, perhaps while it is taken again.
         many = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         connections = openai.DefaultAsyncHttpxClient(limits=many, timeout=600)
@@ -71,15 +72,15 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
                 await asyncio.sleep(0.05 * index)
                 task.cancel()
 
-            async def answered(job: tuple[str, int]) -> tuple[tuple[str, int], Any]:
+            async def answered(job: tuple[str, int]) -> Answered:
                 return job, await one(job[0], asked[job[1]].messages)
 
-            def start(some: list[tuple[str, int]]) -> list[asyncio.Task[tuple[tuple[str, int], Any]]]:
+            def start(some: list[tuple[str, int]]) -> list[asyncio.Task[Answered]]:
                 return [asyncio.create_task(answered(job)) for job in some]
 
             replaced = asyncio.Event()
 
-            async def keeps_asking(index: int) -> list[tuple[tuple[str, int], Any]]:
+            async def keeps_asking(index: int) -> list[Answered]:
                 """The old version is in use when the new one takes its name, however the server bunches its answers."""
                 answers = []
                 while not replaced.is_set():
