@@ -24,7 +24,10 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "lora_replay": ("LoRA + replay", "the same, with anchors of earlier tasks in every batch"),
         "er_replay": ("ER + replay", "the same adapter with experience replay"),
         "gated_lora_replay": ("gated LoRA + replay", "LoRA + replay behind InduceKV's own relevance gate"),
-        "gated_task_lora": ("gated adapters", "one small LoRA adapter a task, chosen by InduceKV's own relevance gate"),
+        "gated_task_lora": (
+            "one gated LoRA a task",
+            "a small adapter of its own for each task, chosen by InduceKV's gate",
+        ),
         "ewc": ("EWC", "the adapter, held where earlier tasks need it (elastic weight consolidation)"),
         "lwf": ("LwF", "the adapter, held to its own earlier answers (learning without forgetting)"),
         "prompt_replay": ("PromptReplay", "retrieved training examples stand in the prompt"),

@@ -55,8 +55,10 @@ def shortfalls(streams: Streams, budget: int) -> list[str]:
             told.append(f"With {budget} entries, no stream of {title(recipe)} is complete.")
             continue
         found = against_untouched(streams, budget, recipe)
+        overall = streams.difference(recipe, UNTOUCHED, budget, AP)
+        with_tasks = overall is None or _gained(overall)  # where nothing is gained, tasks say nothing more
         for rival in rivals(streams, budget):
-            found += against_rival(streams, budget, recipe, rival)
+            found += against_rival(streams, budget, recipe, rival, with_tasks)
         if not found:
             found = [f"falls behind {listed(map(title, (UNTOUCHED, *rivals(streams, budget))))} on no task"]
         told.append(f"With {budget} entries, {title(recipe)} {'; '.join(found)}.")
@@ -77,7 +79,7 @@ def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
     told = []
     useless = {t: found for t, found in _by_task(streams, budget, recipe, UNTOUCHED).items() if not _gained(found)}
     if _lost(overall):
-        told.append(f"answers fewer questions than no memory ({_ap(overall)}){_on(useless, streams)}")
+        told.append(f"answers fewer questions than no memory ({_ap(overall)})")
     elif not _gained(overall):
         told.append(f"gains nothing over no memory ({_ap(overall)})")
     elif useless:
@@ -91,12 +93,13 @@ def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
     return told
 
 
-def against_rival(streams: Streams, budget: int, recipe: str, rival: str) -> list[str]:
+def against_rival(streams: Streams, budget: int, recipe: str, rival: str, with_tasks: bool) -> list[str]:
     """Where a recipe is not ahead of a rival, overall or on tasks; sentence parts, none where it is everywhere."""
     overall = streams.difference(recipe, rival, budget, AP)
     if overall is None:
         return [f"cannot be held against {title(rival)}, as no seed is complete in both"]
-    behind = {task: found for task, found in _by_task(streams, budget, recipe, rival).items() if _lost(found)}
+    by_task = _by_task(streams, budget, recipe, rival) if with_tasks else {}
+    behind = {task: found for task, found in by_task.items() if _lost(found)}
     if _lost(overall):
         return [f"loses to {title(rival)} ({_ap(overall)}){_on(behind, streams)}"]
     if not _gained(overall):
