@@ -102,6 +102,7 @@ def out(tmp_path: Path, data: Path, suite: Suite) -> Path:
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
     (folder / "diagnostics").mkdir()
     found = {"diagnostic": "hit_rate", "source": "Retrieval Quality", "says": "It hits <often>.", "bins": [1, 2]}
+    found |= {"method": "refined", "budget": 32}
     (folder / "diagnostics" / "hit_rate.json").write_text(json.dumps(found))
     (folder / "diagnostics" / "hit_rate.png").write_bytes(PNG)
     return folder
@@ -145,7 +146,8 @@ def test_the_page_says_first_where_inducekv_falls_short(out):
     assert "no memory: “no_memory says”" in page.text["the-tasks"]
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
     assert "no relevance gate" in page.text["ablations"]
-    assert "It hits <often>. (Paper: Retrieval Quality.)" in page.text["diagnostics"]
+    shown = page.text["diagnostics"]
+    assert "Hit rate, InduceKV (refined), 32 entries. It hits <often>. (Source: Retrieval Quality.)" in shown
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]
     for section in ("results", "task-by-task", "learning-and-forgetting", "cost", "settings"):

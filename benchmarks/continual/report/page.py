@@ -154,9 +154,11 @@ def _settings(findings: Findings) -> list[str]:
 
 
 def _diagnostic(one: Diagnosed) -> list[str]:
-    source = one.found.get("source")
+    source, method, budget = (one.found.get(key) for key in ("source", "method", "budget"))
     name = str(one.found["diagnostic"]).replace("_", " ").capitalize()
-    said = one.says + (f" (Paper: {source}.)" if source else "")
+    name += f", {title(method)}" if method else ""
+    name += f", {budget} entries" if budget else ""
+    said = one.says + (f" (Source: {source}.)" if source else "")
     if one.plot is None:
         return [f"<p><strong>{text(name)}.</strong> {text(said)}</p>"]
     return [picture(one.plot, name, said)]
