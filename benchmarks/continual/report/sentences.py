@@ -77,12 +77,11 @@ def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
     if overall is None:
         return ["cannot be held against no memory, which was not run"]
     told = []
-    useless = {t: found for t, found in _by_task(streams, budget, recipe, UNTOUCHED).items() if not _gained(found)}
     if _lost(overall):
         told.append(f"answers fewer questions than no memory ({_ap(overall)})")
     elif not _gained(overall):
         told.append(f"gains nothing over no memory ({_ap(overall)})")
-    elif useless:
+    elif useless := {t: one for t, one in _by_task(streams, budget, recipe, UNTOUCHED).items() if not _gained(one)}:
         surely = "" if overall.verdict == "unknown" else " beyond the error"
         told.append(
             f"gains nothing{surely} over no memory{_on(useless, streams)}, though ahead in all ({_ap(overall)})"
@@ -94,7 +93,11 @@ def against_untouched(streams: Streams, budget: int, recipe: str) -> list[str]:
 
 
 def against_rival(streams: Streams, budget: int, recipe: str, rival: str, with_tasks: bool) -> list[str]:
-    """Where a recipe is not ahead of a rival, overall or on tasks; sentence parts, none where it is everywhere."""
+    """Where a recipe is not ahead of a rival, overall or on tasks; sentence parts, none where it is everywhere.
+
+    Args:
+        with_tasks: whether tasks on which it is behind are told, too.
+    """
     overall = streams.difference(recipe, rival, budget, AP)
     if overall is None:
         return [f"cannot be held against {title(rival)}, as no seed is complete in both"]
