@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from selector.data import Example
+from selector.data.examples import Example
 
 Message = dict[str, Any]
 

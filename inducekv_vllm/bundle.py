@@ -111,7 +111,7 @@ class BundleMetadata(BaseModel):
 
 @dataclass(frozen=True)
 class Gate:
-    """A relevance gate; `inducekv_vllm.relevance` has the rule. Where no task's margin is 0 or more, memory is unused.
+    """A relevance gate; `inducekv_vllm.gate` has the rule. Where no task's margin is 0 or more, memory is unused.
 
     margin_c = <q_prefix, keys[c, 0]> + <q_text, keys[c, 1]> - thresholds[c]
     """

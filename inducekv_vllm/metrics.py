@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
-from .relevance import Relevance
+from .gate import Relevance
 
 _REQUESTS = Counter(
     "inducekv:requests",

@@ -19,16 +19,16 @@ from vllm.platforms import current_platform
 
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
 from .attention.pages import RequestMemory, ResidentBundle
+from .attention.request_table import MemoryOfRequests
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
+from .engine.wire import KeyOrder, MemoryOrder, parse_order
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeys, key_to_bytes
-from .request_memory import MemoryOfRequests
 from .requirements import check_attention, check_engine
 from .retrieval import Retrieval, page_terms
-from .wire import KeyOrder, MemoryOrder, parse_order
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")

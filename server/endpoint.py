@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
-from inducekv_vllm.engine import MemoryRequest, TwoPassEngine
+from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import InduceKVError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
 

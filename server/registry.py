@@ -23,9 +23,9 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
-from inducekv_vllm.engine import Lease, MemoryRequest
+from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from inducekv_vllm.memory import Memory
 
 from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
 

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.continual.suites import load_suite
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES, TextGeometry, plan, read_config, text_geometry
-from selector.data import Example
+from selector.data.examples import Example
 
 INT32_BYTES = 4
 TEXT_TOKENS = 512  # of an exemplar's text, prefix and target (paper, Table "Budget conversion")

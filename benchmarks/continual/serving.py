@@ -20,8 +20,8 @@ from benchmarks.continual.suites import Suite
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
+from selector.backbone.model import Backbone
+from selector.update.build import BuildSettings, build_bundle
 
 SERVED_NAME = "untouched"
 LORA_WORKER_CLS = "benchmarks.continual.lora_worker.LoraWorker"

@@ -30,8 +30,8 @@ from benchmarks.continual.methods import Artifact, Circumstances, Method
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.suites import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
-from selector.data import Example
-from selector.files import replace_file
+from selector.data.examples import Example
+from selector.runtime.files import replace_file
 
 Tell = Callable[[str], None]
 KeepStates = Literal["last", "all", "none"]

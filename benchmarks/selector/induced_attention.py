@@ -6,7 +6,7 @@ Each method runs in a process of its own: `--layers` attention layers one after 
 the next one's query, with gradients where the selector asks for them (selection weights, temperature, value gates;
 payloads are frozen). Time is the median of `--repeats` after one run to warm up; memory is the peak above what the
 inputs take, from the kernel's own high-water mark. A third process computes the same gradients in float64 with the
-reference, `selector.injection.attend`; the report says how far each method is from it. Ends in one JSON line.
+reference, `selector.backbone.injection.attend`; the report says how far each method is from it. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from selector.induced_attention import attend_concatenated, attend_induced
-from selector.injection import Memory, attend
-from selector.process_memory import status_bytes
+from selector.backbone.injection import Memory, attend
+from selector.backbone.tiled_attention import attend_concatenated, attend_induced
+from selector.runtime.process_memory import status_bytes
 
 METHODS = {"induced": attend_induced, "concatenated": attend_concatenated, "reference": attend}
 VARIABLES = ("selection weights", "temperature", "value gates")

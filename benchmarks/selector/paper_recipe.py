@@ -23,14 +23,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.machine import describe_machine
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
-from selector.checkpoint import Checkpoint
-from selector.data import Example, read_task
-from selector.extract import extract_keys
-from selector.injection import Memory
-from selector.objective import Questions, Scorer
-from selector.update import TaskInputs, Update, UpdateSettings, update
+from selector.backbone.extraction import extract_keys
+from selector.backbone.injection import Memory
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Questions, Scorer
+from selector.data.examples import Example, read_task
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.build import BuildSettings, build_bundle
+from selector.update.inputs import TaskInputs, Update, UpdateSettings, update
 
 
 def main() -> int:

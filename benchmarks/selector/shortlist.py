@@ -1,6 +1,6 @@
 """What the shortlist saves, and what it costs: the paper's recipe over M = 8B candidates against the full pool.
 
-    python -m benchmarks.selector.shortlist --data DIR [--budget 16] [--iterations 20] [--seeds 0 1 2]
+    python -m benchmarks.selector.paper.shortlist --data DIR [--budget 16] [--iterations 20] [--seeds 0 1 2]
 
 DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed, in turn: a shortlist of the nearest
 candidates, a random one of the same size (the control), and the full pool; the seconds of the selection alone, and the
@@ -21,12 +21,12 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.machine import describe_machine
 from benchmarks.selector.paper_recipe import select_first, settings_of
-from selector.backbone import Backbone
-from selector.data import read_task
-from selector.extract import extract_keys
-from selector.injection import Memory
-from selector.objective import Questions, Scorer
-from selector.update import UpdateSettings
+from selector.backbone.extraction import extract_keys
+from selector.backbone.injection import Memory
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Questions, Scorer
+from selector.data.examples import read_task
+from selector.update.inputs import UpdateSettings
 
 ARMS = {
     "shortlist": {"shortlist": 8},

@@ -115,7 +115,7 @@ def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[
     for budget, path in zip(BUDGETS, bundles.values(), strict=True):
         command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
         command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
-        subprocess.run([sys.executable, "-m", "selector.bundle_cli", *map(str, command)], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
     return bundles
 
 

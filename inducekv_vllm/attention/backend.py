@@ -25,10 +25,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..config import InduceKVConfig
 from ..errors import UnsupportedModel
-from ..request_memory import MemoryOfRequests
 from . import cpu
 from .merge import merge_memory
 from .pages import LayerPages
+from .request_table import MemoryOfRequests
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # The kernels whose K blocks are plain [D, C]; the others interleave (VNNI, BFMMLA) and are not read here.

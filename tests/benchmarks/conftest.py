@@ -9,7 +9,7 @@ import pytest
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import Suite
 from benchmarks.demo.model import CHECKPOINT
-from selector.backbone import Backbone
+from selector.backbone.model import Backbone
 from tests.benchmarks.small_streams import ORDER, command, small_suite
 from tests.tiny_models import save_tiny_llava
 

@@ -17,12 +17,12 @@ from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import footprint_bytes
-from selector.anchors import AnchorStore, choose_anchors
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
-from selector.deployed import Deployed
-from selector.injection import Memory, generate
-from selector.objective import Scorer
+from selector.backbone.bundled_model import Deployed
+from selector.backbone.injection import Memory, generate
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore, choose_anchors
+from selector.update.build import BuildSettings, build_bundle
 from tests.benchmarks.small_streams import ORDER, command, own_folder
 
 

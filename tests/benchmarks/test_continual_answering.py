@@ -16,12 +16,12 @@ from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.prompt_replay import EXEMPLARS, KEYS
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.deployed import Deployed
-from selector.extract import extract_keys, extract_query_keys
-from selector.objective import Scorer
+from selector.backbone.bundled_model import Deployed
+from selector.backbone.extraction import extract_keys, extract_query_keys
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
 
 SIZES = {"train": 8, "validation": 2, "test": 6}
 ORDER = ("guild", "field")

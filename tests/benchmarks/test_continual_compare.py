@@ -176,7 +176,7 @@ def test_seeds_tells_methods_apart_only_where_the_interval_allows_it(tmp_path):
 
 
 def rounded(mass: float, divergence: float, relaxed: float | None, deployed: float | None) -> dict:
-    """As `selector.update` reports it."""
+    """As `selector.update.inputs` reports it."""
     nll = None
     if relaxed is not None and deployed is not None:
         nll = {"no_memory": 9.0, "relaxed": relaxed, "deployed": deployed, "rounding_gap": deployed - relaxed}

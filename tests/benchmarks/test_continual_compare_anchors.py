@@ -11,11 +11,11 @@ from benchmarks.continual.diagnostics.anchors import agreement, disjoint
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
-from selector.injection import Memory
-from selector.objective import Scorer
+from selector.backbone.injection import Memory
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
+from selector.update.build import BuildSettings, build_bundle
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 
 SIZES = {"train": 4, "validation": 1, "test": 3}

@@ -14,10 +14,10 @@ from benchmarks.continual.diagnostics.memory_attention import memory_masses, nor
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
-from selector.injection import Memory, attention_named, attention_with, score
-from selector.objective import Scorer
+from selector.backbone.injection import Memory, attention_named, attention_with, score
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.update.build import BuildSettings, build_bundle
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]

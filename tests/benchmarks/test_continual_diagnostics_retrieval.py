@@ -12,9 +12,9 @@ from benchmarks.continual.diagnostics.retrieved import Judged, Retrieval, retrie
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import EntryRecord, Gate
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
-from selector.extract import extract_keys
+from selector.backbone.extraction import extract_keys
+from selector.backbone.model import Backbone
+from selector.update.build import BuildSettings, build_bundle
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import d, random_bundle
 

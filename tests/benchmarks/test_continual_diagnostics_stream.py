@@ -12,8 +12,8 @@ from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, brief, summary
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
-from selector.backbone import Backbone
-from selector.build import BuildSettings, build_bundle
+from selector.backbone.model import Backbone
+from selector.update.build import BuildSettings, build_bundle
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import random_bundle
 

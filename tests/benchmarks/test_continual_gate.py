@@ -8,7 +8,7 @@ import torch
 from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
-from selector.deployed import openings
+from selector.backbone.bundled_model import openings
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import d, random_bundle, random_gated_bundle
 

@@ -17,15 +17,15 @@ from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Bundle, read_bundle
-from inducekv_vllm.memory import Memory
-from inducekv_vllm.offline import MemoryLLM
+from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.retrieval import page_terms
-from selector import injection
-from selector.backbone import Backbone
-from selector.data import entry_records
-from selector.extract import extract, extract_query_keys
-from selector.refined_settings import RefinedSettings
-from selector.update import UpdateSettings
+from selector.backbone import injection
+from selector.backbone.extraction import extract, extract_query_keys
+from selector.backbone.model import Backbone
+from selector.data.examples import entry_records
+from selector.refined.settings import RefinedSettings
+from selector.update.inputs import UpdateSettings
 from tests.inducekv_vllm.parity import TOLERANCE, deviation, engine, greedy, make_world, prompts
 from tests.tiny_models import save_tiny_llava
 

@@ -29,12 +29,12 @@ from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.extract import extract_query_keys
-from selector.gate_fitting import fit_gate
-from selector.objective import Scorer
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
+from selector.refined.gate_fit import fit_gate
 
 SIZES = {"train": 16, "validation": 4, "test": 4}
 ORDER = ("guild", "field")

@@ -26,7 +26,7 @@ from benchmarks.continual.tuned import (
 )
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
-from selector.data import Example
+from selector.data.examples import Example
 
 QUESTIONS = 10
 

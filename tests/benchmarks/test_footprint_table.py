@@ -21,7 +21,7 @@ from benchmarks.continual.footprint_table import (
 )
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
-from selector.data import Example
+from selector.data.examples import Example
 
 BACKBONE_4B, BACKBONE_8B = PAPER_BACKBONES.values()
 # Paper, Table "Budget conversion for fair comparison", as printed:

@@ -1,6 +1,6 @@
 """What the parity tests share: tiny models, bundles of them, prompts with pictures, engines, and the comparison.
 
-The reference is `selector.injection` in transformers, float32: it shares no attention code with the plugin.
+The reference is `selector.backbone.injection` in transformers, float32: it shares no attention code with the plugin.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.config import WORKER_CLS
-from inducekv_vllm.memory import Memory
-from inducekv_vllm.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.retrieval import Weighting
-from selector.backbone import Backbone
-from selector.extract import extract
-from selector.injection import reference_logprobs, score
+from selector.backbone.extraction import extract
+from selector.backbone.injection import reference_logprobs, score
+from selector.backbone.model import Backbone
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16

@@ -19,8 +19,7 @@ import torch
 from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, Gate, bundle_digest, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.footprint import footprint_bytes, gate_bytes
-
-from .bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gated_bundle
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.memory import Memory
-from inducekv_vllm.offline import MemoryLLM
-from selector.injection import reference_logprobs
+from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.offline import MemoryLLM
+from selector.backbone.injection import reference_logprobs
 from tests.inducekv_vllm.parity import (
     TOLERANCE,
     World,

@@ -11,10 +11,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.engine.wire import KeyOrder, MemoryOrder, parse_order
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
 from inducekv_vllm.requirements import check_attention, check_engine
-from inducekv_vllm.wire import KeyOrder, MemoryOrder, parse_order
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from selector.backbone import Backbone
+from selector.backbone.model import Backbone
 from tests.tiny_models import TINY_MODELS, picture
 
 QUESTIONS = (

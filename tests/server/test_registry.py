@@ -18,12 +18,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.config import InduceKVConfig
-from inducekv_vllm.engine import TwoPassEngine
+from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from server.endpoint import check_server, guard_adapters
 from server.registry import BundleRegistry
+from tests.inducekv_vllm.engine.test_two_pass import Served, handle, serve_world
 from tests.inducekv_vllm.parity import World
-from tests.inducekv_vllm.test_engine import Served, handle, serve_world
 
 
 class Registered:

@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import read_bundle
-from selector.data import Example, read_task
-from selector.deployed import Deployed
-from selector.injection import reference_logprobs
-from selector.objective import Scorer
-from selector.select_cli import main
+from selector.backbone.bundled_model import Deployed
+from selector.backbone.injection import reference_logprobs
+from selector.backbone.scoring import Scorer
+from selector.cli.select import main
+from selector.data.examples import Example, read_task
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
 from tests.selector.conftest import record, write_task
 from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of

@@ -5,9 +5,9 @@ offline     carries plans out in this process
 answerer    what every answerer is, and when an answer is right
 """
 
-from .answerer import MAX_NEW_TOKENS, Answerer, Asked, is_right
-from .offline import OfflineAnswerer, OfflineModel
-from .plans import Ask, Plan, plan
+from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS, Answerer, Asked, is_right
+from benchmarks.continual.answering.offline import OfflineAnswerer, OfflineModel
+from benchmarks.continual.answering.plans import Ask, Plan, plan
 
 __all__ = [
     "MAX_NEW_TOKENS",

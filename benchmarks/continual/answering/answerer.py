@@ -8,7 +8,7 @@ from typing import Protocol
 
 from benchmarks.continual.methods import Artifact
 from benchmarks.demo.evaluate import normalise_answer
-from selector.data import Example
+from selector.data.examples import Example
 
 MAX_NEW_TOKENS = 12
 

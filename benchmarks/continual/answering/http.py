@@ -13,13 +13,21 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.chat import messages_of
+from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
+from benchmarks.continual.answering.endpoint import (
+    LOADS,
+    SECONDS,
+    Endpoint,
+    EndpointFailed,
+    Loadable,
+    headers,
+    refusal,
+    unreachable,
+)
+from benchmarks.continual.answering.plans import Ask, Plan, plan
 from benchmarks.continual.methods import Artifact
-from selector.backbone import Backbone
-from selector.data import Example
-
-from .answerer import MAX_NEW_TOKENS
-from .endpoint import LOADS, SECONDS, Endpoint, EndpointFailed, Loadable, headers, refusal, unreachable
-from .plans import Ask, Plan, plan
+from selector.backbone.model import Backbone
+from selector.data.examples import Example
 
 CHAT_ROUTE = "/v1/chat/completions"
 ATTEMPTS = 3  # to ask a question whose connection breaks

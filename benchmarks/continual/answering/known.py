@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from benchmarks.continual.answering.answerer import Answerer
+from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import Artifact
-from selector.data import Example
-
-from .answerer import Answerer
-from .endpoint import EndpointFailed
+from selector.data.examples import Example
 
 AT_ONCE = 256  # questions between two writes
 NOT_CONTENT = ("artifact.json", "seconds.json")  # of a state: they report how it was made

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from peft import PeftModel
 
+from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
+from benchmarks.continual.answering.plans import Plan, plan
 from benchmarks.continual.methods import Artifact
 from inducekv_vllm.bundle import read_bundle
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.deployed import Deployed
-from selector.objective import Scorer
-
-from .answerer import MAX_NEW_TOKENS
-from .plans import Plan, plan
+from selector.backbone.bundled_model import Deployed
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
 
 ONLY_ADAPTER = "default"
 

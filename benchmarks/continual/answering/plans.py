@@ -14,19 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gating import BATCH_SIZE, GATE, read_gate
 from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.prompt_replay import KEYS
 from benchmarks.continual.methods.rehearsal import number_that_fit
-from inducekv_vllm.relevance import RelevanceGate
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.extract import extract_keys, extract_query_keys
-from selector.objective import Scorer
-
-from .answerer import MAX_NEW_TOKENS
+from inducekv_vllm.gate import RelevanceGate
+from selector.backbone.extraction import extract_keys, extract_query_keys
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.continual.diagnostics.drawing import png
 from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, add_common_arguments, find_diagnostics
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from selector.files import replace_file
+from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
 REQUIRED = ("diagnostic", "source", "says")

@@ -21,7 +21,7 @@ from benchmarks.continual.diagnostics.framework import Finished
 from benchmarks.continual.diagnostics.retrieved import Judged, add_arguments, judge
 from benchmarks.continual.metrics import standard_error
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS, finite
+from selector.report.plots import COLOURS, finite
 
 __all__ = ["add_arguments", "measure", "plot"]
 

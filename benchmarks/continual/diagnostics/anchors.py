@@ -34,13 +34,13 @@ from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.methods.rehearsal import ANCHORS
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
-from selector.anchors import AnchorStore
-from selector.data import Example
-from selector.deployed import Deployed
-from selector.extract import extract_query_keys
-from selector.induced_attention import induced_attention
-from selector.objective import Scorer
-from selector.plots import COLOURS
+from selector.backbone.bundled_model import Deployed
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.scoring import Scorer
+from selector.backbone.tiled_attention import induced_attention
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Empirical Validation of Anchor Representativeness"'
 SPLITS = ("test", "train", "validation")

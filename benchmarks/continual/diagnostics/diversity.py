@@ -23,9 +23,9 @@ from torch import Tensor
 
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
-from selector.extract import extract_keys
-from selector.plots import COLOURS, HATCHES, STROKES, finite
-from selector.report import diversity, pairwise_cosines
+from selector.backbone.extraction import extract_keys
+from selector.report.plots import COLOURS, HATCHES, STROKES, finite
+from selector.update.measures import diversity, pairwise_cosines
 
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
 LABELS = {SELECTED: "as selected", WITHOUT_COVERAGE: "gamma = 0", RANDOM: "random"}

@@ -1,4 +1,4 @@
-"""Pictures of diagnostics, in the style of the selector's reports (`selector.plots`)."""
+"""Pictures of diagnostics, in the style of the selector's reports (`selector.report.plots`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from selector.plots import WIDTH, Numbers, finite, style
+from selector.report.plots import WIDTH, Numbers, finite, style
 
 DOTS_PER_INCH = 120
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
 from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
 from benchmarks.continual.metrics import average_forgetting, standard_error
-from selector.plots import COLOURS, STROKES, finite
+from selector.report.plots import COLOURS, STROKES, finite
 
 MARKERS = "os^v"
 

@@ -30,8 +30,8 @@ from benchmarks.continual.suites import Suite, TaskData, load_suite
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.backbone import Backbone
-from selector.extract import extract_query_keys
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
 
 UNTOUCHED = "no_memory"
 

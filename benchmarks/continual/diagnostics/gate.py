@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished
 from inducekv_vllm.errors import ConfigError
-from selector.deployed import openings
-from selector.plots import COLOURS, HATCHES
+from selector.backbone.bundled_model import openings
+from selector.report.plots import COLOURS, HATCHES
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:

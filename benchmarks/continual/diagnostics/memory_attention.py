@@ -29,11 +29,11 @@ from benchmarks.continual.diagnostics.drawing import blank, heatmap
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.induced_attention import attend_induced
-from selector.injection import Memory, Terms, attention_named, attention_with, routing, score
-from selector.objective import Scorer
+from selector.backbone.injection import Memory, Terms, attention_named, attention_with, routing, score
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.backbone.tiled_attention import attend_induced
+from selector.data.examples import Example
 
 RECORDING = "inducekv_recording"
 BATCH_SIZE = 32

@@ -25,7 +25,7 @@ from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Budget-Latency-Quality Operating Points"'
 PANELS = {

@@ -27,7 +27,7 @@ from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Effect of Task Order"'
 ONLY_DIFFERENCE = "order"

@@ -25,7 +25,7 @@ from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.pareto_front import pareto_front
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Memory-Compute-Quality Trade-off"'
 PALEST = 0.25  # opacity of the point that forgets most

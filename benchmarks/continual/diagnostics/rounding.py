@@ -5,7 +5,7 @@
 After each task, over seeds: the share of the relaxed weights w that Top-B keeps; the Jensen-Shannon divergence (nats)
 between retrieval over the relaxed pool and over the deployed memory; and what the NLL of validation answers is with
 the one and with the other. The selector measures them at each update, where the relaxed solution still exists
-(`selector.update`); here they are read from the runs, and put together.
+(`selector.update.inputs`); here they are read from the runs, and put together.
 
 Sources: the paper's sections "Relaxed-to-Discrete Rounding Gap" and "Scalable Shortlist Selection and Train-Test
 Retrieval Mismatch".
@@ -24,7 +24,7 @@ from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.spread import spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Relaxed-to-Discrete Rounding Gap" and "Train-Test Retrieval Mismatch"'
 MEASURES = {

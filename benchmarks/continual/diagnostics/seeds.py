@@ -24,7 +24,7 @@ from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Statistical Reporting Protocol"'
 SCORES = {"AP": "AP", "AF": "AF (less is better)", "base_final": "base questions, after the last task"}

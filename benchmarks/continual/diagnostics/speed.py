@@ -35,7 +35,7 @@ from benchmarks.server_process import ServerFailed
 from benchmarks.serving.load import Block, RequestFailed, chat_body, send_requests
 from benchmarks.serving.report import summarize
 from inducekv_vllm.errors import ConfigError
-from selector.data import Example
+from selector.data.examples import Example
 
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {

@@ -32,7 +32,7 @@ from benchmarks.continual.run import OFFLINE, tell
 from benchmarks.continual.stream import WHERE, Run, claim, run_stream
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
-from selector.plots import COLOURS
+from selector.report.plots import COLOURS
 
 SOURCE = 'paper, "Hyperparameter Sensitivity"'
 LETTERS = {"m": "payload_tokens", "J": "inner_steps", "A": "anchors_per_task"}

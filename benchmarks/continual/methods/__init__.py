@@ -8,22 +8,21 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.continual.methods import paper_memory, refined_memory
+from benchmarks.continual.methods.built_memory import Built
+from benchmarks.continual.methods.er_replay import ErReplay
+from benchmarks.continual.methods.ewc import Ewc
+from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
+from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.methods.lora import Lora
+from benchmarks.continual.methods.lora_replay import LoraReplay
+from benchmarks.continual.methods.lwf import Lwf
+from benchmarks.continual.methods.method import Artifact, Circumstances, Method
+from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.paper_memory import Paper
+from benchmarks.continual.methods.prompt_replay import PromptReplay
+from benchmarks.continual.methods.refined_memory import Refined
 from inducekv_vllm.errors import ConfigError
-
-from . import paper_memory, refined_memory
-from .built_memory import Built
-from .er_replay import ErReplay
-from .ewc import Ewc
-from .gated import GatedLoraReplay, GatedTaskLora
-from .knn_copier import KnnCopier
-from .lora import Lora
-from .lora_replay import LoraReplay
-from .lwf import Lwf
-from .method import Artifact, Circumstances, Method
-from .no_memory import NoMemory
-from .paper_memory import Paper
-from .prompt_replay import PromptReplay
-from .refined_memory import Refined
 
 METHODS: Mapping[str, Any] = MappingProxyType(
     {

@@ -12,8 +12,8 @@ from torch import nn
 
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
-from selector.backbone import Backbone
-from selector.files import replace_file
+from selector.backbone.model import Backbone
+from selector.runtime.files import replace_file
 
 
 def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tasks: int) -> int:

@@ -16,17 +16,16 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from benchmarks.continual.methods.memory import BUNDLE
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from selector.backbone import Backbone
-from selector.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, BuildSettings, Policy, choose, pick
-from selector.extract import extract
-from selector.objective import Candidates
-from selector.report import composition
-from selector.update import memory_bytes
-
-from .memory import BUNDLE
-from .method import Artifact, Circumstances, Kind
+from selector.backbone.extraction import extract
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Candidates
+from selector.update.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, BuildSettings, Policy, choose, pick
+from selector.update.inputs import memory_bytes
+from selector.update.measures import composition
 
 
 @dataclass(frozen=True)

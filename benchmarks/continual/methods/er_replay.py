@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selector.anchors import AnchorStore
-from selector.data import Example
-
-from .lora import Lesson, Lora
-from .rehearsal import content_bytes, reservoir
+from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
 
 BUFFER = "buffer"
 

@@ -21,12 +21,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from selector.data import Example
-from selector.files import replace_file
-from selector.objective import Scorer
-
-from .fit import Penalty
-from .lora import Lesson, Lora
+from benchmarks.continual.methods.fit import Penalty
+from benchmarks.continual.methods.lora import Lesson, Lora
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
+from selector.runtime.files import replace_file
 
 FISHER = "fisher.safetensors"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selector.data import Example
-from selector.objective import Scorer, batch_rows
+from selector.backbone.scoring import Scorer, batch_rows
+from selector.data.examples import Example
 
 WARM_UP = 0.1  # of the steps
 MAX_NORM = 1.0  # of the gradient

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.adapter import memory_bytes
+from benchmarks.continual.methods.gating import GATE, gate_of, write_gate
+from benchmarks.continual.methods.lora import ADAPTER, Lesson, Lora
+from benchmarks.continual.methods.lora_replay import LoraReplay
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors, keep_anchors
 from benchmarks.continual.suites import TaskData
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.data import Example
-
-from .adapter import memory_bytes
-from .gating import GATE, gate_of, write_gate
-from .lora import ADAPTER, Lesson, Lora
-from .lora_replay import LoraReplay
-from .method import Artifact, Circumstances, Kind
-from .rehearsal import ANCHORS, earlier_anchors, keep_anchors
+from selector.backbone.model import Backbone
+from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
 
 ADAPTERS = "adapters"
 

@@ -1,4 +1,4 @@
-"""A relevance gate around adapters, fitted and judged as the memory's own (`selector.gate_fitting`), in a file.
+"""A relevance gate around adapters, fitted and judged as the memory's own (`selector.refined.gate_fit`), in a file.
 
 Letters: C tasks, d hidden size.
 """
@@ -13,14 +13,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from benchmarks.continual.methods.known_keys import KnownKeys
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Gate
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.files import replace_file
-from selector.gate_fitting import fit_gate
-
-from .known_keys import KnownKeys
+from selector.backbone.model import Backbone
+from selector.data.examples import Example
+from selector.refined.gate_fit import fit_gate
+from selector.runtime.files import replace_file
 
 GATE = "gate.safetensors"
 BATCH_SIZE = 64

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.adapter import memory_bytes
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.neighbours import Neighbours, drawn, key_bytes
+from benchmarks.continual.methods.prompt_replay import KEYS
 from benchmarks.continual.suites import TaskData
-from selector.backbone import Backbone
-from selector.extract import extract_keys
-
-from .adapter import memory_bytes
-from .method import Artifact, Circumstances, Kind
-from .neighbours import Neighbours, drawn, key_bytes
-from .prompt_replay import KEYS
+from selector.backbone.extraction import extract_keys
+from selector.backbone.model import Backbone
 
 
 @dataclass(frozen=True)

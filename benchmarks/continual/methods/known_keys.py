@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.extract import extract_query_keys
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
+from selector.data.examples import Example
 
 
 @dataclass(frozen=True)

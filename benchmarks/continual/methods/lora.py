@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, reattach, save
+from benchmarks.continual.methods.fit import Fit, Penalty
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
-from selector.backbone import Backbone
-from selector.data import Example
-from selector.objective import Scorer
-
-from .adapter import attach, largest_rank, memory_bytes, reattach, save
-from .fit import Fit, Penalty
-from .method import Artifact, Circumstances, Kind
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
 
 ADAPTER = "adapter"
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selector.data import Example
-
-from .lora import Lesson, Lora
-from .rehearsal import earlier_anchors, keep_anchors
+from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.rehearsal import earlier_anchors, keep_anchors
+from selector.data.examples import Example
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from selector.data import Example
-from selector.objective import Scorer
-
-from .fit import Penalty
-from .lora import Lesson, Lora
+from benchmarks.continual.methods.fit import Penalty
+from benchmarks.continual.methods.lora import Lesson, Lora
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
 
 
 @dataclass(frozen=True)

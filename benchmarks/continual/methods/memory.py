@@ -10,14 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.continual.methods.method import Artifact, Circumstances
+from benchmarks.continual.methods.rehearsal import earlier_anchors, keep_anchors
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
-from selector.backbone import Backbone
-from selector.checkpoint import Checkpoint
-from selector.update import TaskInputs, Update, memory_bytes
-
-from .method import Artifact, Circumstances
-from .rehearsal import earlier_anchors, keep_anchors
+from selector.backbone.model import Backbone
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.inputs import TaskInputs, Update, memory_bytes
 
 BUNDLE = "memory.safetensors"
 

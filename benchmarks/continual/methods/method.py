@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from benchmarks.continual.suites import TaskData
-from selector.data import Example
-from selector.files import replace_file
+from selector.data.examples import Example
+from selector.runtime.files import replace_file
 
 Kind = Literal["none", "bundle", "adapter", "gated_adapter", "gated_adapters", "exemplars", "copier"]
 ARTIFACT = "artifact.json"

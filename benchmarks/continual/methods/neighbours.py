@@ -16,12 +16,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from benchmarks.continual.methods.rehearsal import number_that_fit
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES
-from selector.data import Example
-from selector.files import replace_file
-
-from .rehearsal import number_that_fit
+from selector.data.examples import Example
+from selector.runtime.files import replace_file
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
-
-from .method import Artifact, Circumstances, Kind
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.memory import learn_memory, selector_settings
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
-from selector.selection import Coupling, StepRule
-from selector.update import Retrieval, UpdateSettings, ValueGates, update
-
-from .memory import learn_memory, selector_settings
-from .method import Artifact, Circumstances, Kind
+from selector.paper.bilevel import Coupling, StepRule
+from selector.update.inputs import Retrieval, UpdateSettings, ValueGates, update
 
 # Of the paper's grid, from little to much of both.
 BETAS, GAMMAS = (0.1, 0.5, 1.0), (0.05, 0.1, 0.3)

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.adapter import memory_bytes
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.neighbours import Neighbours, drawn, key_bytes
+from benchmarks.continual.methods.rehearsal import content_bytes
 from benchmarks.continual.suites import TaskData
-from selector.anchors import AnchorStore
-from selector.backbone import Backbone
-from selector.extract import extract_keys
-
-from .adapter import memory_bytes
-from .method import Artifact, Circumstances, Kind
-from .neighbours import Neighbours, drawn, key_bytes
-from .rehearsal import content_bytes
+from selector.backbone.extraction import extract_keys
+from selector.backbone.model import Backbone
+from selector.data.anchors import AnchorStore
 
 EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
 

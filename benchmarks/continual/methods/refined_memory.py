@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.continual.methods.known_keys import KnownKeys
+from benchmarks.continual.methods.memory import learn_memory, selector_settings
+from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.retrieval import Weighting
-from selector.build import Policy
-from selector.rate_search import LEARNING_RATES
-from selector.refined_settings import Allocation, Calibrate, Gating, RefinedSettings
-from selector.refined_update import update_refined
-
-from .known_keys import KnownKeys
-from .memory import learn_memory, selector_settings
-from .method import Artifact, Circumstances, Kind
+from selector.refined.lr_search import LEARNING_RATES
+from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings
+from selector.refined.update import update_refined
+from selector.update.build import Policy
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from selector.anchors import AnchorStore, choose_anchors
-from selector.data import Example
+from selector.data.anchors import AnchorStore, choose_anchors
+from selector.data.examples import Example
 
 ANCHORS = "anchors"
 

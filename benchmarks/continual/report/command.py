@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.continual.tuned import read_tuned
 from inducekv_vllm.errors import ConfigError
-from selector.files import replace_file
+from selector.runtime.files import replace_file
 
 HTML, JSON = "report.html", "report.json"
 
@@ -33,8 +33,8 @@ def write_report(
     Raises:
         ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
     """
-    from .findings import read_findings
-    from .page import as_json, render_html
+    from benchmarks.continual.report.findings import read_findings
+    from benchmarks.continual.report.page import as_json, render_html
 
     findings = read_findings(out, model, data, None if tuned is None else read_tuned(tuned))
     content = as_json(findings)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
-from selector.files import replace_file
+from selector.runtime.files import replace_file
 
 COMMANDS = "commands.jsonl"
 

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.comparison import Score, Streams, final_accuracy
 from benchmarks.continual.diagnostics.drawing import blank, heatmap, png
-from selector.html_parts import picture
-from selector.plots import COLOURS
-
-from .names import RECIPES, is_ours, title
-from .sentences import AP, BASE
-from .tables import by_accuracy
+from benchmarks.continual.report.names import RECIPES, is_ours, title
+from benchmarks.continual.report.sentences import AP, BASE
+from benchmarks.continual.report.tables import by_accuracy
+from selector.report.parts import picture
+from selector.report.plots import COLOURS
 
 A_ROW = 3  # matrices
 

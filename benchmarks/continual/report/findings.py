@@ -15,14 +15,13 @@ from typing import Any
 from benchmarks.continual.comparison import Streams
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.footprint_table import Conversion, conversions, mean_picture_bytes
+from benchmarks.continual.report.commands import read_commands
+from benchmarks.continual.report.names import place
 from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry
-from selector.data import Example
-
-from .commands import read_commands
-from .names import place
+from selector.data.examples import Example
 
 
 @dataclass(frozen=True)

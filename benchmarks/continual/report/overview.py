@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.comparison import CONFIDENCE, Streams, gaps
-from selector.html_parts import byte_size, counted, picture, table, text
-
-from .findings import Findings, TaskShown
-from .names import RECIPES, RIVALS, described, listed, title
-from .tables import paragraph, prose
+from benchmarks.continual.report.findings import Findings, TaskShown
+from benchmarks.continual.report.names import RECIPES, RIVALS, described, listed, title
+from benchmarks.continual.report.tables import paragraph, prose
+from selector.report.parts import byte_size, counted, picture, table, text
 
 GLOSSARY: Mapping[str, str] = MappingProxyType(
     {

@@ -14,13 +14,12 @@ from benchmarks.continual.comparison import (
     gaps,
     rounded,
 )
-from selector.html_parts import page, picture, text
-
-from . import figures, overview, tables
-from .findings import Diagnosed, Findings
-from .names import RECIPES, ablations, title
-from .sentences import AP, BASE, rivals, verdict
-from .tables import for_each_budget, paragraph
+from benchmarks.continual.report import figures, overview, tables
+from benchmarks.continual.report.findings import Diagnosed, Findings
+from benchmarks.continual.report.names import RECIPES, ablations, title
+from benchmarks.continual.report.sentences import AP, BASE, rivals, verdict
+from benchmarks.continual.report.tables import for_each_budget, paragraph
+from selector.report.parts import page, picture, text
 
 __all__ = ["as_json", "render_html"]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.continual.comparison import UNTOUCHED, Difference, Mean, Streams, final_accuracy, in_errors, metric
-
-from .names import RECIPES, RIVALS, is_ours, listed, title
+from benchmarks.continual.report.names import RECIPES, RIVALS, is_ours, listed, title
 
 AP, BASE = metric("AP"), metric("base_final")
 AP_MEANS = "AP is the accuracy over all tasks after the last one; base questions are what the model could do before."

@@ -7,20 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.continual.comparison import (
-    UNTOUCHED,
-    Collected,
-    Score,
-    Streams,
-    final_accuracy,
-    learn_seconds,
-    metric,
-)
-from selector.html_parts import byte_size, number, table, text
-
-from .findings import Findings
-from .names import RECIPES, ablations, title
-from .sentences import AP, BASE, points, ranking, rivals
+from benchmarks.continual.comparison import UNTOUCHED, Collected, Score, Streams, final_accuracy, learn_seconds, metric
+from benchmarks.continual.report.findings import Findings
+from benchmarks.continual.report.names import RECIPES, ablations, title
+from benchmarks.continual.report.sentences import AP, BASE, points, ranking, rivals
+from selector.report.parts import byte_size, number, table, text
 
 POINTS_EQUAL = 5e-5  # shares that a table shows as the same
 

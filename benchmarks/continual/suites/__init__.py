@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.continual.suites import demo, files
+from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
-
-from . import demo, files
-from .suite import Suite, TaskData
 
 SUITES: Mapping[str, Callable[[Path], Suite]] = MappingProxyType({"demo": demo.load})
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.continual.suites.suite import Suite, TaskData
 from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, write_task
-from selector.data import read_task
-
-from .suite import Suite, TaskData
+from selector.data.examples import read_task
 
 SIZES = {"train": 512, "validation": 128, "test": 256}
 BASE_SIZES = {"train": 504, "validation": 135, "test": 270}  # multiples of nine: the families in equal shares

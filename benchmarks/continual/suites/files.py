@@ -3,7 +3,7 @@
     name = "vqa"
     [[tasks]]                              # in the default order of learning
     name = "colours"
-    train = "colours/train.jsonl"          # task data as `selector.data.read_task` reads it
+    train = "colours/train.jsonl"          # task data as `selector.data.examples.read_task` reads it
     validation = "colours/validation.jsonl"
     test = "colours/test.jsonl"
     [base]                                 # questions of what the model could do before
@@ -24,10 +24,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import TaskDataError
-from selector.data import Example, read_task
-
-from .suite import Suite, TaskData
+from selector.data.examples import Example, read_task
 
 SUFFIXES = (".toml", ".json")
 BASE = "base"  # what the base questions are called among the tasks

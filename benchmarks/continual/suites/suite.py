@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from inducekv_vllm.errors import ConfigError
-from selector.anchors import examples_digest
-from selector.data import Example
+from selector.data.anchors import examples_digest
+from selector.data.examples import Example
 
 DEFAULT_ORDER, RANDOM_ORDER = "default", "random:"
 

@@ -1,0 +1,124 @@
+"""A bundle as a server uses it: gate, retrieval and injection together, in transformers.
+
+Letters: n questions, B entries, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+
+from ..data.examples import Example
+from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
+from .injection import Memory, Terms, generate, routing
+from .model import Backbone
+from .scoring import Scorer
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A frozen model with a bundle, or with none."""
+
+    scorer: Scorer
+    bundle: Bundle | None
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.scorer.backbone
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        return None if self.bundle is None else Memory.from_bundle(self.bundle, device=self.backbone.device)
+
+    def routing(self, query_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each question gets memory, [n] bool, and the prior of its entries, [n, B] float32.
+
+        Args:
+            query_keys: [n, 2, d], what `Backbone.query_keys` gives.
+        """
+        if self.bundle is None:
+            return torch.zeros(len(query_keys), dtype=torch.bool), torch.zeros(len(query_keys), 0)
+        return routing(self.bundle, query_keys)
+
+    @torch.no_grad()
+    def mean_loss(self, examples: Sequence[Example], query_keys: Tensor) -> float:
+        """Mean NLL of the examples' answers. Collective; raises as `Scorer.losses` does."""
+        opened, prior = self.routing(query_keys)
+        total = torch.zeros((), dtype=torch.float64)
+        for mine in in_step(self._batches(opened)):
+            with together():
+                for with_memory, rows in mine:
+                    chosen = [examples[row] for row in rows]
+                    injection = self._injection(query_keys[rows], prior[rows], with_memory)
+                    total += self.scorer.losses(chosen, *injection).double().sum().cpu()
+        all_reduce_sum([total])
+        return float(total) / len(examples)
+
+    def accuracy(self, examples: Sequence[Example], query_keys: Tensor) -> float:
+        """The share of greedy answers that are the expected ones, letter by letter. Collective."""
+        longest = max(1, *(len(self.scorer.answer_tokens(example)) for example in examples))
+        right = torch.zeros(len(examples), dtype=torch.int64)
+        opened, prior = self.routing(query_keys)
+        for mine in in_step(self._batches(opened)):
+            with together():
+                for with_memory, rows in mine:
+                    texts = self._generate(
+                        [examples[row] for row in rows], query_keys[rows], prior[rows], with_memory, longest
+                    )
+                    expected = [examples[row].answer.strip() for row in rows]
+                    right[rows] = torch.tensor([int(a == b) for a, b in zip(texts, expected, strict=True)])
+        merge_rows([right])
+        return float(right.double().mean())
+
+    def answers(self, examples: Sequence[Example], max_new_tokens: int) -> list[str]:
+        """The text of the greedy answer to each example. Each process answers all."""
+        texts = [""] * len(examples)
+        for start in range(0, len(examples), self.scorer.batch_size):
+            part = examples[start : start + self.scorer.batch_size]
+            keys = torch.zeros(len(part), 2, self.backbone.hidden_size)
+            if self.bundle is not None:
+                keys = self.backbone.query_keys(self.backbone.collate([self.scorer.prefix(e) for e in part]))
+            opened, prior = self.routing(keys)
+            for with_memory, rows in self._batches(opened):
+                found = self._generate(
+                    [part[row] for row in rows], keys[rows], prior[rows], with_memory, max_new_tokens
+                )
+                for row, text in zip(rows, found, strict=True):
+                    texts[start + row] = text
+        return texts
+
+    def _batches(self, opened: Tensor) -> list[tuple[bool, list[int]]]:
+        """Rows that are answered together: those with memory, then those without."""
+        size, batches = self.scorer.batch_size, []
+        for with_memory in (True, False):
+            rows = (opened == with_memory).nonzero()[:, 0].tolist()
+            batches += [(with_memory, rows[at : at + size]) for at in range(0, len(rows), size)]
+        return batches
+
+    def _injection(self, keys: Tensor, prior: Tensor, with_memory: bool) -> tuple[Memory | None, Terms | None]:
+        """What n questions that the gate judges alike run with: the memory and their terms, or neither."""
+        if not with_memory or self.memory is None:
+            return None, None
+        return self.memory, self.memory.terms(keys[:, 0], log_prior=prior)
+
+    def _generate(
+        self, examples: Sequence[Example], keys: Tensor, prior: Tensor, with_memory: bool, max_new_tokens: int
+    ) -> list[str]:
+        prompts = [self.scorer.prefix(example) for example in examples]
+        found = generate(self.backbone, prompts, max_new_tokens, *self._injection(keys, prior, with_memory))
+        tokenizer = self.backbone.processor.tokenizer
+        return [tokenizer.decode(one.token_ids, skip_special_tokens=True).strip() for one in found]
+
+
+def openings(bundle: Bundle, task: str, query_keys: Tensor) -> dict[str, float]:
+    """Of questions of `task`, by their query keys [n, 2, d]: the share that gets memory, and its own task's entries."""
+    opened, prior = routing(bundle, query_keys)
+    entry = prior.argmax(dim=1)  # [n], one of the task it is sent to
+    own = torch.tensor([bundle.metadata.entries[row].task == task for row in entry.tolist()])
+    return {"opened": float(opened.double().mean()), "own_task": float((opened & own).double().mean())}

@@ -1,0 +1,197 @@
+"""A frozen multimodal model in transformers, and the prefixes it is given.
+
+Letters: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from inducekv_vllm.bundle import BackboneFingerprint
+from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
+from inducekv_vllm.fingerprint import fingerprint_of, require_model_folder
+from inducekv_vllm.placeholders import placeholder_ids
+
+from ..data.examples import Example
+from .injection import ATTENTION_NAME, TOKEN_INPUTS
+
+# What a processor makes of one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A model in evaluation mode whose parameters take no gradient, with its processor."""
+
+    model: Any  # a PreTrainedModel for image-text-to-text
+    processor: Any  # its ProcessorMixin
+    num_layers: int  # L
+    num_kv_heads: int  # J
+    head_dim: int  # D
+    hidden_size: int  # d
+
+    @classmethod
+    def load(
+        cls, model: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> Backbone:
+        """Load a model folder or Hugging Face id; remote code is never run.
+
+        Raises:
+            UnsupportedModel: it cannot be loaded, or its attention is of a kind memory cannot be injected into.
+            ConfigError: there is no such device.
+        """
+        require_model_folder(model)
+        try:
+            processor: Any = AutoProcessor.from_pretrained(str(model), trust_remote_code=False)  # type: ignore[no-untyped-call]
+            network: Any = AutoModelForImageTextToText.from_pretrained(str(model), dtype=dtype, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedModel(f"{model}: cannot load the model: {reason}") from error
+        try:
+            network.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"cannot use the device {str(device)!r}: {str(error).splitlines()[0]}") from error
+        network.eval().requires_grad_(False)
+        text = network.config.get_text_config(decoder=True)
+        _require_full_attention(network, text, str(model))
+        # The vision tower keeps its own attention.
+        text._attn_implementation = ATTENTION_NAME
+        heads = text.num_attention_heads
+        return cls(
+            model=network,
+            processor=processor,
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            hidden_size=text.hidden_size,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def fingerprint(self) -> BackboneFingerprint:
+        return fingerprint_of(self.model.config, self.processor.tokenizer)
+
+    def attention_layers(self) -> list[torch.nn.Module]:
+        """The self-attention module of each of the L layers of the language model."""
+        return [layer.self_attn for layer in _decoder(self.model).layers]
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image.Image]) -> Inputs:
+        """The prefix of one request: chat template, image tokens, generation prompt; never an answer.
+
+        Args:
+            messages: in chat-template form, see `selector.data.examples.Example.messages`.
+            images: in the order of the image parts.
+
+        Raises:
+            TaskDataError: more or fewer images than image parts, or the model's processor refuses the messages.
+        """
+        places = sum(part["type"] == "image" for message in messages for part in message["content"])
+        if places != len(images):
+            raise TaskDataError(f"the messages have {places} places for images, found {len(images)} images")
+        try:
+            prompt = self.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            # Chat templates write the special tokens themselves, and vLLM adds none to them either.
+            inputs = self.processor(
+                text=[prompt], images=list(images) or None, add_special_tokens=False, return_tensors="pt"
+            )
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
+        return {name: value.to(self.device) for name, value in inputs.items()}
+
+    def encode_example(self, example: Example) -> Inputs:
+        """The prefix of a training example."""
+        try:
+            return self.encode(example.messages, example.load_images())
+        except (OSError, TaskDataError) as error:
+            raise TaskDataError(f"example {example.id!r} of task {example.task!r}: {error}") from error
+
+    def collate(self, batch: Sequence[Inputs], side: Literal["left", "right"] = "right") -> Inputs:
+        """Pad n prefixes to one length T and stack them: [n, T] for tokens, images one after the other.
+
+        On the right, where causal attention keeps padding out of sight and positions unchanged; on the left only for
+        generation, which appends tokens at the right.
+        """
+        longest = max(inputs["input_ids"].shape[1] for inputs in batch)
+        collated: Inputs = {}
+        for name in dict.fromkeys(name for inputs in batch for name in inputs):
+            values = [inputs[name] for inputs in batch if name in inputs]
+            if name in TOKEN_INPUTS:
+                fill = self.processor.tokenizer.pad_token_id or 0 if name == "input_ids" else 0
+                values = [_pad(value, longest, side, fill) for value in values]
+            collated[name] = torch.cat(values)
+        return collated
+
+    @torch.no_grad()
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Last hidden states after the final norm: [n, T, d], in the model's dtype."""
+        hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
+    def text_mask(self, inputs: Inputs) -> Tensor:
+        """Which tokens are text: no padding, and no placeholder of a picture, video or sound. [n, T] bool."""
+        tokens = inputs["input_ids"]
+        placeholders = torch.tensor(sorted(placeholder_ids(self.model.config)), device=tokens.device)
+        return inputs["attention_mask"].bool() & ~torch.isin(tokens, placeholders)
+
+    def query_keys(self, inputs: Inputs) -> Tensor:
+        """Both parts of each prefix's query key, in one forward pass: [n, 2, d] float32, unit norm.
+
+        Row 0 is r(x), the mean over all tokens; row 1 the mean over the text tokens alone.
+        """
+        return pool_query_keys(self.hidden_states(inputs), inputs["attention_mask"], self.text_mask(inputs))
+
+    def retrieval_keys(self, inputs: Inputs) -> Tensor:
+        """r(x) of each prefix (paper, Eq. key_rewrite): [n, d] float32, unit norm."""
+        return pool_retrieval_keys(self.hidden_states(inputs), inputs["attention_mask"])
+
+
+def pool_query_keys(hidden: Tensor, attention_mask: Tensor, text_mask: Tensor) -> Tensor:
+    """The full-prefix mean and the text-token mean: [n, 2, d], each as `pool_retrieval_keys` gives it."""
+    return torch.stack([pool_retrieval_keys(hidden, mask) for mask in (attention_mask, text_mask)], dim=1)
+
+
+def pool_retrieval_keys(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean over the tokens of each prefix, those masked left out, then L2-normalised.
+
+    Args:
+        hidden: [n, T, d], any float type; summed in float32.
+        attention_mask: [n, T], 1 for tokens and 0 for padding.
+
+    Returns:
+        [n, d] float32 (float64 for a float64 model); zeros for a prefix without a token that counts.
+    """
+    mask = attention_mask[:, :, None].bool()  # [n, T, 1]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    total = hidden.to(dtype).masked_fill(~mask, 0).sum(dim=1)  # [n, d]
+    return torch.nn.functional.normalize(total / mask.sum(dim=1).clamp(min=1), dim=1)
+
+
+def _pad(value: Tensor, length: int, side: Literal["left", "right"], fill: int) -> Tensor:
+    missing = length - value.shape[1]
+    return torch.nn.functional.pad(value, (missing, 0) if side == "left" else (0, missing), value=fill)
+
+
+def _decoder(network: Any) -> Any:
+    return getattr(network.model, "language_model", None) or network.model
+
+
+def _require_full_attention(network: Any, text: Any, name: str) -> None:
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
+        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
+    for layer in getattr(_decoder(network), "layers", [None]):
+        attention = getattr(layer, "self_attn", None)
+        if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
+            raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")

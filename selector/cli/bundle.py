@@ -1,0 +1,268 @@
+"""`inducekv-bundle`: inspect, verify, compare, plan and build memory bundles.
+
+Exit status: 0 for success, 1 where `diff` finds a difference, 2 for an error, told in one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.errors import ConfigError, InduceKVError
+from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
+
+from ..runtime.checks import require_at_least
+
+SUCCESS, DIFFERENT, FAILED = 0, 1, 2
+# Results are for people and pipes alike: never wrapped to the width of a terminal.
+_output = Console(soft_wrap=True, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except InduceKVError as error:
+        print(f"inducekv-bundle: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("inducekv-bundle: interrupted, nothing was written", file=sys.stderr)
+        return FAILED
+    return status
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Show what a bundle holds, after verifying it."""
+    bundle = read_bundle(options.path)
+    for name, value in _summary(bundle).items():
+        _output.print(f"[bold]{name:<16}[/bold]{escape(str(value))}")
+    if options.entries:
+        print("\nentry\tid\ttask\tsource digest")
+        for number, entry in enumerate(bundle.metadata.entries):
+            print(number, entry.id, entry.task, entry.source_digest, sep="\t")
+    return SUCCESS
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Check a bundle's every rule and its digest, and with --model that it was made for that model."""
+    bundle = read_bundle(options.path)
+    if options.model:
+        from inducekv_vllm.fingerprint import backbone_fingerprint
+
+        bundle.require_backbone(backbone_fingerprint(options.model), options.path)
+    print(f"{options.path}: good, {bundle.num_entries} entries, digest {bundle.digest}")
+    return SUCCESS
+
+
+def diff(options: argparse.Namespace) -> int:
+    """List how two bundles differ: metadata, entries, tensors."""
+    old, new = read_bundle(options.old), read_bundle(options.new)
+    if old.digest == new.digest:
+        print(f"identical, digest {old.digest}")
+        return SUCCESS
+    for line in _differences(old, new):
+        print(line)
+    return DIFFERENT
+
+
+def show_plan(options: argparse.Namespace) -> int:
+    """Print the footprint of several budgets for a model's configuration."""
+    m, budgets = options.payload_tokens, options.budget or PAPER_BUDGETS
+    require_at_least(1, **{"--payload-tokens": m, "--budget": min(budgets)})
+    geometry = text_geometry(read_config(options.config))
+    print(
+        f"layers {geometry.num_layers}, KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}, "
+        f"hidden size {geometry.hidden_size}, payload tokens {m}"
+    )
+    table = Table("entries", "KV tokens a layer", "bytes", "MiB", box=None)
+    for row in plan(geometry, m, budgets):
+        table.add_row(str(row.budget), str(row.tokens), str(row.bytes), f"{row.mebibytes:.2f}")
+    _output.print(table)
+    return SUCCESS
+
+
+def build(options: argparse.Namespace) -> int:
+    """Extract entries of a task into a new bundle, without optimisation."""
+    from ..update.build import BuildSettings
+
+    settings = BuildSettings(
+        budget=options.budget,
+        payload_tokens=options.payload_tokens,
+        policy=options.policy,
+        weighting=options.weighting,
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"--output {options.output}: the folder {options.output.parent} does not exist")
+    if options.output.is_dir():
+        raise ConfigError(f"--output {options.output} is a folder, expected the name of a file")
+
+    from ..data.examples import read_task
+
+    examples = read_task(options.task)  # before the model, which takes longer to fail
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..backbone.model import Backbone
+    from ..update.build import build_bundle
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    backbone = Backbone.load(options.model, device=options.device)
+    bundle = build_bundle(backbone, examples, settings, progress=True)
+    write_bundle(bundle, options.output)
+    print(f"{options.output}: {bundle.num_entries} entries of {len(examples)} examples, digest {bundle.digest}")
+    return SUCCESS
+
+
+def _summary(bundle: Bundle) -> dict[str, Any]:
+    metadata, backbone = bundle.metadata, bundle.metadata.backbone
+    size = footprint_bytes(
+        bundle.num_entries,
+        backbone.hidden_size,
+        backbone.num_layers,
+        backbone.num_kv_heads,
+        metadata.payload_tokens,
+        backbone.head_dim,
+    )
+    tasks = Counter(entry.task for entry in metadata.entries)
+    gates, bias = bundle.value_gates, bundle.layer_bias
+    return {
+        "digest": bundle.digest,
+        "parent": metadata.parent_digest or "none",
+        "format version": metadata.format_version,
+        "recipe": metadata.recipe,
+        "settings": ", ".join(f"{name}={value}" for name, value in metadata.settings.items()) or "none",
+        "entries": f"{bundle.num_entries} of {metadata.budget}",
+        "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
+        "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
+        "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
+        "relevance gate": _gate_summary(bundle),
+        "weighting": metadata.weighting,
+        "temperature": f"{float(bundle.temperature):.6g}",
+        "value gates": f"{float(gates.min()):.4g} to {float(gates.max()):.4g}",
+        "layer bias": f"{float(bias.min()):.4g} to {float(bias.max()):.4g}",
+        "adapter": metadata.adapter or "none",
+        "backbone": f"{backbone.architecture}, {backbone.num_layers} layers, {backbone.num_kv_heads} KV heads of "
+        f"{backbone.head_dim}, hidden size {backbone.hidden_size}",
+        "rope": backbone.rope,
+        "norm": backbone.norm,
+        "tokenizer": backbone.tokenizer_digest,
+    }
+
+
+def _gate_summary(bundle: Bundle) -> str:
+    if (gate := bundle.gate) is None:
+        return "none"
+    thresholds = ", ".join(
+        f"{task} (threshold {threshold:.4g})"
+        for task, threshold in zip(gate.tasks, gate.thresholds.tolist(), strict=True)
+    )
+    return f"{thresholds}; {gate_bytes(len(gate.tasks), bundle.metadata.backbone.hidden_size)} bytes"
+
+
+def _differences(old: Bundle, new: Bundle) -> list[str]:
+    """One line for each difference; at least one where the digests differ."""
+    lines = [f"backbone {line}" for line in old.metadata.backbone.differences(new.metadata.backbone)]
+    for name in type(old.metadata).model_fields:
+        before, after = getattr(old.metadata, name), getattr(new.metadata, name)
+        if name not in ("backbone", "entries") and before != after:
+            lines.append(f"{name}: {before} -> {after}")
+
+    old_rows = {entry.id: row for row, entry in enumerate(old.metadata.entries)}
+    new_rows = {entry.id: row for row, entry in enumerate(new.metadata.entries)}
+    kept = [identity for identity in old_rows if identity in new_rows]
+    lines += [f"entry removed: {identity}" for identity in old_rows if identity not in new_rows]
+    lines += [f"entry added: {identity}" for identity in new_rows if identity not in old_rows]
+    if kept != [identity for identity in new_rows if identity in old_rows]:
+        lines.append("entries kept stand in another order")
+    for identity in kept:
+        before, after = old.metadata.entries[old_rows[identity]], new.metadata.entries[new_rows[identity]]
+        if before != after:
+            lines.append(f"entry {identity}: made from another example: {before!r} -> {after!r}")
+
+    for name, axis in (("retrieval_keys", 0), ("payload_keys", 1), ("payload_values", 1)):
+        before = old.tensors()[name].index_select(axis, torch.tensor([old_rows[i] for i in kept], dtype=torch.int64))
+        after = new.tensors()[name].index_select(axis, torch.tensor([new_rows[i] for i in kept], dtype=torch.int64))
+        lines += _tensor_difference(f"{name} of the {len(kept)} entries kept", before, after)
+    for name in ("temperature", "value_gates", "layer_bias"):
+        lines += _tensor_difference(name, old.tensors()[name], new.tensors()[name])
+    return lines + _gate_differences(old, new)
+
+
+def _gate_differences(old: Bundle, new: Bundle) -> list[str]:
+    """Of the tasks that both gates know; which tasks those are is told with the metadata."""
+    if old.gate is None or new.gate is None:
+        return []
+    lines = []
+    for task in old.gate.tasks:
+        if task in new.gate.tasks:
+            before, after = old.gate.tasks.index(task), new.gate.tasks.index(task)
+            lines += _tensor_difference(f"gate keys of {task}", old.gate.keys[before], new.gate.keys[after])
+            lines += _tensor_difference(
+                f"gate threshold of {task}", old.gate.thresholds[before], new.gate.thresholds[after]
+            )
+    return lines
+
+
+def _tensor_difference(name: str, before: torch.Tensor, after: torch.Tensor) -> list[str]:
+    if before.shape != after.shape:
+        return [f"{name}: shape {list(before.shape)} -> {list(after.shape)}"]
+    if torch.equal(before, after):
+        return []
+    return [f"{name}: largest change {float((before.float() - after.float()).abs().max()):.4g}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inducekv-bundle", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        added.set_defaults(run=run)
+        return added
+
+    one = command("inspect", inspect)
+    one.add_argument("path", metavar="PATH", help="a bundle file")
+    one.add_argument("--entries", action="store_true", help="list every entry")
+
+    one = command("verify", verify)
+    one.add_argument("path", metavar="PATH", help="a bundle file")
+    one.add_argument("--model", help="model folder or Hugging Face id the bundle must fit")
+
+    one = command("diff", diff)
+    one.add_argument("old", metavar="A", help="a bundle file")
+    one.add_argument("new", metavar="B", help="a bundle file")
+
+    one = command("plan", show_plan)
+    one.add_argument("--config", type=Path, required=True, help="a model's config.json")
+    one.add_argument("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
+    one.add_argument("--budget", type=int, action="append", help="entries; may be repeated (default 64, 128, 256, 512)")
+
+    one = command("build", build)
+    one.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    one.add_argument("--task", type=Path, required=True, help="task data: .jsonl, or LLaVA's .json")
+    one.add_argument("--budget", type=int, required=True, help="the most entries the memory may have")
+    one.add_argument("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
+    one.add_argument("--policy", choices=("random", "k-center"), default="random", help="how entries are chosen")
+    one.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt", help="how weights enter attention")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--batch-size", type=int, default=8, help="examples extracted at once (default 8)")
+    one.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
+    one.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

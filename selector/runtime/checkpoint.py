@@ -1,0 +1,181 @@
+"""Progress of a selection on disk: a run that is killed goes on where it was, and ends where it would have ended.
+
+DIR/identity.json       what the run is made from; progress of another run is of no use
+DIR/NAME.safetensors    one optimisation's state after its last complete iteration
+DIR/pool/               the candidates' payloads, see `selector.paper.candidate_pool`
+DIR/finished.json       the digest of the bundle that the run has written, with all that belongs to it
+
+Under `torchrun` all processes read, and only the main one writes; they share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from inducekv_vllm.errors import ConfigError
+
+from ..paper.bilevel import Measured, SelectionState
+from ..paper.calibration import Calibration
+from .distributed import barrier, is_main, together
+from .files import replace_file
+
+IDENTITY: Final = "identity.json"
+FINISHED: Final = "finished.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The folder of one run."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
+        """The run's own progress, or none: what another run has left in the folder is removed. Collective.
+
+        Args:
+            identity: JSON values that settle every result of the run.
+
+        Returns:
+            The checkpoint, and whether it holds progress of this run.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        path, content = folder / IDENTITY, _content(identity)
+        try:
+            with together():
+                resumed = path.is_file() and path.read_bytes() == content
+            with together():
+                if not resumed and is_main():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
+                    replace_file(path, content)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
+        return cls(folder), resumed
+
+    @classmethod
+    def finished(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, str] | None:
+        """The run's checkpoint and the digest of the bundle it has written, if it got as far. Collective.
+
+        Raises:
+            ConfigError: the files cannot be read.
+        """
+        with together():
+            try:
+                if (folder / FINISHED).is_file() and (folder / IDENTITY).read_bytes() == _content(identity):
+                    return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise cls(folder).damaged(FINISHED, error) from error
+        return None
+
+    def finish(self, digest: str) -> None:
+        """Keep in mind that the bundle of this digest is written. For the main process alone.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            replace_file(self.folder / FINISHED, json.dumps({"digest": digest}).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
+
+    def save(self, name: str, state: SelectionState) -> None:
+        """Collective. Raises ConfigError: the file cannot be written; the last state stays."""
+        calibration = state.calibration
+        tensors = {
+            "weights": state.weights,
+            "phi": calibration.phi,
+            "mean": calibration.mean,
+            "square": calibration.square,
+        }
+        progress = {
+            "iteration": state.iteration,
+            "steps": calibration.steps,
+            "history": [measured.as_json() for measured in state.history],
+        }
+        self.write(name, tensors, progress)
+
+    def load(self, name: str) -> SelectionState | None:
+        """The state that was saved last, if any. Collective.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found = self.read(name)
+        if found is None:
+            return None
+        tensors, progress = found
+        try:
+            history = tuple(Measured(**measured) for measured in progress["history"])
+            calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
+            return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
+        except (KeyError, TypeError) as error:
+            raise self.damaged(name, error) from error
+
+    def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        """Replace what is kept under `name`, in one move. Collective.
+
+        Args:
+            progress: JSON values.
+
+        Raises:
+            ConfigError: the file cannot be written; the last state stays.
+        """
+        with together():
+            if is_main():
+                data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
+                try:
+                    replace_file(self._path(name), data)
+                except OSError as error:
+                    raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
+
+    def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was written last, if anything. Collective.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        path = self._path(name)
+        with together():
+            if not path.exists():
+                return None
+            try:
+                with safetensors.safe_open(str(path), framework="pt") as file:
+                    names, progress = list(file.keys()), json.loads(file.metadata()["progress"])
+                    return {name: file.get_tensor(name) for name in names}, progress
+            except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+                raise self.damaged(name, error) from error
+
+    def remove(self) -> None:
+        """Collective."""
+        barrier()
+        if is_main():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def damaged(self, name: str, error: Exception | str) -> ConfigError:
+        """What to raise where the file that holds `name` does not say what it must."""
+        path = self.folder / FINISHED if name == FINISHED else self._path(name)
+        return ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}")
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def _content(identity: dict[str, Any]) -> bytes:
+    return json.dumps(identity, sort_keys=True, indent=1).encode()
+
+
+def identity_digest(identity: dict[str, Any]) -> str:
+    """A run's name: sha256 of what it is made from."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

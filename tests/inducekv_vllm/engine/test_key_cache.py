@@ -1,0 +1,147 @@
+"""Query keys by prompt: an LRU, shared computations, and what cancellation does to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inducekv_vllm.engine.key_cache import KeyCache
+from inducekv_vllm.retrieval import FloatArray
+
+
+class Computation:
+    """Counts its runs, waits until it is released, and notes when it is cancelled."""
+
+    def __init__(self, value: float = 1.0, error: Exception | None = None) -> None:
+        self.value, self.error = value, error
+        self.runs = self.cancelled = 0
+        self.release = asyncio.Event()
+
+    async def __call__(self) -> FloatArray:
+        self.runs += 1
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        return np.full(2, self.value, dtype=np.float32)
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@in_loop
+async def test_one_computation_for_all_who_wait() -> None:
+    cache, compute = KeyCache(4), Computation()
+    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(3)]
+    await settle()
+    compute.release.set()
+    found = await asyncio.gather(*callers)
+    assert [lookup.source for lookup in found] == ["computed", "shared", "shared"]
+    assert compute.runs == 1
+    assert (await cache.get(b"p", compute)).source == "cached"
+
+
+@in_loop
+async def test_it_begins_before_anything_else_runs() -> None:
+    cache, compute = KeyCache(4), Computation()
+    started: list[int] = []
+
+    async def caller() -> None:
+        asyncio.get_running_loop().call_soon(lambda: started.append(compute.runs))
+        await cache.get(b"p", compute)
+
+    task = asyncio.create_task(caller())
+    await settle()
+    assert started == [1]
+    compute.release.set()
+    await task
+
+
+@in_loop
+async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
+    cache, compute = KeyCache(4), Computation()
+    first, second, third = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(3))
+    await settle()
+    first.cancel()
+    await settle()
+    assert (compute.runs, compute.cancelled) == (2, 1)
+    compute.release.set()
+    found = await asyncio.gather(second, third)
+    assert sorted(lookup.source for lookup in found) == ["computed", "shared"]
+    assert first.cancelled()
+
+
+@in_loop
+async def test_who_waits_may_leave() -> None:
+    cache, compute = KeyCache(4), Computation()
+    first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
+    await settle()
+    second.cancel()
+    await settle()
+    compute.release.set()
+    assert (await first).source == "computed"
+    assert (compute.runs, compute.cancelled) == (1, 0)
+
+
+@in_loop
+async def test_when_all_leave_nothing_stays() -> None:
+    cache, compute = KeyCache(4), Computation()
+    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
+    await settle()
+    for caller in reversed(callers):
+        caller.cancel()
+    await settle()
+    assert (compute.runs, compute.cancelled) == (1, 1)
+    again = Computation(2.0)
+    again.release.set()
+    assert (await cache.get(b"p", again)).source == "computed"
+
+
+@in_loop
+async def test_an_error_reaches_all_and_is_not_remembered() -> None:
+    cache, compute = KeyCache(4), Computation(error=ValueError("too long"))
+    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
+    await settle()
+    compute.release.set()
+    for caller in callers:
+        with pytest.raises(ValueError, match="too long"):
+            await caller
+    compute.error = None
+    assert (await cache.get(b"p", compute)).source == "computed"
+
+
+@in_loop
+async def test_the_least_recently_used_key_goes_first() -> None:
+    cache, compute = KeyCache(2), Computation()
+    compute.release.set()
+    for prompt in (b"a", b"b", b"a", b"c"):  # b is the oldest when c comes
+        await cache.get(prompt, compute)
+    assert len(cache) == 2
+    assert (await cache.get(b"a", compute)).source == "cached"
+    assert (await cache.get(b"b", compute)).source == "computed"
+
+
+@in_loop
+async def test_without_capacity_nothing_is_remembered() -> None:
+    cache, compute = KeyCache(0), Computation()
+    compute.release.set()
+    for _ in range(2):
+        assert (await cache.get(b"p", compute)).source == "computed"
+    assert len(cache) == 0

@@ -1,0 +1,593 @@
+"""Injection: by hand, by loops, by transformers' own cache, by finite differences.
+
+`selector.backbone.injection` is what the server is held against, so it is held against other ways of computing the
+same thing, none of which share its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.gate import RelevanceGate
+from inducekv_vllm.retrieval import PrefixIndex, Weighting, page_terms
+from selector.backbone.extraction import extract
+from selector.backbone.injection import (
+    Memory,
+    Terms,
+    attend,
+    attention,
+    gated_prior,
+    generate,
+    injected,
+    reference_logprobs,
+    score,
+)
+from selector.backbone.model import Backbone, Inputs
+from selector.data.examples import read_task
+
+B, M = 5, 3  # entries, payload tokens
+ANSWER = [40, 71, 300, 112, 55, 226]
+
+
+def random_memory(
+    backbone: Backbone, weighting: Weighting, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Memory:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    L, J, D = backbone.num_layers, backbone.num_kv_heads, backbone.head_dim
+    return Memory(
+        retrieval_keys=torch.nn.functional.normalize(draw(B, backbone.hidden_size), dim=1),
+        payload_keys=draw(L, B, J, M, D),
+        payload_values=draw(L, B, J, M, D),
+        temperature=torch.tensor(0.1, dtype=dtype),
+        value_gates=0.2 + 0.6 * draw(L).sigmoid(),
+        layer_bias=0.5 * draw(L),
+        weighting=weighting,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(backbone: Backbone, task_file: Path) -> list[Inputs]:
+    return [backbone.encode_example(example) for example in read_task(task_file)[:3]]
+
+
+def query_keys(backbone: Backbone, prompts: Sequence[Inputs]) -> Tensor:
+    return torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
+
+
+SETTINGS: list[tuple[Weighting, dict[str, Any]]] = [
+    ("sqrt", {}),
+    ("sqrt", {"top_k": 2}),
+    ("sqrt", {"top_k": 2, "remainder": True}),
+    ("prior", {}),
+    ("prior", {"top_k": 2}),
+]
+all_settings = pytest.mark.parametrize(("weighting", "settings"), SETTINGS, ids=lambda value: str(value))
+
+
+# Attention
+
+
+def test_one_head_by_hand() -> None:
+    """Two entries of one token, one token of the request, D = 2, all numbers written out."""
+    memory = Memory(
+        retrieval_keys=torch.zeros(2, 1),
+        payload_keys=torch.tensor([[[[[1.0, 0.0]]], [[[0.0, 2.0]]]]]),
+        payload_values=torch.tensor([[[[[10.0, 0.0]]], [[[0.0, 10.0]]]]]),
+        temperature=torch.tensor(1.0),
+        value_gates=torch.tensor([0.25]),
+        layer_bias=torch.tensor([-0.5]),
+        weighting="sqrt",
+    )
+    terms = Terms(
+        key_scale=torch.tensor([[0.6, 0.8]]),
+        log_weight=torch.tensor([[0.1, -0.2]]),
+        value_scale=torch.tensor([[0.7, 0.9]]),
+        log_remainder=torch.tensor([math.log(3)]),
+    )
+    query = torch.tensor([[[[1.5, -1.0]]]])
+    key, value = torch.tensor([[[[0.5, 0.5]]]]), torch.tensor([[[[1.0, 2.0]]]])
+    output = attend(query, key, value, torch.ones(1, 1, 1, dtype=torch.bool), 2.0, memory, terms, layer=0)
+
+    first = math.exp(0.6 * (1.5 * 1.0) * 2.0 + 0.1 - 0.5)
+    second = math.exp(0.8 * (-1.0 * 2.0) * 2.0 - 0.2 - 0.5)
+    rest = 3 * math.exp(-0.5)
+    own = math.exp((1.5 * 0.5 - 1.0 * 0.5) * 2.0)
+    total = first + second + rest + own
+    expected = [
+        (first * 0.7 * 0.25 * 10.0 + own * 1.0) / total,
+        (second * 0.9 * 0.25 * 10.0 + own * 2.0) / total,
+    ]
+    np.testing.assert_allclose(output.flatten().tolist(), expected, rtol=1e-6)
+
+
+def loop_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int
+) -> Tensor:
+    """The same by loops over requests, heads and tokens, in float64."""
+    n, H, T, D = query.shape
+    J, S = key.shape[1:3]
+    output = torch.zeros(n, T, H, D, dtype=torch.float64)
+    bias, gate = float(memory.layer_bias[layer]), float(memory.value_gates[layer])
+    for row in range(n):
+        for head in range(H):
+            kv_head = head // (H // J)
+            for t in range(T):
+                q = query[row, head, t].double()
+                logits, values = [float(terms.log_remainder[row]) + bias], [torch.zeros(D, dtype=torch.float64)]
+                for entry in range(memory.payload_keys.shape[1]):
+                    for s in range(memory.payload_keys.shape[3]):
+                        k = memory.payload_keys[layer, entry, kv_head, s].double()
+                        v = memory.payload_values[layer, entry, kv_head, s].double()
+                        logit = float(terms.key_scale[row, entry]) * float(q @ k) * scaling
+                        logits.append(logit + float(terms.log_weight[row, entry]) + bias)
+                        values.append(float(terms.value_scale[row, entry]) * gate * v)
+                for s in range(S):
+                    if visible[min(row, len(visible) - 1), t, s]:
+                        logits.append(float(q @ key[row, kv_head, s].double()) * scaling)
+                        values.append(value[row, kv_head, s].double())
+                output[row, t, head] = torch.tensor(logits).double().softmax(0) @ torch.stack(values)
+    return output
+
+
+@all_settings
+def test_attention_by_loops(llava: Backbone, weighting: Weighting, settings: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    memory = random_memory(llava, weighting)
+    n, H, J, T, S, D = 2, 4, 2, 3, 6, llava.head_dim
+    terms = memory.terms(torch.nn.functional.normalize(torch.randn(n, llava.hidden_size), dim=1), **settings)
+    query, key, value = torch.randn(n, H, T, D), torch.randn(n, J, S, D), torch.randn(n, J, S, D)
+    visible = torch.ones(n, T, S, dtype=torch.bool).tril(S - T)
+    visible[1, :, :2] = False  # padding on the left
+    arguments = (query, key, value, visible, 0.2, memory, terms, 1)
+    torch.testing.assert_close(attend(*arguments).double(), loop_attention(*arguments), rtol=1e-5, atol=1e-5)
+
+
+# Retrieval
+
+
+@all_settings
+def test_terms_are_those_of_the_served_retrieval(
+    llava: Backbone, prompts: list[Inputs], weighting: Weighting, settings: dict[str, Any]
+) -> None:
+    memory = random_memory(llava, weighting)
+    keys = torch.nn.functional.normalize(torch.randn(4, llava.hidden_size, generator=torch.Generator().manual_seed(2)))
+    index = PrefixIndex(memory.retrieval_keys.numpy())
+    pages = [
+        page_terms(
+            index.search(key, float(memory.temperature), settings.get("top_k")),
+            weighting,
+            payload_tokens=M,
+            num_entries=B,
+            remainder=settings.get("remainder", False),
+        )
+        for key in keys.numpy()
+    ]
+    expected, found = Terms.from_pages(pages, B), memory.terms(keys, **settings)
+    left_out = expected.log_weight == -math.inf
+    assert torch.equal(found.log_weight == -math.inf, left_out)
+    for name in ("key_scale", "value_scale", "log_weight"):
+        torch.testing.assert_close(
+            getattr(found, name)[~left_out], getattr(expected, name)[~left_out], rtol=2e-5, atol=1e-6
+        )
+    torch.testing.assert_close(found.log_remainder, expected.log_remainder)
+
+
+def test_a_log_prior_multiplies_the_softmax(llava: Backbone) -> None:
+    memory = random_memory(llava, "prior")
+    key = torch.nn.functional.normalize(torch.ones(1, llava.hidden_size))
+    pi = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
+    weights = pi * (key @ memory.retrieval_keys.T / memory.temperature)[0].exp()
+    found = memory.terms(key, log_prior=pi.log()).log_weight.exp()[0]
+    torch.testing.assert_close(found, weights / weights.sum())
+
+
+def test_equal_scores_retrieve_the_first_entries(llava: Backbone) -> None:
+    memory = random_memory(llava, "prior")
+    memory = replace(memory, retrieval_keys=memory.retrieval_keys[:1].expand(B, -1))
+    terms = memory.terms(memory.retrieval_keys[:1], top_k=2)
+    assert terms.log_weight[0].isfinite().tolist() == [True, True, False, False, False]
+
+
+def test_bad_settings(llava: Backbone) -> None:
+    key = torch.zeros(1, llava.hidden_size)
+    with pytest.raises(ConfigError, match="top_k"):
+        random_memory(llava, "sqrt").terms(key, top_k=0)
+    with pytest.raises(ConfigError, match="remainder"):
+        random_memory(llava, "prior").terms(key, top_k=1, remainder=True)
+
+
+# The whole model
+
+
+def through_the_cache(
+    backbone: Backbone, memory: Memory, terms: Terms, prompt: Inputs, answer: Sequence[int]
+) -> Tensor:
+    """Eq. inject_rewrite by transformers alone: the scaled payloads as earlier cache tokens, positions from 0.
+
+    For one request and weighting "sqrt" with layer bias 0: there the injected tokens are ordinary tokens.
+    """
+    cache = DynamicCache(config=backbone.model.config.get_text_config())
+    scale = terms.key_scale[0][:, None, None, None]  # [B, 1, 1, 1]
+    for layer in range(backbone.num_layers):
+        keys = (scale * memory.payload_keys[layer]).transpose(0, 1).flatten(1, 2)  # [J, B m, D]
+        values = (scale * memory.payload_values[layer] * memory.value_gates[layer]).transpose(0, 1).flatten(1, 2)
+        cache.update(keys[None], values[None], layer)
+    inputs = dict(prompt)
+    inputs["input_ids"] = torch.cat([prompt["input_ids"], torch.tensor([list(answer)])], dim=1)
+    T = inputs["input_ids"].shape[1]
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(answer)))
+        inputs["position_ids"], _ = backbone.model.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+        )
+    else:
+        inputs["position_ids"] = torch.arange(T)[None]
+    inputs["attention_mask"] = torch.ones(1, B * M + T, dtype=torch.int64)
+    logits = backbone.model(**inputs, past_key_values=cache).logits[0, -len(answer) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(answer)), list(answer)]
+
+
+def test_the_papers_form_is_a_longer_cache(backbone: Backbone, prompts: list[Inputs]) -> None:
+    memory = random_memory(backbone, "sqrt")
+    memory = replace(memory, layer_bias=torch.zeros(backbone.num_layers))
+    for prompt in prompts:
+        terms = memory.terms(backbone.retrieval_keys(prompt))
+        (found,) = score(backbone, [prompt], [ANSWER], memory, terms)
+        expected = through_the_cache(backbone, memory, terms, prompt, ANSWER)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        (plain,) = score(backbone, [prompt], [ANSWER])
+        assert (found - plain).abs().max() > 1e-2  # the memory did something
+
+
+def test_top_k_with_remainder_is_weights_of_zero(backbone: Backbone, prompts: list[Inputs]) -> None:
+    memory = replace(random_memory(backbone, "sqrt"), layer_bias=torch.zeros(backbone.num_layers))
+    terms = memory.terms(backbone.retrieval_keys(prompts[0]), top_k=2, remainder=True)
+    zeros = torch.zeros(1, B)
+    in_place = Terms(terms.key_scale, zeros, terms.value_scale, torch.tensor([-math.inf]))
+    assert int((terms.key_scale == 0).sum()) == B - 2
+    (found,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
+    torch.testing.assert_close(found, score(backbone, prompts[:1], [ANSWER], memory, in_place)[0], rtol=0, atol=1e-5)
+
+
+def test_prior_weighting_does_not_grow_with_the_memory(backbone: Backbone, prompts: list[Inputs]) -> None:
+    """Every entry twice: the same weights by halves, and the same answer; the paper's form gives another one."""
+    for weighting, same in (("prior", True), ("sqrt", False)):
+        memory = random_memory(backbone, weighting)  # type: ignore[arg-type]
+        doubled = replace(
+            memory,
+            retrieval_keys=memory.retrieval_keys.repeat(2, 1),
+            payload_keys=memory.payload_keys.repeat(1, 2, 1, 1, 1),
+            payload_values=memory.payload_values.repeat(1, 2, 1, 1, 1),
+        )
+        key = backbone.retrieval_keys(prompts[0])
+        (once,) = score(backbone, prompts[:1], [ANSWER], memory, memory.terms(key))
+        (twice,) = score(backbone, prompts[:1], [ANSWER], doubled, doubled.terms(key))
+        assert torch.allclose(once, twice, rtol=0, atol=1e-5) is same
+
+
+def test_no_memory_is_the_plain_model_to_the_bit(backbone: Backbone, prompts: list[Inputs]) -> None:
+    before = score(backbone, prompts, [ANSWER] * 3)
+    memory = random_memory(backbone, "sqrt")
+    with_memory = score(backbone, prompts, [ANSWER] * 3, memory, memory.terms(query_keys(backbone, prompts)))
+    after = score(backbone, prompts, [ANSWER] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not torch.allclose(before[0], with_memory[0], atol=1e-2)
+
+
+def test_entries_of_weight_zero_do_nothing(backbone: Backbone, prompts: list[Inputs]) -> None:
+    memory = random_memory(backbone, "prior")
+    nothing = torch.full((1, B), -math.inf)
+    terms = Terms(torch.ones(1, B), nothing, torch.ones(1, B), torch.tensor([-math.inf]))
+    (found,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
+    torch.testing.assert_close(found, score(backbone, prompts[:1], [ANSWER])[0], rtol=0, atol=1e-5)
+
+
+def test_the_vision_tower_is_left_alone(backbone: Backbone, prompts: list[Inputs]) -> None:
+    memory = random_memory(backbone, "sqrt")
+    images = {k: v for k, v in prompts[0].items() if k in ("pixel_values", "image_grid_thw")}
+
+    def features() -> Tensor:
+        return torch.cat(list(backbone.model.model.get_image_features(**images, return_dict=True).pooler_output))
+
+    plain = features()
+    with injected(memory, memory.terms(query_keys(backbone, prompts[:1]))):
+        assert torch.equal(features(), plain)
+
+
+@all_settings
+def test_each_row_has_its_own_terms(
+    backbone: Backbone, prompts: list[Inputs], weighting: Weighting, settings: dict[str, Any]
+) -> None:
+    memory = random_memory(backbone, weighting)
+    answers = [ANSWER, ANSWER[:1], ANSWER[2:]]
+    together = score(backbone, prompts, answers, memory, memory.terms(query_keys(backbone, prompts), **settings))
+    for prompt, answer, found in zip(prompts, answers, together, strict=True):
+        terms = memory.terms(backbone.retrieval_keys(prompt), **settings)
+        (alone,) = score(backbone, [prompt], [answer], memory, terms)
+        assert found.shape == (len(answer),)
+        torch.testing.assert_close(found, alone, rtol=0, atol=2e-5)
+
+
+@all_settings
+def test_generation_with_a_cache_is_scoring_without(
+    backbone: Backbone, prompts: list[Inputs], weighting: Weighting, settings: dict[str, Any]
+) -> None:
+    memory = random_memory(backbone, weighting)
+    terms = memory.terms(query_keys(backbone, prompts), **settings)
+    generations = generate(backbone, prompts, 16, memory, terms, ignore_eos=True)
+    assert [len(generation.token_ids) for generation in generations] == [16, 16, 16]
+    scores = score(backbone, prompts, [generation.token_ids for generation in generations], memory, terms)
+    for generation, found in zip(generations, scores, strict=True):
+        torch.testing.assert_close(found, generation.logprobs, rtol=0, atol=3e-5)
+
+
+def test_generation_without_memory_is_transformers_own(backbone: Backbone, prompts: list[Inputs]) -> None:
+    (found,) = generate(backbone, prompts[:1], 8, ignore_eos=True)
+    expected = backbone.model.generate(**prompts[0], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found.token_ids == expected[0, -8:].tolist()
+
+
+def test_generation_ends_after_the_end_token(llava: Backbone, prompts: list[Inputs]) -> None:
+    prompt = llava.encode([{"role": "user", "content": [{"type": "text", "text": "yes"}]}], [])
+    (free,) = generate(llava, [prompt], 8, ignore_eos=True)
+    eos = llava.model.generation_config.eos_token_id
+    try:
+        llava.model.generation_config.eos_token_id = free.token_ids[3]
+        (ended,) = generate(llava, [prompt], 8)
+    finally:
+        llava.model.generation_config.eos_token_id = eos
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
+    assert len(ended.logprobs) == len(ended.token_ids)
+
+
+def test_an_answer_may_hold_the_image_placeholders_number(backbone: Backbone, prompts: list[Inputs]) -> None:
+    image = backbone.model.config.image_token_id
+    answer = [40, image, 71]
+    (found,) = score(backbone, prompts[:1], [answer])
+    cache = DynamicCache(config=backbone.model.config.get_text_config())
+    logits = [backbone.model(**prompts[0], past_key_values=cache).logits[0, -1]]
+    position = prompts[0]["input_ids"].shape[1]
+    deltas = getattr(backbone.model.model, "rope_deltas", None)
+    for step, token in enumerate(answer[:2]):
+        at = torch.tensor([[position + step]])
+        positions = at if deltas is None else (at + deltas)[None].expand(3, 1, 1)
+        logits.append(
+            backbone.model(
+                input_ids=torch.tensor([[token]]),
+                attention_mask=torch.ones(1, position + step + 1, dtype=torch.int64),
+                position_ids=positions,
+                past_key_values=cache,
+            ).logits[0, -1]
+        )
+    expected = torch.stack(logits).log_softmax(-1)[torch.arange(3), answer]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# Gradients
+
+
+def in_float64(backbone: Backbone) -> None:
+    """transformers' RMS norms compute in float32 whatever the model's type: too coarse for finite differences."""
+    for module in backbone.model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x: Tensor, module: Any = module) -> Tensor:
+                normed: Tensor = x * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt() * module.weight
+                return normed
+
+            module.forward = forward  # type: ignore[assignment]
+
+
+PARAMETERS = ("temperature", "value_gates", "layer_bias", "payload_keys", "payload_values", "log_prior")
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen3-vl"])
+@pytest.mark.parametrize("parameter", PARAMETERS)
+@all_settings
+def test_gradients_are_finite_differences(
+    model_folders: dict[str, Path],
+    task_file: Path,
+    double: dict[str, tuple[Backbone, Inputs, Tensor]],
+    model: str,
+    parameter: str,
+    weighting: Weighting,
+    settings: dict[str, Any],
+) -> None:
+    """Central differences in float64 along a random direction, against the gradient of the answer's log-probability."""
+    backbone, prompt, key = double[model]
+    memory = random_memory(backbone, weighting, dtype=torch.float64)
+    log_prior = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64).log()
+    value = log_prior if parameter == "log_prior" else getattr(memory, parameter)
+
+    def loss(changed: Tensor) -> Tensor:
+        prior, other = (
+            (changed, memory) if parameter == "log_prior" else (log_prior, replace(memory, **{parameter: changed}))
+        )
+        return score(backbone, [prompt], [ANSWER], other, other.terms(key, log_prior=prior, **settings))[0].sum()
+
+    leaf = value.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf)
+    direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    step = 1e-5 * direction
+    with torch.no_grad():
+        difference = (loss(value + step) - loss(value - step)) / 2e-5
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 1e-6
+    torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-8)
+
+
+@pytest.fixture(scope="module")
+def double(model_folders: dict[str, Path], task_file: Path) -> dict[str, tuple[Backbone, Inputs, Tensor]]:
+    loaded = {}
+    for name in ("llava", "qwen3-vl"):
+        backbone = Backbone.load(model_folders[name], dtype=torch.float64)
+        in_float64(backbone)
+        prompt = backbone.encode_example(read_task(task_file)[0])
+        loaded[name] = (backbone, prompt, backbone.retrieval_keys(prompt).double())
+    return loaded
+
+
+# Bundles
+
+
+@all_settings
+def test_reference_logprobs_of_a_bundle(
+    backbone: Backbone, prompts: list[Inputs], task_file: Path, weighting: Weighting, settings: dict[str, Any]
+) -> None:
+    examples = read_task(task_file)[3:8]
+    entries = extract(backbone, examples, M)
+    bundle = Bundle.create(
+        retrieval_keys=entries.keys,
+        payload_keys=entries.payload_keys,
+        payload_values=entries.payload_values,
+        temperature=0.07,
+        value_gates=torch.full((backbone.num_layers,), 0.5),
+        layer_bias=torch.linspace(-1, 1, backbone.num_layers),
+        backbone=backbone.fingerprint,
+        budget=B,
+        entries=tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples),
+        weighting=weighting,
+        recipe="build",
+        settings={},
+    )
+    found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, **settings)
+    memory = Memory.from_bundle(bundle)
+    retrieval = PrefixIndex(bundle.retrieval_keys).search(
+        backbone.retrieval_keys(prompts[0])[0], float(bundle.temperature), settings.get("top_k")
+    )
+    page = page_terms(retrieval, weighting, payload_tokens=M, num_entries=B, remainder=settings.get("remainder", False))
+    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, Terms.from_pages([page], B))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# The relevance gate
+
+
+def random_gate(d: int, thresholds: Sequence[float], seed: int = 0) -> Gate:
+    keys = torch.randn(len(thresholds), 2, d, generator=torch.Generator().manual_seed(seed)).half()
+    return Gate(keys, torch.tensor(thresholds), tuple("abc"[: len(thresholds)]))
+
+
+def test_the_torch_gate_decides_as_the_served_one() -> None:
+    gate, entry_tasks = random_gate(6, (1.0, 0.5, 1.5)), "abcab"
+    queries = torch.nn.functional.normalize(torch.randn(200, 2, 6, generator=torch.Generator().manual_seed(1)), dim=2)
+    rule = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
+    is_open, log_prior = gated_prior(gate, entry_tasks, queries)
+    assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))
+    seen = set()
+    for row, query in enumerate(queries.numpy()):
+        verdict = rule.judge(query)
+        assert bool(is_open[row]) == (verdict.task is not None)
+        nearest = gate.tasks[int(verdict.margins.argmax())]
+        assert log_prior[row].tolist() == [0.0 if task == nearest else -math.inf for task in entry_tasks]
+        seen.add(verdict.task)
+    assert seen == {"a", "b", "c", None}
+
+
+def test_a_tie_of_the_gate_goes_to_the_first_task_and_0_is_open() -> None:
+    queries = torch.eye(4)[:2][None]
+    gate = Gate(torch.zeros(2, 2, 4), torch.zeros(2), ("a", "b"))
+    is_open, log_prior = gated_prior(gate, "ba", queries)
+    assert is_open.tolist() == [True]
+    assert log_prior.tolist() == [[-math.inf, 0.0]]
+
+
+def test_what_a_gate_refuses() -> None:
+    gate = random_gate(6, (0.0, 0.0))
+    for shape in ((3, 6), (3, 1, 6), (3, 2, 5)):
+        with pytest.raises(ConfigError, match=r"expected query keys \[n, 2, 6\]"):
+            gated_prior(gate, "ab", torch.zeros(shape))
+    with pytest.raises(ConfigError, match="task 'c'"):
+        gated_prior(gate, "abc", torch.zeros(1, 2, 6))
+
+
+def test_reference_logprobs_behind_a_gate(backbone: Backbone, prompts: list[Inputs], task_file: Path) -> None:
+    examples = read_task(task_file)[3:8]
+    entries = extract(backbone, examples, M)
+    query = backbone.query_keys(prompts[0])  # [1, 2, d]
+    towards = (query[0] * torch.tensor([[0.0], [1.0]])).half()  # [2, d], of margin 1 less the threshold
+
+    def bundle(thresholds: Sequence[float]) -> Bundle:
+        return Bundle.create(
+            retrieval_keys=entries.keys,
+            payload_keys=entries.payload_keys,
+            payload_values=entries.payload_values,
+            temperature=0.07,
+            value_gates=torch.full((backbone.num_layers,), 0.5),
+            layer_bias=torch.linspace(-1, 1, backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=B,
+            entries=tuple(
+                EntryRecord(id=e.id, task="ab"[i % 2], source_digest=e.source_digest) for i, e in enumerate(examples)
+            ),
+            weighting="prior",
+            recipe="refined",
+            settings={},
+            gate=Gate(torch.stack([towards, towards]), torch.tensor(thresholds), ("a", "b")),
+        )
+
+    closed = reference_logprobs(backbone, bundle((1.1, 1.2)), prompts[0], ANSWER)
+    assert torch.equal(closed, score(backbone, prompts[:1], [ANSWER])[0])
+    for thresholds, rows in (((0.9, 0.8), [1, 3]), ((0.8, 0.9), [0, 2, 4]), ((0.9, 1.1), [0, 2, 4])):
+        for top_k in (None, 1):
+            made = bundle(thresholds)
+            found = reference_logprobs(backbone, made, prompts[0], ANSWER, top_k=top_k)
+            # The same as a memory of that task's entries alone.
+            whole = Memory.from_bundle(made)
+            alone = replace(
+                whole,
+                retrieval_keys=whole.retrieval_keys[rows],
+                payload_keys=whole.payload_keys[:, rows],
+                payload_values=whole.payload_values[:, rows],
+            )
+            terms = alone.terms(query[:, 0], top_k=top_k)
+            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, terms)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            assert (found - closed).abs().max() > 1e-3
+
+
+def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Backbone, task_file: Path) -> None:
+    small = Backbone.load(model_folders["llava"], dtype=torch.bfloat16)
+    memory = random_memory(llava, "sqrt")
+    terms = memory.terms(torch.nn.functional.normalize(torch.ones(1, llava.hidden_size)))
+    prompt = llava.encode_example(read_task(task_file)[0])
+    differences = [
+        (score(small, [prompt], [ANSWER], *m)[0] - score(llava, [prompt], [ANSWER], *m)[0]).abs().max()
+        for m in ((None, None), (memory, terms))
+    ]
+    assert differences[1] <= 3 * differences[0] + 1e-3
+
+
+def test_an_error_inside_ends_the_injection(llava: Backbone, prompts: list[Inputs]) -> None:
+    memory = random_memory(llava, "sqrt")
+    terms = memory.terms(torch.zeros(1, llava.hidden_size))
+    prompt = llava.encode([{"role": "user", "content": [{"type": "text", "text": "yes"}]}], [])
+    plain = llava.model(**prompt).logits
+    with pytest.raises(RuntimeError), injected(memory, terms):
+        raise RuntimeError
+    assert torch.equal(llava.model(**prompt).logits, plain)
+
+
+@pytest.mark.parametrize("feature", ["softcap", "s_aux", "sliding_window", "position_bias"])
+def test_attention_of_another_kind_is_refused(llava: Backbone, feature: str) -> None:
+    memory = random_memory(llava, "sqrt")
+    zeros = torch.zeros(1, 4, 2, llava.head_dim)
+    terms = memory.terms(torch.zeros(1, llava.hidden_size))
+    with injected(memory, terms), pytest.raises(UnsupportedModel, match=feature):
+        attention(llava.attention_layers()[0], zeros, zeros, zeros, None, 1.0, **{feature: 4})

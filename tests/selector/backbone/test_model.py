@@ -1,0 +1,127 @@
+"""The frozen backbone: prefixes, padding, retrieval keys."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
+from inducekv_vllm.fingerprint import backbone_fingerprint
+from selector.backbone.model import Backbone, pool_query_keys
+from selector.data.examples import read_task
+from tests.tiny_models import picture
+
+
+def test_parameters_are_frozen(backbone: Backbone) -> None:
+    assert not backbone.model.training
+    assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
+
+
+def test_fingerprint_is_the_one_of_the_folder(backbone: Backbone, model_folders: dict[str, Path]) -> None:
+    assert backbone.fingerprint in [backbone_fingerprint(folder) for folder in model_folders.values()]
+
+
+def test_without_memory_it_is_the_plain_model(model_folders: dict[str, Path], task_file: Path) -> None:
+    for folder in model_folders.values():
+        backbone = Backbone.load(folder)
+        plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        batch = backbone.collate([backbone.encode_example(example) for example in read_task(task_file)[:3]])
+        assert torch.equal(backbone.model(**batch).logits, plain(**batch).logits)
+        assert torch.equal(
+            backbone.model.generate(**batch, max_new_tokens=4, do_sample=False),
+            plain.generate(**batch, max_new_tokens=4, do_sample=False),
+        )
+
+
+def test_the_prefix_holds_the_question_and_never_the_answer(backbone: Backbone, task_file: Path) -> None:
+    example = read_task(task_file)[1]
+    inputs = backbone.encode_example(example)
+    text = backbone.processor.tokenizer.decode(inputs["input_ids"][0])
+    assert "How many squares" in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert example.answer not in text
+    assert int((inputs["input_ids"] == backbone.model.config.image_token_id).sum()) > 1
+    assert inputs["attention_mask"].all()
+
+
+def test_retrieval_key_is_the_normalised_mean_of_the_last_hidden_states(backbone: Backbone, task_file: Path) -> None:
+    inputs = backbone.encode_example(read_task(task_file)[0])
+    hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states[-1][0].double()  # [T, d], after the norm
+    mean = hidden.mean(dim=0)
+    key = backbone.retrieval_keys(inputs)
+    assert key.shape == (1, backbone.hidden_size)
+    assert key.dtype == torch.float32
+    torch.testing.assert_close(key[0].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+
+
+def test_the_second_part_of_a_query_key_is_the_mean_over_text_tokens(backbone: Backbone, task_file: Path) -> None:
+    inputs = backbone.encode_example(read_task(task_file)[0])
+    is_text = inputs["input_ids"][0] != backbone.model.config.image_token_id  # [T] bool
+    assert 1 < int(is_text.sum()) < len(is_text) - 1
+    assert torch.equal(backbone.text_mask(inputs)[0], is_text)
+    mean = backbone.hidden_states(inputs)[0][is_text].double().mean(dim=0)
+    keys = backbone.query_keys(inputs)
+    assert keys.shape == (1, 2, backbone.hidden_size)
+    assert keys.dtype == torch.float32
+    assert torch.equal(keys[:, 0], backbone.retrieval_keys(inputs))
+    torch.testing.assert_close(keys[0, 1].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+    assert (keys[0, 0] - keys[0, 1]).abs().max() > 1e-2
+
+
+def test_a_prefix_of_text_alone_has_two_equal_parts(backbone: Backbone) -> None:
+    inputs = backbone.encode([{"role": "user", "content": [{"type": "text", "text": "yes or no?"}]}], [])
+    keys = backbone.query_keys(inputs)
+    assert torch.equal(keys[:, 0], keys[:, 1])
+
+
+def test_a_prefix_of_placeholders_alone_has_a_text_part_of_zeros() -> None:
+    hidden = torch.randn(1, 3, 4)
+    keys = pool_query_keys(hidden, torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
+    assert torch.equal(keys[:, 1], torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_change_keys(backbone: Backbone, task_file: Path, side: str) -> None:
+    prompts = [backbone.encode_example(example) for example in read_task(task_file)[:4]]
+    assert len({prompt["input_ids"].shape[1] for prompt in prompts}) > 1
+    alone = torch.cat([backbone.query_keys(prompt) for prompt in prompts])
+    together = backbone.query_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
+    torch.testing.assert_close(together, alone, rtol=0, atol=2e-6)
+
+
+def test_bfloat16_is_summed_in_float32(model_folders: dict[str, Path], task_file: Path) -> None:
+    backbone = Backbone.load(model_folders["llava"], dtype=torch.bfloat16)
+    inputs = backbone.encode_example(read_task(task_file)[0])
+    hidden = backbone.hidden_states(inputs)
+    assert hidden.dtype == torch.bfloat16
+    mean = hidden[0].double().mean(dim=0)
+    torch.testing.assert_close(backbone.retrieval_keys(inputs)[0].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+
+
+def test_messages_and_images_that_do_not_fit(llava: Backbone) -> None:
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(TaskDataError, match="1 places for images, found 0"):
+        llava.encode(messages, [])
+    with pytest.raises(TaskDataError, match="0 places for images, found 1"):
+        llava.encode([{"role": "user", "content": [{"type": "text", "text": "?"}]}], [picture(0)])
+
+
+def test_models_that_cannot_be_used(tmp_path: Path, model_folders: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="no such model folder"):
+        Backbone.load(tmp_path / "nothing")
+    with pytest.raises(UnsupportedModel, match="cannot load"):
+        Backbone.load(tmp_path)
+    with pytest.raises(ConfigError, match="device"):
+        Backbone.load(model_folders["llava"], device="cuda:77")
+    sliding = Path(shutil.copytree(model_folders["llava"], tmp_path / "sliding"))
+    config = json.loads((sliding / "config.json").read_text())
+    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    config["text_config"].pop("layer_types", None)
+    (sliding / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"full attention in every layer, found .*sliding_attention"):
+        Backbone.load(sliding)

@@ -1,0 +1,144 @@
+"""The refined recipe's parts that can be left out: quotas, the gate, prior weighting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.errors import BundleError, ConfigError
+from selector.backbone.injection import Memory
+from selector.refined.entries import Plan, QueryKeys, plan_entries
+from selector.refined.settings import RefinedSettings
+from selector.refined.training import _reachable
+from selector.refined.training_problem import _nested, _prior
+from selector.refined.update import check_tasks
+from selector.update.inputs import TaskInputs
+
+d = 6
+NONE = torch.empty(0, 2, d)
+
+
+def records(*tasks: str) -> tuple[EntryRecord, ...]:
+    return tuple(EntryRecord(id=f"{task}{i}", task=task, source_digest=f"{task}{i}") for i, task in enumerate(tasks))
+
+
+def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
+    """What a plan and the checks look at: entries whose keys are axes."""
+    metadata = SimpleNamespace(entries=records(*tasks), weighting=weighting, recipe="refined")
+    return SimpleNamespace(retrieval_keys=torch.eye(d)[axes].half(), metadata=metadata, temperature=torch.tensor(0.07))
+
+
+def plan_of(previous: Any, training_axes: list[int], budget: int, **changes: Any) -> Plan:
+    training: Any = [SimpleNamespace(task="new", id=f"n{i}") for i in range(len(training_axes))]
+    keys = torch.stack([torch.eye(d)[training_axes], torch.zeros(len(training_axes), d)], dim=1)
+    settings = RefinedSettings(
+        budget=budget, allocation="joint", **{"entry_policy": "k-center", "nested": False} | changes
+    )
+    return plan_entries(TaskInputs(training, (), (), previous), settings, QueryKeys(keys, NONE, NONE, NONE))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_joint_plan_spreads_over_old_and_new(seed: int) -> None:
+    """Two tasks hold axis 0 twice, and axis 1; the new examples are two of axis 2, and one of axis 0."""
+    previous = bundle_of([0, 0, 1], "a", "a", "b")
+    plan = plan_of(previous, [2, 0, 2], budget=3, seed=seed)
+    assert len(plan.kept) + len(plan.chosen) == 3
+    axes = sorted([[0, 0, 1][row] for row in plan.kept.tolist()] + [[2, 0, 2][row] for row in plan.chosen])
+    assert axes == [0, 1, 2]
+    assert plan.shares["b"] == 1
+    assert plan.shares["new"] == len(plan.chosen)
+    assert plan.shrunk == frozenset()
+
+
+def test_a_joint_plan_takes_everything_where_there_is_room() -> None:
+    plan = plan_of(bundle_of([0, 1], "a", "b"), [2, 3], budget=8)
+    assert (plan.kept.tolist(), plan.chosen) == ([0, 1], [0, 1])
+    assert plan.shares == {"a": 1, "b": 1, "new": 2}
+    assert plan_of(None, [0, 1, 2], budget=8).shares == {"new": 3}
+
+
+@pytest.mark.parametrize("policy", ["random", "k-center"])
+def test_the_arriving_task_always_has_an_entry(policy: str) -> None:
+    for seed in range(20):
+        plan = plan_of(bundle_of([0, 1, 2, 3, 4], *"abcde"), [0], budget=1, entry_policy=policy, seed=seed)
+        assert (plan.kept.tolist(), plan.chosen) == ([], [0])
+        assert plan.shares == {"new": 1}
+
+
+def test_an_evicted_task_has_no_share_and_nothing_is_consolidated() -> None:
+    plans = [plan_of(bundle_of([0, 0, 0, 1], *"aaab"), [2, 3, 4], 4, entry_policy="random", seed=s) for s in range(20)]
+    assert any("b" not in plan.shares for plan in plans)
+    assert all(not plan.shrunk and sum(plan.shares.values()) == 4 for plan in plans)
+
+
+def test_what_an_example_may_retrieve() -> None:
+    """The first entry was made of the first example; the second is of its task, the third of another."""
+    entries = records("a", "a", "b")
+    examples: Any = [SimpleNamespace(task="a", source_digest="a0"), SimpleNamespace(task="b", source_digest="x")]
+    inf = math.inf
+    gated = _prior(examples, entries, RefinedSettings())
+    assert gated.tolist() == [[-inf, 0, -inf], [-inf, -inf, 0]]
+    ungated = _prior(examples, entries, RefinedSettings(gate="none"))
+    assert ungated.tolist() == [[-inf, 0, 0], [0, 0, 0]]
+    assert _prior(examples[:1], entries[:1], RefinedSettings(gate="none")).tolist() == [[0]]
+
+
+def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
+    payload = torch.ones(1, 3, 1, 2, 4)
+    memory = Memory(torch.eye(3), payload, payload, torch.tensor(0.07), torch.ones(1), torch.zeros(1), "prior")
+    prior = torch.tensor([[0.0, -math.inf, 0.0]])
+    assert _reachable(memory, prior)[0].payload_keys.shape[1] == 2
+    assert _reachable(replace(memory, weighting="sqrt"), prior)[0].payload_keys.shape[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"weighting": "sqrt"}, 'with a gate needs the weighting "prior"'),
+        ({"weighting": "sqrt", "gate": "prefix"}, 'with a gate needs the weighting "prior"'),
+        ({"gate": "wide"}, "gate must be two-part, prefix or none, found 'wide'"),
+        ({"allocation": "none"}, "allocation must be quotas or joint"),
+        ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
+        ({"calibrate": "last"}, "calibrate must be first, every or never"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RefinedSettings(**wrong)
+    assert RefinedSettings(weighting="sqrt", gate="none").weighting == "sqrt"
+
+
+def test_a_memory_refined_for_another_weighting_is_refused() -> None:
+    training: Any = [SimpleNamespace(task="new", id="n0")]
+    anchors: Any = [SimpleNamespace(task="a", id="a9")]
+    inputs = TaskInputs(training, (), anchors, bundle_of([0], "a", weighting="sqrt"))
+    settings = RefinedSettings(learning_rate=0.1)
+    with pytest.raises(BundleError, match="refined for the weighting 'sqrt', found 'prior'"):
+        check_tasks(inputs, settings)
+    check_tasks(inputs, replace(settings, weighting="sqrt", gate="none"))
+
+
+def test_halves_of_a_quota_are_nested_and_old_entries_are_in_all() -> None:
+    new = torch.tensor([False, True, True, False, True, True, True])
+    rows = _nested(new, RefinedSettings()).long().tolist()
+    assert rows == [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]
+    assert _nested(new, RefinedSettings(nested=False)).tolist() == [[True] * 7]
+    assert _nested(torch.tensor([False, True]), RefinedSettings()).tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_task_whose_quota_is_halved_keeps_its_first_entries(nested: bool) -> None:
+    previous = bundle_of([0, 1, 2, 3, 4, 5], *"ababab")
+    previous.metadata.settings = {"nested": nested}
+    inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
+    keys = QueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
+    plan = plan_entries(inputs, RefinedSettings(budget=4, entries_per_task=3), keys)
+    assert plan.kept.tolist() == [0, 1]
+    assert plan.shares == {"a": 1, "b": 1, "new": 1}
+    assert plan.shrunk == (set() if nested else {"a", "b"})

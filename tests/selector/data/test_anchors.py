@@ -1,0 +1,152 @@
+"""The anchor store: append-only, digest-checked, whole after a kill; and the four policies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import selector.data.anchors as module
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.data.anchors import AnchorStore, choose_anchors, examples_digest
+from selector.data.examples import Example, read_task
+from tests.selector.conftest import record, write_task
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[list[Example]]:
+    """Two tasks of four examples; two examples of a task share a picture."""
+    made = []
+    for name in ("colours", "counts"):
+        records = [record(number, id=f"{name}{number}", task=name) for number in range(4)]
+        records[3]["messages"] = records[0]["messages"]
+        made.append(read_task(write_task(tmp_path / name, records, num_pictures=4)))
+    return made
+
+
+def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
+    for number, examples in enumerate(tasks):
+        store.append(examples, run=f"run {number}", policy="random", seed=0)
+
+
+def test_what_was_appended_is_read_back_in_the_order_of_the_stream(tmp_path: Path, tasks: list[list[Example]]) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    assert store.tasks() == ()
+    assert store.read() == []
+    fill(store, tasks)
+    shutil.rmtree(tmp_path / "colours")  # the store has copies of its own
+    found = AnchorStore(tmp_path / "anchors").read()
+    assert examples_digest(found) == examples_digest([*tasks[0], *tasks[1]])
+    assert len(list((tmp_path / "anchors" / "0000" / "images").iterdir())) == 3
+    files = [path for path in (tmp_path / "anchors").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert store.bytes() == sum(path.stat().st_size for path in files)
+    assert not list((tmp_path / "anchors").rglob("*.tmp"))
+
+
+def test_appending_twice_by_the_same_run_changes_nothing(tmp_path: Path, tasks: list[list[Example]]) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    fill(store, tasks)
+    before = (tmp_path / "anchors" / "manifest.json").read_bytes()
+    fill(store, tasks)
+    assert (tmp_path / "anchors" / "manifest.json").read_bytes() == before
+    assert [example.task for example in store.read(except_run="run 1")] == ["colours"] * 4
+
+
+def test_another_run_may_not_add_a_task_again(tmp_path: Path, tasks: list[list[Example]]) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    fill(store, tasks)
+    with pytest.raises(ConfigError, match="already has anchors of the task 'counts', made by another run"):
+        store.append(tasks[1], run="another", policy="random", seed=0)
+    store.require_new(["shapes"], "another")
+
+
+@pytest.mark.parametrize("damage", ["answer", "picture", "removed"])
+def test_damage_is_noticed(tmp_path: Path, tasks: list[list[Example]], damage: str) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    fill(store, tasks)
+    lines = tmp_path / "anchors" / "0001" / "examples.jsonl"
+    pictures = sorted((tmp_path / "anchors" / "0001" / "images").iterdir())
+    if damage == "answer":
+        lines.write_text(lines.read_text().replace("answer 2", "answer 9"))
+    elif damage == "picture":
+        pictures[0].write_bytes(pictures[1].read_bytes())
+    else:
+        lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(TaskDataError, match=r"0001/examples\.jsonl: the anchors do not match their digest"):
+        store.read()
+
+
+def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
+    tmp_path: Path, tasks: list[list[Example]]
+) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    for examples, number in ((tasks[0], 0), (tasks[1], 1)):
+        # What SIGKILL between the folder and the manifest leaves behind.
+        module._write_examples(tmp_path / "anchors" / f"{number:04d}", examples[:2])
+        assert len(store.tasks()) == number
+        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        assert len(store.read()) == 4 * (number + 1)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(
+    tmp_path: Path, tasks: list[list[Example]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    store.append(tasks[0], run="run 0", policy="random", seed=0)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "replace_file", full)
+    with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
+        store.append(tasks[1], run="run 1", policy="random", seed=0)
+    assert len(store.read()) == 4
+    assert not (tmp_path / "anchors" / "0001").exists()
+
+
+def test_a_folder_of_other_things_is_no_store(tmp_path: Path, tasks: list[list[Example]]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(TaskDataError, match="not an anchor store"):
+        AnchorStore(tmp_path).tasks()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text(json.dumps({"format_version": 2}))
+    with pytest.raises(TaskDataError, match="manifest of the anchors cannot be read"):
+        AnchorStore(tmp_path / "other").tasks()
+
+
+def many(answers: list[str]) -> list[Example]:
+    return [Example(f"e{i}", "t", (), (), answer, f"digest {i}") for i, answer in enumerate(answers)]
+
+
+def test_all_policies_choose_distinct_rows_and_follow_the_seed() -> None:
+    examples = many([str(i % 5) for i in range(50)])
+    keys = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    losses = [float((7 * i) % 50) for i in range(50)]
+    for policy in module.POLICIES:
+        chosen = choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
+        assert chosen == sorted(set(chosen)) == choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
+        assert len(chosen) == 12
+        assert choose_anchors(examples, 99, policy, 0, keys=keys, losses=losses) == list(range(50))
+        if policy != "hard":
+            assert chosen != choose_anchors(examples, 12, policy, 1, keys=keys, losses=losses)
+
+
+def test_stratified_balances_the_answers() -> None:
+    examples = many(["common"] * 40 + ["rare"] * 3 + ["odd"] * 10)
+    chosen = choose_anchors(examples, 12, "stratified", 0, keys=torch.empty(53, 1))
+    assert Counter(examples[row].answer for row in chosen) == {"common": 5, "odd": 4, "rare": 3}
+
+
+def test_hard_takes_the_highest_losses_and_breaks_ties_by_order() -> None:
+    losses = [1.0, 5.0, 3.0, 5.0, 5.0, 0.0]
+    assert choose_anchors(many(["a"] * 6), 2, "hard", 0, keys=torch.empty(6, 1), losses=losses) == [1, 3]
+
+
+def test_k_center_spreads_over_the_keys() -> None:
+    keys = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [1, 0.01], [1, 0.02], [0, 1], [-1, 0.0]]), dim=1)
+    chosen = choose_anchors(many(["a"] * 5), 3, "k-center", 0, keys=keys)
+    assert {3, 4} <= set(chosen)

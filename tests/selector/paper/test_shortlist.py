@@ -1,0 +1,59 @@
+"""The shortlist: against a plain ranking, its order of ties, its ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selector.paper.shortlist import QUERIES, at_random, nearest, query_rows
+
+
+def unit(n: int, d: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+
+
+def by_loops(keys: Tensor, queries: Tensor, count: int) -> list[int]:
+    """Rank by rank, each query's next candidate, the most similar first."""
+    rankings = [sorted(range(len(keys)), key=lambda i, q=q: (-float(keys[i] @ q), i)) for q in queries]
+    chosen: list[int] = []
+    for rank in range(len(keys)):
+        offers = sorted(
+            (-float(keys[order[rank]] @ q), order[rank]) for order, q in zip(rankings, queries, strict=True)
+        )
+        for _, candidate in offers:
+            if candidate not in chosen and len(chosen) < count:
+                chosen.append(candidate)
+    return sorted(chosen)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20, 59])
+@pytest.mark.parametrize("num_queries", [1, 4, 30])
+def test_it_is_the_ranking_by_best_rank(count: int, num_queries: int) -> None:
+    keys, queries = unit(60, 8, 0), unit(num_queries, 8, 1)
+    assert nearest(keys, queries, count).tolist() == by_loops(keys, queries, count)
+
+
+def test_every_query_finds_its_nearest_candidate() -> None:
+    keys, queries = unit(200, 8, 0), unit(10, 8, 1)
+    chosen = set(nearest(keys, queries, 10).tolist())
+    assert {int(row) for row in (queries @ keys.T).argmax(dim=1)} <= chosen
+
+
+def test_a_shortlist_as_long_as_the_pool_is_the_pool() -> None:
+    keys = unit(7, 4, 0)
+    assert nearest(keys, keys[:2], 7).tolist() == nearest(keys, keys[:2], 99).tolist() == list(range(7))
+    assert at_random(7, 99, 0).tolist() == list(range(7))
+
+
+def test_the_random_control_follows_the_seed() -> None:
+    assert at_random(100, 10, 0).tolist() == at_random(100, 10, 0).tolist() != at_random(100, 10, 1).tolist()
+    assert len(set(at_random(100, 10, 0).tolist())) == 10
+
+
+def test_a_minibatch_of_queries_is_drawn_from_a_large_task_only() -> None:
+    assert query_rows(3, 0) == [0, 1, 2]
+    rows = query_rows(1000, 0)
+    assert rows == sorted(set(rows)) == query_rows(1000, 0) != query_rows(1000, 1)
+    assert len(rows) == QUERIES

@@ -1,0 +1,77 @@
+"""The budget simplex: against bisection, against brute force, against the definition of a projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selector.paper.simplex import effective_entries, project, support_size, top_b
+
+
+def by_bisection(point: Tensor, total: float) -> Tensor:
+    """theta between bounds that certainly hold it, halved until float64 has no number in between."""
+    low, high = float(point.min()) - total, float(point.max())
+    for _ in range(200):
+        theta = (low + high) / 2
+        if float((point - theta).clamp(min=0).sum()) > total:
+            low = theta
+        else:
+            high = theta
+    return (point - (low + high) / 2).clamp(min=0)
+
+
+def draw(n: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 1000, 100_000])
+@pytest.mark.parametrize("total", [0.5, 32.0, 256.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_projection_agrees_with_bisection(n: int, total: float, scale: float) -> None:
+    point = draw(n, scale)
+    projected = project(point, total)
+    assert (projected >= 0).all()
+    assert float(projected.sum()) == pytest.approx(total, rel=1e-10)
+    torch.testing.assert_close(projected, by_bisection(point, total), rtol=0, atol=1e-10 * max(scale, total))
+
+
+def test_a_far_away_point_loses_no_precision() -> None:
+    point = draw(50)
+    torch.testing.assert_close(project(point + 1e9, 4.0), project(point, 4.0), rtol=0, atol=1e-6)
+
+
+def test_points_of_the_simplex_stay() -> None:
+    inside = project(draw(40), 8.0)
+    torch.testing.assert_close(project(inside, 8.0), inside, rtol=0, atol=1e-12)
+
+
+def test_no_point_of_the_simplex_is_nearer() -> None:
+    """The variational inequality: <point - projection, u - projection> <= 0 for every u of the simplex."""
+    point, total = draw(30, 2.0), 5.0
+    projected = project(point, total)
+    vertices = total * torch.eye(30, dtype=torch.float64)
+    assert (((vertices - projected) @ (point - projected)) <= 1e-9).all()
+
+
+def test_the_support_shrinks_to_one_entry_when_one_is_far_ahead() -> None:
+    projected = project(torch.tensor([0.0, 100.0, 1.0], dtype=torch.float64), 3.0)
+    assert projected.tolist() == [0.0, 3.0, 0.0]
+    assert support_size(projected) == 1
+    assert effective_entries(projected) == 1
+
+
+def test_equal_weights_count_fully() -> None:
+    assert effective_entries(torch.full((7,), 0.3, dtype=torch.float64)) == pytest.approx(7)
+
+
+def test_top_b_takes_the_largest_and_breaks_ties_by_order() -> None:
+    weights = torch.tensor([0.5, 2.0, 0.5, 0.0, 2.0, 0.5], dtype=torch.float64)
+    assert top_b(weights, 2).tolist() == [1, 4]
+    assert top_b(weights, 3).tolist() == [0, 1, 4]
+    assert top_b(weights, 4).tolist() == [0, 1, 2, 4]
+    assert top_b(weights, 99).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_top_b_of_a_large_tie_is_the_beginning() -> None:
+    assert top_b(torch.ones(100_000, dtype=torch.float64), 256).tolist() == list(range(256))

@@ -1,0 +1,376 @@
+"""The page, taken apart by an HTML parser: what is on it, what is left out, and that nothing on it runs or loads."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from selector.cli.outputs import report_path
+from selector.cli.select import main
+from selector.report.page import render_html
+
+VOID = {"meta", "img"}
+HISTOGRAM = {"counts": [0, 3, 7, 0], "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
+DIVERSITY = {
+    "logdet": -12.5,
+    "cosine_mean": 0.1,
+    "cosine_quantiles": {"0.05": -0.2, "0.5": 0.1, "0.95": 0.4},
+    "cosine_histogram": HISTOGRAM,
+}
+# Every section the refined recipe can report; the numbers are told apart by their digits.
+FULL: dict[str, Any] = {
+    "recipe": "refined",
+    "digest": "d" * 64,
+    "parent_digest": "e" * 64,
+    "settings": {"budget": 8, "beta": 0.3, "gamma": 0.05, "weighting": "prior"},
+    "pool": {"training_examples": 40, "candidates": 30, "validation_examples": 16, "anchors": 4},
+    "grid": [
+        {"beta": 0.3, "gamma": 0.0, "validation_nll": 2.25},
+        {"beta": 0.3, "gamma": 0.05, "validation_nll": 2.125},
+    ],
+    "history": [
+        {
+            "objective": 9.0 - step,
+            "current": 5.0 - step,
+            "anchors": 3.0,
+            "coverage": 20.0,
+            "temperature": 0.07,
+            "value_gate": 0.5,
+            "support": 30,
+            "effective": 20.5,
+        }
+        for step in range(3)
+    ],
+    "calibration": {"temperature": 0.0625, "value_gates": [0.5, 0.75], "layer_bias": [-1.0, 0.0]},
+    "rounding": {
+        "selected": 8,
+        "support": 30,
+        "effective_entries": 20.5,
+        "mass_captured": 0.375,
+        "selected_without_weight": 0,
+        "collapsed": False,
+        "retrieval_divergence_nats": 0.4375,
+    },
+    "diversity": {"selected": DIVERSITY, "random": DIVERSITY, "selected_with_gamma_0": DIVERSITY},
+    "composition": {"before": {"colours": 8}, "after": {"colours": 5, "counts": 3}},
+    "gate": {
+        "tasks": ["colours", "counts"],
+        "thresholds": [0.8125, 0.6875],
+        "openings": [
+            {"task": "counts", "split": "validation", "questions": 16, "opened": 1.0, "routed_to_own_task": 0.9375},
+            {"task": "colours", "split": "anchors", "questions": 4, "opened": 0.75, "routed_to_own_task": 0.5},
+            {"task": "base", "split": "base", "questions": 64, "opened": 0.015625, "routed_to_own_task": None},
+        ],
+    },
+    "refinement": {
+        "search": [
+            {"learning_rate": 0.001, "validation_nll": 1.75, "validation_accuracy": 0.3125},
+            {"learning_rate": 0.01, "validation_nll": 1.5, "validation_accuracy": None},
+        ],
+        "history": [
+            {
+                "step": 10 * step,
+                "current": 4.0 - step,
+                "anchors": None,
+                "distillation": 0.5,
+                "temperature": 0.07,
+                "value_gate": 0.5,
+                "layer_bias": -0.1 * step,
+            }
+            for step in range(3)
+        ],
+    },
+    "memory_bytes": 2048,
+    "validation_nll": {"no_memory": 4.0, "relaxed": 2.5, "deployed": 3.0, "rounding_gap": 0.5},
+    "validation_accuracy": {"no_memory": 0.25, "deployed": 0.5},
+    "phases": [
+        {"name": "extract", "seconds": 1.25, "peak_bytes": 3 * 2**20},
+        {"name": "select", "seconds": 2.5, "peak_bytes": 5 * 2**20},
+    ],
+    "storage": {"memory_bytes": 2048, "anchor_bytes": 1024, "anchors": 4},
+}
+# The page's sections, and what of the report each is made from.
+SECTIONS = {
+    "does-it-help": ("validation_nll", "validation_accuracy"),
+    "entries-by-task": ("composition",),
+    "relevance-gate": ("gate",),
+    "selection-losses": ("history",),
+    "calibration": ("history", "calibration"),
+    "rounding": ("history", "rounding", "validation_nll"),
+    "refinement": ("refinement",),
+    "diversity": ("diversity",),
+    "search": ("grid", "refinement"),
+    "storage": ("storage",),
+    "time-and-memory": ("phases",),
+    "provenance": ("digest", "parent_digest", "pool", "settings"),
+}
+
+
+class Page(HTMLParser):
+    """Reads a page; fails where a tag is not closed in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.sections: list[str] = []
+        self.addresses: list[str] = []  # of anything a browser could fetch
+        self.plots: dict[str, ElementTree.Element] = {}  # by their alternative text
+        self.rows: list[list[str]] = []
+        self.chosen: list[list[str]] = []
+        self.summary, self.verdict, self.text = "", "", ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attributes}
+        assert not any(name.startswith("on") for name in found), "no scripts"
+        self.tags.add(tag)
+        self.addresses += [found[name] for name in ("src", "href", "srcset", "action", "data") if name in found]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.sections.append(found["id"])
+        if tag == "img":
+            kind, data = found["src"].split(",", 1)
+            assert kind == "data:image/svg+xml;base64"
+            assert found["alt"] not in self.plots
+            self.plots[found["alt"]] = ElementTree.fromstring(base64.b64decode(data))
+        if tag == "tr":
+            self.rows.append([])
+            if found.get("class") == "chosen":
+                self.chosen.append(self.rows[-1])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "p" and "summary" in found.get("class", ""):
+            self.verdict = found["class"].removeprefix("summary ")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+        if self.open[-1:] in (["td"], ["th"]):
+            self.rows[-1][-1] += data
+        if self.open[-1:] == ["p"] and not self.sections:
+            self.summary += data
+
+
+def page(report: dict[str, Any]) -> Page:
+    return Page(render_html(report))
+
+
+def words(plot: ElementTree.Element) -> list[str]:
+    """The texts of a plot: labels of axes, series and bars."""
+    return ["".join(node.itertext()) for node in plot.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture(scope="module")
+def full() -> Page:
+    return page(FULL)
+
+
+def test_a_full_report_has_every_section_and_explains_every_plot(full: Page) -> None:
+    assert full.sections == list(SECTIONS)
+    assert len(full.plots) == 13
+    assert all(f"{title}." in full.text for title in full.plots)
+    for title, plot in full.plots.items():
+        drawn = words(plot)
+        measured = ("(nats)", "(%)", "entries", "temperature", "candidates", "MiB", "(s)", "gate")
+        assert any(unit in word for word in drawn for unit in measured), title
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_the_report_has_not_is_left_out(section: str) -> None:
+    used = SECTIONS[section]
+    only = {name: FULL[name] for name in used}
+    expected = [name for name, sources in SECTIONS.items() if set(sources) & set(used)]
+    assert section in expected
+    assert page(only).sections == expected
+    assert page(dict.fromkeys(FULL) | only).sections == expected
+
+
+def test_a_report_of_almost_nothing() -> None:
+    bare = page({"recipe": "paper"})
+    assert bare.sections == []
+    assert bare.verdict == "open"
+    assert "cannot say" in bare.summary
+
+
+def test_the_summary_says_whether_the_memory_helps_and_by_how_much(full: Page) -> None:
+    assert full.verdict == "better"
+    assert "refined recipe" in full.summary
+    assert "8 entries of 2 tasks (colours: 5, counts: 3) in 2.00 KiB" in full.summary
+    assert "16 validation questions the memory is better than no memory" in full.summary
+    assert "3.000 with it and 4.000 without, 1.000 (25.0%) lower" in full.summary
+    assert "50.0% of the questions right with the memory, 25.0% without: 25.0 percentage points more" in full.summary
+
+
+def test_the_summary_says_so_if_it_does_not_help() -> None:
+    def told(without: float, deployed: float, **more: Any) -> Page:
+        return page({"recipe": "paper", "validation_nll": {"no_memory": without, "deployed": deployed}} | more)
+
+    worse = told(2.0, 2.5, validation_accuracy={"no_memory": 1, "deployed": 0})
+    assert worse.verdict == "worse"
+    assert "no better than no memory" in worse.summary
+    assert "0.5000 (25.0%) higher" in worse.summary
+    assert "100.0 percentage points fewer" in worse.summary
+    equal = told(2.0, 2.0)
+    assert equal.verdict == "worse"
+    assert "the same" in equal.summary
+    assert told(2.0, math.nan).verdict == "open"
+
+
+def test_tables_hold_the_reports_numbers(full: Page) -> None:
+    for row in (
+        ["colours", "8", "5"],
+        ["counts", "0", "3"],
+        ["counts", "validation", "16", "100", "93.75"],
+        ["base", "base", "64", "1.562", "–"],
+        ["counts", "0.6875"],
+        ["weight held by the selected entries (%)", "37.5"],
+        ["Jensen-Shannon divergence of relaxed and deployed retrieval (nats, 0 to 0.693)", "0.4375"],
+        ["NLL of the deployed memory minus that of the relaxed one (nats)", "0.5"],
+        ["selected with gamma = 0", "-12.5", "0.1", "-0.2", "0.1", "0.4"],
+        ["memory", "2,048", "2.00 KiB", "8"],
+        ["anchors", "1,024", "1.00 KiB", "4"],
+        ["training examples", "40"],
+        ["weighting", "prior"],
+    ):
+        assert row in full.rows
+    assert full.chosen == [["0.3", "0.05", "2.125"], ["0.01", "1.5"]]
+
+
+def test_plots_show_the_reports_numbers(full: Page) -> None:
+    plots = full.plots
+    shown = words(plots["Mean NLL of the right answers on the validation questions"])
+    assert {"no memory", "relaxed memory", "deployed memory", "4", "2.5", "3"} <= set(shown)
+    assert {"37.5", "62.5"} <= set(words(plots["Share of the selection weight that the selected entries hold"]))
+    gate = words(plots["Share of questions that open the relevance gate, by task"])
+    assert {"counts (validation)", "base (base)", "100.0", "93.8", "1.6", "–"} <= set(gate)
+    assert "target for base tasks: at most 2%" in gate
+    refined = words(plots["Losses and calibration in each step of the refinement"])
+    assert "distillation loss (nats)" in refined
+    assert "anchors, NLL (nats)" not in refined  # there were none
+
+
+def test_a_collapse_is_told() -> None:
+    assert "Collapsed" not in page({"rounding": FULL["rounding"]}).text
+    assert "Collapsed" in page({"rounding": FULL["rounding"] | {"collapsed": True}}).text
+
+
+NAMES = (
+    "<script>alert(1)</script>",
+    '"><img src=http://example.com/x onerror=alert(1)>',
+    "&amp; ' \" </table>",
+    r"$\frac{$ x_1^2",  # would be a formula, and a wrong one
+    "任务 🙂",
+    "a\x00b\x1b\ud800c\nd",  # none of these may stand in XML; a surrogate cannot be encoded
+    "x" * 5000,
+)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["script", "attribute", "entities", "formula", "signs", "controls", "long"])
+def test_names_are_text_wherever_they_stand(name: str, full: Page) -> None:
+    report = copy.deepcopy({part: FULL[part] for part in ("gate", "phases", "settings", "pool")})
+    report["recipe"] = name
+    report["composition"] = {"before": {}, "after": {name: 8}}
+    report["gate"]["tasks"][0] = name
+    report["gate"]["openings"][0] |= {"task": name, "split": name}
+    report["phases"][0]["name"] = name
+    report["settings"]["weighting"] = name
+    report["pool"][name] = 3
+    text = render_html(report)
+    found = Page(text)
+    expected = name.replace("a\x00b\x1b\ud800c\nd", "a\ufffdb\ufffd\ufffdc\ufffdd")
+    assert text.encode()
+    assert [expected, "0", "8"] in found.rows
+    assert ["weighting", expected] in found.rows
+    assert expected in found.summary
+    assert found.tags <= full.tags
+    assert len(found.plots) == 3
+    start = expected[:31]
+    assert any(word.startswith(start) for word in words(found.plots["Time and peak memory of each phase"]))
+
+
+@pytest.mark.parametrize("wrong", [None, math.nan, math.inf, -math.inf], ids=str)
+def test_numbers_that_are_none(wrong: float | None) -> None:
+    """Wherever a number may stand."""
+
+    def spoilt(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: inner if key == "edges" else spoilt(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [spoilt(inner) for inner in value]
+        return wrong if isinstance(value, float) else value
+
+    found = page(spoilt(FULL))
+    assert found.verdict == "open"
+    assert "storage" in found.sections
+    assert "selection-losses" not in found.sections  # of the history only `support` is left, a whole number
+    said = {None: "–", math.inf: "infinite", -math.inf: "infinite"}.get(wrong, "not a number")
+    assert ["counts", said] in found.rows
+
+
+def test_a_gap_in_a_history_is_a_gap() -> None:
+    history = [dict(one) for one in FULL["history"]]
+    whole = page({"history": history})
+    history[1]["current"] = math.nan
+    broken = page({"history": history})
+    assert list(broken.plots) == list(whole.plots)
+    losses = "Losses in each iteration of the selection"
+    assert words(broken.plots[losses]).count("current task, NLL (nats)") == 1
+    assert ElementTree.tostring(broken.plots[losses]) != ElementTree.tostring(whole.plots[losses])
+
+
+def test_nothing_is_fetched_and_nothing_runs(full: Page) -> None:
+    assert full.addresses
+    assert all(address.startswith("data:image/svg+xml;base64,") for address in full.addresses)
+    assert not full.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    text = render_html(FULL)
+    assert "default-src 'none'" in text
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "url(" not in text
+    for plot in full.plots.values():
+        for node in plot.iter():
+            assert not node.tag.endswith(("script", "image", "foreignObject"))
+            links = [value for name, value in node.attrib.items() if name.endswith("href")]
+            assert all(link.startswith("#") for link in links)
+
+
+def test_the_same_report_gives_the_same_page_in_another_process() -> None:
+    code = "import json, sys; from selector.report.page import render_html; print(render_html(json.load(sys.stdin)))"
+    again = subprocess.run([sys.executable, "-c", code], input=json.dumps(FULL), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.strip() == render_html(FULL).strip()
+    assert not again.stderr
+
+
+def test_the_report_of_a_real_run(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "next.safetensors"
+    settings = ("--recipe", "paper", "--budget", "3", "--payload-tokens", "2", "--beta", "0.5")
+    settings += ("--iterations", "2", "--inner-steps", "1")
+    arguments = ["--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output), *settings]
+    assert main(arguments) == 0
+    report = json.loads(report_path(output).read_text())
+    found = page(report)
+    missing = {"relevance-gate", "refinement"}
+    assert found.sections == [section for section in SECTIONS if section not in missing]
+    assert "3 entries of 1 task (colours: 3)" in found.summary
+    loss = report["validation_nll"]
+    assert found.verdict == ("better" if loss["deployed"] < loss["no_memory"] else "worse")
+    assert [row[1] for row in found.chosen] == [f"{report['settings']['gamma']:.4g}"]
+    assert ["digest", report["digest"]] in found.rows

@@ -1,0 +1,157 @@
+"""What two processes check together; `test_distributed` starts it with torchrun, each check by its name.
+
+torchrun --nproc-per-node 2 -m tests.selector.runtime.distributed_checks MODEL TASK.jsonl FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone.extraction import extract, extract_keys
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Questions, Scorer
+from selector.data.examples import Example, read_task
+from selector.paper.candidate_pool import Pool
+from selector.runtime.distributed import (
+    all_reduce_sum,
+    barrier,
+    in_step,
+    is_main,
+    merge_rows,
+    process_group,
+    rank,
+    replicated,
+    shard,
+    summed,
+    together,
+    world_size,
+)
+
+
+def check_sums() -> None:
+    assert world_size() == 2
+    assert is_main() == (rank() == 0)
+    assert shard([4, 5, 6]) == ([4, 6] if rank() == 0 else [5])
+    assert in_step([4, 5, 6]) == ([[4], [6]] if rank() == 0 else [[5], []])
+    total = torch.tensor([1.0 + rank(), 10.0])
+    all_reduce_sum([total])
+    assert total.tolist() == [3.0, 20.0]
+
+
+def check_rows_are_merged_to_the_bit() -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        rows = torch.zeros(2, 2, dtype=dtype)
+        rows[rank()] = torch.tensor([-0.0, 0.1 + rank()], dtype=dtype)
+        merge_rows([rows, torch.empty(0, dtype=dtype)])
+        expected = torch.tensor([[-0.0, 0.1], [-0.0, 1.1]], dtype=dtype)
+        assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
+
+
+def check_gradients_of_any_order() -> None:
+    """Two unrolled gradient steps, and the gradient through them, with one process's part and the other's."""
+    w = torch.tensor([1.0, 0.8, 0.6], dtype=torch.float64, requires_grad=True)
+    phi = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+
+    def term(w: Tensor, phi: Tensor, row: int) -> Tensor:
+        return (w[row] ** 3 * phi[0] ** 2).exp().log1p()
+
+    def whole(w: Tensor, phi: Tensor) -> Tensor:
+        return torch.stack([term(w, phi, row) for row in range(3)]).sum()
+
+    def split(w: Tensor, phi: Tensor) -> Tensor:
+        w, phi = replicated(w, phi)
+        return summed(torch.stack([term(w, phi, row) for row in shard(range(3))]).sum())
+
+    def hypergradient(loss) -> Tensor:
+        moved = phi
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(loss(w, moved), moved, create_graph=True)
+            moved = moved - 0.1 * gradient
+        return torch.autograd.grad(loss(w, moved), w)[0]
+
+    torch.testing.assert_close(split(w, phi), whole(w, phi), rtol=1e-14, atol=0)
+    torch.testing.assert_close(hypergradient(split), hypergradient(whole), rtol=1e-13, atol=0)
+
+
+def check_an_error_of_one_is_an_error_of_all() -> None:
+
+    def fail(culprit: int) -> None:
+        with together():
+            if rank() == culprit:
+                raise TaskDataError(f"example 'é' of process {culprit}")
+
+    for culprit in range(2):
+        with pytest.raises(TaskDataError, match=f"^example 'é' of process {culprit}$"):
+            fail(culprit)
+    with together():
+        pass
+
+
+def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    """In memory and on disk, with an uneven number of batches; `alone` makes the same batches without the others."""
+    entries, keys = extract(backbone, examples, 2, batch_size=5), extract_keys(backbone, examples, batch_size=5)
+    for start in range(0, len(examples), 5):
+        rows = slice(start, start + 5)
+        inputs = backbone.collate([backbone.encode_example(example) for example in examples[rows]])
+        assert torch.equal(entries.query_keys[rows], backbone.query_keys(inputs))
+        assert torch.equal(keys[rows], backbone.retrieval_keys(inputs))
+    shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, 2, backbone.head_dim)
+    pool = Pool.open(folder / "pool", shape, None)
+    on_disk = extract(backbone, examples, 2, batch_size=5, pool=pool)
+    assert torch.equal(on_disk.query_keys, entries.query_keys)
+    assert torch.equal(on_disk.payload_keys, entries.payload_keys.half())
+    assert torch.equal(on_disk.payload_values, entries.payload_values.half())
+    assert entries.payload_keys.abs().amin(dim=(0, 2, 3, 4)).gt(0).all()  # every entry was filled in
+
+
+def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    """It is in the second process's batch; the pool is gone afterwards."""
+    broken = [*examples[:3], replace(examples[3], images=(folder / "missing.png",))]
+    shape = (backbone.num_layers, 4, backbone.num_kv_heads, 2, backbone.head_dim)
+    pool = Pool.open(folder / "broken", shape, None)
+    with pytest.raises(TaskDataError, match=r"missing\.png"):
+        extract(backbone, broken, 2, batch_size=2, pool=pool)
+    barrier()
+    assert not pool.folder.exists()
+
+
+def check_a_full_disk_ends_both(folder: Path) -> None:
+    """Only the main process takes the space."""
+    with pytest.raises(ConfigError, match="cannot keep the candidates' payloads here"):
+        Pool.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
+    barrier()
+    assert not (folder / "too large").exists()
+
+
+def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: list[Example]) -> None:
+    scorer = Scorer(backbone, batch_size=5)
+    found = scorer.mean_loss(Questions(examples, torch.zeros(len(examples), backbone.hidden_size)))
+    with torch.no_grad():
+        alone = [float(scorer.losses(examples[start : start + 5]).double().sum()) for start in (0, 5, 10)]
+    torch.testing.assert_close(found, sum(alone) / len(examples), rtol=1e-12, atol=0)
+
+
+def main() -> None:
+    model, task, folder = map(Path, sys.argv[1:])
+    with process_group():
+        check_sums()
+        check_rows_are_merged_to_the_bit()
+        check_gradients_of_any_order()
+        check_an_error_of_one_is_an_error_of_all()
+        backbone, examples = Backbone.load(model), read_task(task)
+        check_extraction_is_that_of_one_process(backbone, examples, folder)
+        check_a_bad_example_ends_both(backbone, examples, folder)
+        check_a_full_disk_ends_both(folder)
+        check_the_mean_loss_is_that_of_one_process(backbone, examples)
+        sys.stdout.write(f"process {rank()}: all checks passed\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Bundles by extraction alone: which entries are chosen, and that the same settings give the same bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import read_bundle, write_bundle
+from inducekv_vllm.errors import ConfigError
+from selector.backbone.extraction import extract
+from selector.backbone.model import Backbone
+from selector.data.examples import read_task
+from selector.update.build import BuildSettings, build_bundle, choose, k_center
+
+SETTINGS = BuildSettings(budget=4, payload_tokens=3, batch_size=5)
+
+
+@pytest.mark.parametrize("policy", ["random", "k-center"])
+def test_the_same_seed_gives_the_same_digest(llava: Backbone, task_file: Path, policy: Any) -> None:
+    examples = read_task(task_file)
+    settings = replace(SETTINGS, policy=policy)
+    bundle = build_bundle(llava, examples, settings)
+    assert build_bundle(llava, examples, settings).digest == bundle.digest
+    others = {build_bundle(llava, examples, replace(settings, seed=seed)).digest for seed in range(1, 5)}
+    assert bundle.digest not in others
+
+
+def test_entries_are_the_extraction_of_the_chosen_examples(backbone: Backbone, task_file: Path, tmp_path: Path) -> None:
+    examples = read_task(task_file)
+    bundle = build_bundle(backbone, examples, replace(SETTINGS, weighting="prior"))
+    by_id = {example.id: example for example in examples}
+    chosen = [by_id[entry.id] for entry in bundle.metadata.entries]
+    assert len({example.id for example in chosen}) == 4
+    assert [entry.source_digest for entry in bundle.metadata.entries] == [e.source_digest for e in chosen]
+    alone = extract(backbone, chosen, 3, batch_size=1)
+    torch.testing.assert_close(bundle.retrieval_keys.float(), alone.keys, rtol=0, atol=1e-3)
+    torch.testing.assert_close(bundle.payload_keys.float(), alone.payload_keys, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(bundle.payload_values.float(), alone.payload_values, rtol=2e-3, atol=2e-3)
+    assert float(bundle.temperature) == pytest.approx(0.07)
+    assert bundle.value_gates.tolist() == [0.5] * backbone.num_layers
+    assert bundle.layer_bias.tolist() == [0.0] * backbone.num_layers
+    assert (bundle.metadata.weighting, bundle.metadata.recipe) == ("prior", "build")
+    bundle.require_backbone(backbone.fingerprint)
+    write_bundle(bundle, tmp_path / "m.safetensors")
+    assert read_bundle(tmp_path / "m.safetensors").digest == bundle.digest
+
+
+def test_a_small_task_is_kept_whole(llava: Backbone, task_file: Path) -> None:
+    examples = read_task(task_file)[:3]
+    for policy in ("random", "k-center"):
+        settings = replace(SETTINGS, policy=policy)  # type: ignore[arg-type]
+        bundle = build_bundle(llava, examples, settings)
+        assert [entry.id for entry in bundle.metadata.entries] == ["e0", "e1", "e2"]
+        assert bundle.metadata.budget == 4
+
+
+def test_random_choices_cover_everything(llava: Backbone, task_file: Path) -> None:
+    examples = read_task(task_file)
+    chosen = [choose(llava, examples, replace(SETTINGS, seed=seed)) for seed in range(30)]
+    assert set().union(*chosen) == set(range(12))
+    assert all(len(set(rows)) == 4 and rows == sorted(rows) for rows in chosen)
+
+
+def test_k_center_takes_the_farthest_each_time() -> None:
+    keys = torch.nn.functional.normalize(torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    chosen = k_center(keys, 8, first=11)
+    assert chosen[0] == 11
+    for step in range(1, 8):
+        distance = torch.cdist(keys.double(), keys[chosen[:step]].double()).amin(dim=1)
+        assert distance[chosen[step]] == distance.max()
+
+
+def test_k_center_covers_within_twice_the_optimum() -> None:
+    """The greedy traversal's known guarantee, against all choices of three of ten keys."""
+    keys = torch.nn.functional.normalize(torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), dim=1).double()
+
+    def radius(rows: Any) -> float:
+        return float(torch.cdist(keys, keys[list(rows)]).amin(dim=1).max())
+
+    best = min(radius(rows) for rows in combinations(range(10), 3))
+    assert all(radius(k_center(keys, 3, first=first)) <= 2 * best for first in range(10))
+
+
+def test_k_center_with_equal_keys_still_takes_distinct_rows() -> None:
+    keys = torch.nn.functional.normalize(torch.ones(6, 4), dim=1)
+    assert sorted(k_center(keys, 6, first=2)) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"budget": 0}, "budget"),
+        ({"payload_tokens": 0}, "payload_tokens"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"policy": "best"}, "policy"),
+        ({"weighting": "cube"}, "weighting"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_bad_settings(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        replace(SETTINGS, **changes)
