@@ -1,6 +1,6 @@
 """What the shortlist saves, and what it costs: the paper's recipe over M = 8B candidates against the full pool.
 
-    python -m benchmarks.selector.paper.shortlist --data DIR [--budget 16] [--iterations 20] [--seeds 0 1 2]
+    python -m benchmarks.selector.shortlist --data DIR [--budget 16] [--iterations 20] [--seeds 0 1 2]
 
 DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed, in turn: a shortlist of the nearest
 candidates, a random one of the same size (the control), and the full pool; the seconds of the selection alone, and the
