@@ -21,7 +21,8 @@ from benchmarks.server_process import serving
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 
 SERVED_NAME = "untouched"
 LORA_WORKER_CLS = "benchmarks.continual.lora_worker.LoraWorker"

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from selector.backbone.injection import Memory, attend
-from selector.backbone.tiled_attention import attend_concatenated, attend_induced
-from selector.runtime.process_memory import status_bytes
+from selector.backbone.tiled_attention import attend_concatenated, attend_tiled
+from selector.runtime.phases import status_bytes
 
-METHODS = {"induced": attend_induced, "concatenated": attend_concatenated, "reference": attend}
+METHODS = {"induced": attend_tiled, "concatenated": attend_concatenated, "reference": attend}
 VARIABLES = ("selection weights", "temperature", "value gates")
 
 

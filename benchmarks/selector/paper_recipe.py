@@ -28,9 +28,13 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example, read_task
+from selector.paper.settings import PaperSettings
+from selector.paper.update import update_paper
 from selector.runtime.checkpoint import Checkpoint
-from selector.update.build import BuildSettings, build_bundle
-from selector.update.inputs import TaskInputs, Update, UpdateSettings, update
+from selector.update.build import build_bundle
+from selector.update.inputs import TaskInputs
+from selector.update.result import UpdateResult
+from selector.update.settings import BuildSettings
 
 
 def main() -> int:
@@ -64,7 +68,7 @@ def measure(
 ) -> dict:
     """One seed."""
     training, validation = (read_task(folder / f"{split}.jsonl") for split in ("train", "validation"))
-    settings = UpdateSettings(
+    settings = PaperSettings(
         budget=options.budget,
         beta=0.0,  # the first task has no anchors
         gamma=options.gamma,
@@ -110,14 +114,16 @@ def select_first(
     backbone: Backbone,
     training: Sequence[Example],
     validation: Sequence[Example],
-    settings: UpdateSettings,
+    settings: PaperSettings,
     *,
     progress: bool = False,
-) -> Update:
+) -> UpdateResult:
     """The paper's selection for the first task of a stream, from its beginning."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, _ = Checkpoint.open(Path(folder) / "run", {})
-        return update(backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=progress)
+        return update_paper(
+            backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=progress
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

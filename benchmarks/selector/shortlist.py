@@ -26,7 +26,7 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import read_task
-from selector.update.inputs import UpdateSettings
+from selector.paper.settings import PaperSettings
 
 ARMS = {
     "shortlist": {"shortlist": 8},
@@ -67,7 +67,7 @@ def measure(
 ) -> dict:
     """One seed of one arm."""
     training, validation = (read_task(folder / f"{split}.jsonl") for split in ("train", "validation"))
-    settings = UpdateSettings(
+    settings = PaperSettings(
         budget=options.budget, beta=0.0, gamma=0.1, iterations=options.iterations, seed=seed, **ARMS[arm]
     )
     done = select_first(backbone, training, validation, settings)

@@ -1,6 +1,6 @@
-"""A bundle as a server uses it: gate, retrieval and injection together, in transformers.
+"""A model with a bundle, as a server runs it: gate, retrieval and injection together, in transformers.
 
-Letters: n questions, B entries, d hidden size.
+Shapes: n questions, B entries, d hidden size.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from inducekv_vllm.bundle import Bundle
 
 from ..data.examples import Example
 from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
-from .injection import Memory, Terms, generate, routing
+from .generation import generate
+from .injection import Memory, Terms
 from .model import Backbone
+from .routing import routing
 from .scoring import Scorer
 
 
 @dataclass(frozen=True)
-class Deployed:
-    """A frozen model with a bundle, or with none."""
+class BundledModel:
+    """A frozen model with a bundle, or without one."""
 
     scorer: Scorer
     bundle: Bundle | None
@@ -51,9 +53,9 @@ class Deployed:
         """Mean NLL of the examples' answers. Collective; raises as `Scorer.losses` does."""
         opened, prior = self.routing(query_keys)
         total = torch.zeros((), dtype=torch.float64)
-        for mine in in_step(self._batches(opened)):
+        for batches in in_step(self._batches(opened)):
             with together():
-                for with_memory, rows in mine:
+                for with_memory, rows in batches:
                     chosen = [examples[row] for row in rows]
                     injection = self._injection(query_keys[rows], prior[rows], with_memory)
                     total += self.scorer.losses(chosen, *injection).double().sum().cpu()
@@ -61,13 +63,13 @@ class Deployed:
         return float(total) / len(examples)
 
     def accuracy(self, examples: Sequence[Example], query_keys: Tensor) -> float:
-        """The share of greedy answers that are the expected ones, letter by letter. Collective."""
+        """The share of greedy answers that match exactly. Collective."""
         longest = max(1, *(len(self.scorer.answer_tokens(example)) for example in examples))
         right = torch.zeros(len(examples), dtype=torch.int64)
         opened, prior = self.routing(query_keys)
-        for mine in in_step(self._batches(opened)):
+        for batches in in_step(self._batches(opened)):
             with together():
-                for with_memory, rows in mine:
+                for with_memory, rows in batches:
                     texts = self._generate(
                         [examples[row] for row in rows], query_keys[rows], prior[rows], with_memory, longest
                     )
@@ -86,10 +88,10 @@ class Deployed:
                 keys = self.backbone.query_keys(self.backbone.collate([self.scorer.prefix(e) for e in part]))
             opened, prior = self.routing(keys)
             for with_memory, rows in self._batches(opened):
-                found = self._generate(
+                answers = self._generate(
                     [part[row] for row in rows], keys[rows], prior[rows], with_memory, max_new_tokens
                 )
-                for row, text in zip(rows, found, strict=True):
+                for row, text in zip(rows, answers, strict=True):
                     texts[start + row] = text
         return texts
 
@@ -102,7 +104,7 @@ class Deployed:
         return batches
 
     def _injection(self, keys: Tensor, prior: Tensor, with_memory: bool) -> tuple[Memory | None, Terms | None]:
-        """What n questions that the gate judges alike run with: the memory and their terms, or neither."""
+        """The memory and the terms of n questions for which the gate decides alike, or neither."""
         if not with_memory or self.memory is None:
             return None, None
         return self.memory, self.memory.terms(keys[:, 0], log_prior=prior)
@@ -111,13 +113,13 @@ class Deployed:
         self, examples: Sequence[Example], keys: Tensor, prior: Tensor, with_memory: bool, max_new_tokens: int
     ) -> list[str]:
         prompts = [self.scorer.prefix(example) for example in examples]
-        found = generate(self.backbone, prompts, max_new_tokens, *self._injection(keys, prior, with_memory))
+        generations = generate(self.backbone, prompts, max_new_tokens, *self._injection(keys, prior, with_memory))
         tokenizer = self.backbone.processor.tokenizer
-        return [tokenizer.decode(one.token_ids, skip_special_tokens=True).strip() for one in found]
+        return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
 
 def openings(bundle: Bundle, task: str, query_keys: Tensor) -> dict[str, float]:
-    """Of questions of `task`, by their query keys [n, 2, d]: the share that gets memory, and its own task's entries."""
+    """For questions of `task` with query keys [n, 2, d]: the shares with memory, and with their own task's entries."""
     opened, prior = routing(bundle, query_keys)
     entry = prior.argmax(dim=1)  # [n], one of the task it is sent to
     own = torch.tensor([bundle.metadata.entries[row].task == task for row in entry.tolist()])

@@ -2,7 +2,7 @@
 
 Under `torchrun` each process takes whole batches, the same ones that a single process would make.
 
-Letters: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size,
+Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size,
 d hidden size.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
+from inducekv_vllm.errors import ConfigError
+
 from ..data.examples import Example
-from ..paper.candidate_pool import Pool
-from ..runtime.checks import require_at_least
-from ..runtime.distributed import in_step, is_main, merge_rows, together
+from ..runtime.distributed import in_step, merge_rows, together
+from ..runtime.progress import track
 from .model import Backbone, Inputs, pool_query_keys
+from .payload_store import PayloadStore
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Extraction:
     query_keys: Tensor  # [N, 2, d] float32, unit norm: the mean over all tokens, and over the text tokens
     payload_keys: Tensor  # [L, N, J, m, D], before RoPE, after k_norm where the model has one
     payload_values: Tensor  # [L, N, J, m, D]
-    pool: Pool | None = None  # where the payloads are on disk; the tensors are then maps of the files
+    store: PayloadStore | None = None  # the files that the payloads map, if they are on disk
 
     @property
     def keys(self) -> Tensor:
@@ -47,7 +47,7 @@ def extract(
     *,
     batch_size: int = 8,
     payload_dtype: torch.dtype = torch.float32,
-    pool: Pool | None = None,
+    store: PayloadStore | None = None,
     progress: bool = False,
 ) -> Extraction:
     """Run the frozen model over every prefix once and keep its query key and its pooled keys and values. Collective.
@@ -55,20 +55,20 @@ def extract(
     Args:
         payload_tokens: m.
         payload_dtype: bundles keep float16; float32 suits payloads that are to be refined.
-        pool: where payloads go, in float16 whatever `payload_dtype` is; without one they are kept in memory, and an
-            interruption leaves nothing behind. A pool that is finished is not made again.
+        store: write payloads here, in float16 whatever `payload_dtype` is, instead of keeping them in memory. A store
+            that is finished is read, not made again.
         progress: show a progress bar on standard error.
 
     Raises:
-        ConfigError: `payload_tokens` or `batch_size` below 1, or the pool cannot be written.
+        ConfigError: `payload_tokens` or `batch_size` below 1, or the store cannot be written.
         TaskDataError: the model's processor refuses an example.
     """
-    require_at_least(1, payload_tokens=payload_tokens)
-    if pool is not None and (finished := pool.query_keys()) is not None:
-        return _in_pool(finished, pool)
+    _require_positive("payload_tokens", payload_tokens)
+    if store is not None and (finished := store.query_keys()) is not None:
+        return _from_store(finished, store)
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
     query_keys = _no_query_keys(backbone, len(examples))
-    payload_keys, payload_values = (torch.zeros(shape if pool is None else 0, dtype=payload_dtype) for _ in range(2))
+    payload_keys, payload_values = (torch.zeros(shape if store is None else 0, dtype=payload_dtype) for _ in range(2))
 
     def keep(start: int, inputs: Inputs) -> None:
         pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), payload_tokens).to(backbone.device)
@@ -77,18 +77,18 @@ def extract(
         with _pooled_projections(backbone, pooling, keys, values):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
         query_keys[rows] = pool_query_keys(hidden, inputs["attention_mask"], backbone.text_mask(inputs)).cpu()
-        if pool is not None:
-            pool.write(start, keys, values)
+        if store is not None:
+            store.write(start, keys, values)
         else:
             payload_keys[:, rows], payload_values[:, rows] = keys, values
 
-    with pool.whole_or_gone() if pool is not None else contextlib.nullcontext():
+    with store.whole_or_gone() if store is not None else contextlib.nullcontext():
         _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
         merge_rows([query_keys, payload_keys, payload_values])
-        if pool is None:
+        if store is None:
             return Extraction(query_keys, payload_keys, payload_values)
-        pool.finish(query_keys)
-    return _in_pool(query_keys, pool)
+        store.finish(query_keys)
+    return _from_store(query_keys, store)
 
 
 def extract_query_keys(
@@ -98,8 +98,8 @@ def extract_query_keys(
     query_keys = _no_query_keys(backbone, len(examples))
 
     def keep(start: int, inputs: Inputs) -> None:
-        found = backbone.query_keys(inputs).cpu()
-        query_keys[start : start + len(found)] = found
+        keys = backbone.query_keys(inputs).cpu()
+        query_keys[start : start + len(keys)] = keys
 
     _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
     merge_rows([query_keys])
@@ -148,9 +148,9 @@ def _no_query_keys(backbone: Backbone, count: int) -> Tensor:
     return torch.zeros(count, 2, backbone.hidden_size, dtype=dtype)
 
 
-def _in_pool(query_keys: Tensor, pool: Pool) -> Extraction:
-    payload_keys, payload_values = (payload[:, pool.num_previous :] for payload in pool.mapped())
-    return Extraction(query_keys, payload_keys, payload_values, pool)
+def _from_store(query_keys: Tensor, store: PayloadStore) -> Extraction:
+    payload_keys, payload_values = (payload[:, store.num_previous :] for payload in store.mapped())
+    return Extraction(query_keys, payload_keys, payload_values, store)
 
 
 def _each_batch(
@@ -161,18 +161,21 @@ def _each_batch(
     progress: bool,
     work: Callable[[int, Inputs], None],
 ) -> None:
-    """Give `work` this process's batches, each with the row of its first example. Collective.
+    """Call `work` with each of this process's batches and the row of its first example. Collective.
 
-    Prefixes stand in the order of the examples, padded on the right, where padding changes nothing.
+    Padding is on the right, where it changes nothing.
     """
-    require_at_least(1, batch_size=batch_size)
-    steps = in_step(range(0, len(examples), batch_size))
-    shown = progress and is_main()
-    for mine in track(steps, title, console=Console(stderr=True), disable=not shown, transient=True):
+    _require_positive("batch_size", batch_size)
+    for starts in track(in_step(range(0, len(examples), batch_size)), title, progress):
         with together():
-            for start in mine:
+            for start in starts:
                 batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
                 work(start, backbone.collate(batch))
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, found {value}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Run a frozen transformers model with injected memory: the plain, differentiable truth the server is tested against.
+"""Attention with injected memory in transformers: the plain, differentiable reference for the server.
 
-Letters: n requests, B entries, m payload tokens, L layers, H query heads, J KV heads, G = H / J, D head size,
+Shapes: n requests, B entries, m payload tokens, L layers, H query heads, J KV heads, G = H / J, D head size,
 d hidden size, T query tokens, S tokens of the request itself that they may see.
 
 Entry i enters layer l of a request with three numbers (design: the general form; the paper's Eq. inject_rewrite is
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +27,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from inducekv_vllm.bundle import Bundle, Gate
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.retrieval import PageTerms, Weighting
 
-if TYPE_CHECKING:
-    from .model import Backbone, Inputs
-
 ATTENTION_NAME = "inducekv"
-# A processor's outputs with a value for each token; all others are images'.
-TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -129,53 +124,6 @@ class Memory:
         log_weight = torch.zeros_like(scale).masked_fill(left_out, -math.inf)
         log_remainder = (num_left_out * m).log() if remainder else torch.full_like(num_left_out, -math.inf)
         return Terms(scale, log_weight, scale, log_remainder)
-
-
-def gated_prior(gate: Gate, entry_tasks: Sequence[str], query_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The relevance gate for n requests; the rule is `inducekv_vllm.gate.RelevanceGate.judge`.
-
-    Args:
-        entry_tasks: the task of each of the B entries.
-        query_keys: [n, 2, d], what `Backbone.query_keys` gives.
-
-    Returns:
-        open [n] bool: where false, the request runs without memory;
-        log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. A
-        closed request's row is that of its nearest task, so that it has finite terms, which are not to be used.
-
-    Raises:
-        ConfigError: query keys of another shape, or an entry of a task that the gate does not have.
-    """
-    if query_keys.ndim != 3 or query_keys.shape[1:] != gate.keys.shape[1:]:
-        raise ConfigError(f"expected query keys [n, 2, {gate.keys.shape[2]}], found {list(query_keys.shape)}")
-    if unknown := set(entry_tasks) - set(gate.tasks):
-        raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
-    keys, thresholds = gate.keys.to(query_keys.device, torch.float64), gate.thresholds.to(query_keys.device)
-    margins = torch.einsum("npd,cpd->nc", query_keys.double(), keys) - thresholds.double()  # [n, C]
-    largest, nearest = margins.amax(dim=1), margins.argmax(dim=1)  # [n], [n]: the first of equal ones
-    task_of_entry = torch.tensor([gate.tasks.index(task) for task in entry_tasks], device=nearest.device)  # [B]
-    other_task = task_of_entry != nearest[:, None]  # [n, B] bool
-    log_prior = torch.zeros(other_task.shape, device=nearest.device).masked_fill(other_task, -math.inf)
-    return largest >= 0, log_prior
-
-
-def routing(bundle: Bundle, query_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of n requests get a bundle's memory, [n] bool, and the prior of its entries, [n, B] float32.
-
-    What `gated_prior` gives; without a gate, all entries for every request.
-    """
-    n, device = len(query_keys), query_keys.device
-    if bundle.gate is None:
-        return torch.ones(n, dtype=torch.bool, device=device), torch.zeros(n, bundle.num_entries, device=device)
-    return gated_prior(bundle.gate, [entry.task for entry in bundle.metadata.entries], query_keys)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A greedy continuation."""
-
-    token_ids: list[int]
-    logprobs: Tensor  # [len(token_ids)] float32
 
 
 _injected: ContextVar[tuple[Memory, Terms] | None] = ContextVar("injected", default=None)
@@ -272,173 +220,6 @@ def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tenso
     return attention_mask[:, 0, :, : key.shape[2]]
 
 
-@contextlib.contextmanager
-def attention_named(backbone: Backbone, name: str) -> Iterator[None]:
-    """Inside, the backbone's language model uses the attention that is registered under `name` in transformers."""
-    text = backbone.model.config.get_text_config(decoder=True)
-    before = text._attn_implementation
-    text._attn_implementation = name
-    try:
-        yield
-    finally:
-        text._attn_implementation = before
-
-
 attention = attention_with(attend)
 AttentionInterface.register(ATTENTION_NAME, attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-
-
-def score(
-    backbone: Backbone,
-    prompts: Sequence[Inputs],
-    answers: Sequence[Sequence[int]],
-    memory: Memory | None = None,
-    terms: Terms | None = None,
-) -> list[Tensor]:
-    """log p(answer token | prompt, earlier answer tokens), for n prompts in one differentiable forward pass.
-
-    Args:
-        prompts: what `Backbone.encode` gives, one for each request.
-        answers: token ids.
-        memory, terms: both, with a row of terms for each request, or neither for the plain model.
-
-    Returns:
-        For each request [number of its answer tokens] float32.
-    """
-    return answer_tokens_logprobs(answer_logprobs(backbone, prompts, answers, memory, terms), answers)
-
-
-def answer_tokens_logprobs(predicted: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of what `answer_logprobs` gives, each request's answer tokens' own: [number of its answer tokens] float32."""
-    logprobs = []
-    for rows, answer in zip(predicted, answers, strict=True):
-        tokens = torch.as_tensor(answer, dtype=torch.int64, device=rows.device)[:, None]
-        logprobs.append(rows.gather(1, tokens)[:, 0])
-    return logprobs
-
-
-def answer_logprobs(
-    backbone: Backbone,
-    prompts: Sequence[Inputs],
-    answers: Sequence[Sequence[int]],
-    memory: Memory | None = None,
-    terms: Terms | None = None,
-) -> list[Tensor]:
-    """log p(every token | prompt, earlier answer tokens) where each answer token is predicted; arguments as in `score`.
-
-    Returns:
-        For each request [number of its answer tokens, vocabulary] float32.
-    """
-    batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
-    with _injecting(memory, terms), _embedding_answers(backbone, prompts, answers):
-        logits = backbone.model(**batch, use_cache=False).logits  # [n, T, vocabulary]
-    logprobs = []
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        first = prompt["input_ids"].shape[1] - 1  # the position that predicts the first answer token
-        predicted = logits[row, first : first + len(answer)]
-        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
-        logprobs.append(predicted.log_softmax(dim=-1))
-    return logprobs
-
-
-@torch.no_grad()
-def generate(
-    backbone: Backbone,
-    prompts: Sequence[Inputs],
-    max_new_tokens: int,
-    memory: Memory | None = None,
-    terms: Terms | None = None,
-    *,
-    ignore_eos: bool = False,
-) -> list[Generation]:
-    """Greedy generation with the KV cache, for n prompts; arguments as in `score`. Ends after an end-of-text token."""
-    batch = backbone.collate(prompts, side="left")
-    stop = backbone.model.generation_config.eos_token_id
-    stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
-    with _injecting(memory, terms):
-        model: Any = backbone.model
-        result = model.generate(
-            **batch,
-            max_new_tokens=max_new_tokens,
-            # Whatever a checkpoint's own generation settings say: plain arg max, and every logit untouched.
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            eos_token_id=stop or None,
-            pad_token_id=backbone.processor.tokenizer.pad_token_id or 0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    tokens = result.sequences[:, batch["input_ids"].shape[1] :]  # [n, steps]
-    logprobs = torch.stack(result.logits, dim=1).float().log_softmax(dim=-1)  # [n, steps, vocabulary]
-    generations = []
-    for row in range(len(prompts)):
-        ids = tokens[row].tolist()
-        length = next((at + 1 for at, token in enumerate(ids) if token in stop), len(ids))
-        chosen = logprobs[row, :length].gather(1, tokens[row, :length, None])[:, 0]
-        generations.append(Generation(ids[:length], chosen))
-    return generations
-
-
-@torch.no_grad()
-def reference_logprobs(
-    backbone: Backbone,
-    bundle: Bundle,
-    prompt: Inputs,
-    token_ids: Sequence[int],
-    *,
-    top_k: int | None = None,
-    remainder: bool = False,
-) -> Tensor:
-    """What a server with this bundle must answer: log p of given tokens after a prompt, [len(token_ids)] float32.
-
-    Both passes of the method: the prompt's key from the untouched model, then the tokens under the memory it retrieves,
-    or under the untouched model where the bundle's relevance gate is closed.
-    """
-    memory = Memory.from_bundle(bundle, device=backbone.device)
-    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
-    is_open, log_prior = routing(bundle, query_keys)
-    if not is_open[0]:
-        return score(backbone, [prompt], [token_ids])[0]
-    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
-    return score(backbone, [prompt], [token_ids], memory, terms)[0]
-
-
-def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
-    assert (memory is None) == (terms is None), "memory and terms come together"
-    return injected(memory, terms) if memory is not None and terms is not None else contextlib.nullcontext()
-
-
-def _extend(prompt: Inputs, length: int) -> Inputs:
-    """The prompt with room for `length` text tokens after it: its last token (a text token) again and again."""
-    extended = dict(prompt)
-    fillers = {"input_ids": int(prompt["input_ids"][0, -1]), "attention_mask": 1}
-    for name in TOKEN_INPUTS:
-        if name in prompt:
-            extended[name] = torch.nn.functional.pad(prompt[name], (0, length), value=fillers.get(name, 0))
-    return extended
-
-
-@contextlib.contextmanager
-def _embedding_answers(
-    backbone: Backbone, prompts: Sequence[Inputs], answers: Sequence[Sequence[int]]
-) -> Iterator[None]:
-    """Inside, a forward pass embeds the answers in the room made for them.
-
-    Answers stay out of `input_ids`: a model may well generate the number of its image placeholder, and means no image.
-    """
-
-    def embed(module: Any, arguments: Any, output: Tensor) -> Tensor:  # output [n, T, d]
-        output = output.clone()
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            tokens = torch.as_tensor(answer, dtype=torch.int64, device=output.device)
-            first = prompt["input_ids"].shape[1]
-            output[row, first : first + len(answer)] = module.forward(tokens)
-        return output
-
-    handle = backbone.model.get_input_embeddings().register_forward_hook(embed)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -5,7 +5,8 @@ Letters: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +22,10 @@ from inducekv_vllm.fingerprint import fingerprint_of, require_model_folder
 from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
-from .injection import ATTENTION_NAME, TOKEN_INPUTS
+from .injection import ATTENTION_NAME
 
+# A processor's outputs with a value for each token; all others are images'.
+TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 # What a processor makes of one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
 Inputs = dict[str, Tensor]
 
@@ -155,6 +158,18 @@ class Backbone:
     def retrieval_keys(self, inputs: Inputs) -> Tensor:
         """r(x) of each prefix (paper, Eq. key_rewrite): [n, d] float32, unit norm."""
         return pool_retrieval_keys(self.hidden_states(inputs), inputs["attention_mask"])
+
+
+@contextlib.contextmanager
+def attention_named(backbone: Backbone, name: str) -> Iterator[None]:
+    """Inside, the backbone's language model uses the attention that is registered under `name` in transformers."""
+    text = backbone.model.config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    text._attn_implementation = name
+    try:
+        yield
+    finally:
+        text._attn_implementation = before
 
 
 def pool_query_keys(hidden: Tensor, attention_mask: Tensor, text_mask: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 The same mathematics as `injection.attend`, in tiles of entries: a tile's logits are made, used and dropped,
 and made again on the way back. What is kept for the backward pass does not grow with the number of entries.
 
-    with induced_attention(backbone): ...      every forward pass inside uses it
+    with tiled_attention(backbone): ...      every forward pass inside uses it
 
-Letters: n requests, N entries, m payload tokens, H query heads, J KV heads, G = H / J, D head size, T query tokens,
+Shapes: n requests, N entries, m payload tokens, H query heads, J KV heads, G = H / J, D head size, T query tokens,
 S tokens of the request itself, R = G T rows of a KV head, E entries of a tile.
 """
 
@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from .injection import Memory, Terms, attention_named, attention_with
-from .model import Backbone
+from .injection import Memory, Terms, attention_with
+from .model import Backbone, attention_named
 
-INDUCED_ATTENTION_NAME: Final = "inducekv_induced"
+TILED_ATTENTION_NAME: Final = "inducekv_tiled"
 # Logits of one tile: few enough to stay in the cache, many enough to keep the matrix products efficient.
 TILE_ELEMENTS = 2**19
 # Below every logit that occurs, and finite: differences of running maxima stay numbers.
@@ -33,13 +33,13 @@ _FLOOR: Final = -1e30
 
 
 @contextlib.contextmanager
-def induced_attention(backbone: Backbone) -> Iterator[None]:
+def tiled_attention(backbone: Backbone) -> Iterator[None]:
     """Inside, the backbone's language model attends to injected memory in tiles; differentiable once, not twice."""
-    with attention_named(backbone, INDUCED_ATTENTION_NAME):
+    with attention_named(backbone, TILED_ATTENTION_NAME):
         yield
 
 
-def attend_induced(
+def attend_tiled(
     query: Tensor,  # [n, H, T, D]
     key: Tensor,  # [n, J, S, D]
     value: Tensor,  # [n, J, S, D]
@@ -196,7 +196,7 @@ def attend_concatenated(
 ) -> Tensor:
     """The plain way: every request gets scaled copies of all payloads in front of its own keys and values.
 
-    Arguments and result as `attend_induced`; the copies [n, H, N m, D] are what that one does without.
+    Arguments and result as `attend_tiled`; the copies [n, H, N m, D] are what that one does without.
     """
     n, H, T, D = query.shape
     J, S = key.shape[1:3]
@@ -269,5 +269,5 @@ def _has_log_weights(log_weight: Tensor) -> bool:
     return bool((log_weight != 0).any())
 
 
-AttentionInterface.register(INDUCED_ATTENTION_NAME, attention_with(attend_induced))
-AttentionMaskInterface.register(INDUCED_ATTENTION_NAME, sdpa_mask)
+AttentionInterface.register(TILED_ATTENTION_NAME, attention_with(attend_tiled))
+AttentionMaskInterface.register(TILED_ATTENTION_NAME, sdpa_mask)

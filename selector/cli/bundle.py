@@ -21,7 +21,8 @@ from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
 
-from ..runtime.checks import require_at_least
+from ..update.settings import BuildSettings
+from .flags import add_flags, print_error, require_output
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # Results are for people and pipes alike: never wrapped to the width of a terminal.
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except InduceKVError as error:
-        print(f"inducekv-bundle: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error("inducekv-bundle", error)
         return FAILED
     except KeyboardInterrupt:
         print("inducekv-bundle: interrupted, nothing was written", file=sys.stderr)
@@ -79,7 +80,9 @@ def diff(options: argparse.Namespace) -> int:
 def show_plan(options: argparse.Namespace) -> int:
     """Print the footprint of several budgets for a model's configuration."""
     m, budgets = options.payload_tokens, options.budget or PAPER_BUDGETS
-    require_at_least(1, **{"--payload-tokens": m, "--budget": min(budgets)})
+    for flag, value in (("--payload-tokens", m), ("--budget", min(budgets))):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, found {value}")
     geometry = text_geometry(read_config(options.config))
     print(
         f"layers {geometry.num_layers}, KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}, "
@@ -94,20 +97,8 @@ def show_plan(options: argparse.Namespace) -> int:
 
 def build(options: argparse.Namespace) -> int:
     """Extract entries of a task into a new bundle, without optimisation."""
-    from ..update.build import BuildSettings
-
-    settings = BuildSettings(
-        budget=options.budget,
-        payload_tokens=options.payload_tokens,
-        policy=options.policy,
-        weighting=options.weighting,
-        seed=options.seed,
-        batch_size=options.batch_size,
-    )
-    if not options.output.parent.is_dir():
-        raise ConfigError(f"--output {options.output}: the folder {options.output.parent} does not exist")
-    if options.output.is_dir():
-        raise ConfigError(f"--output {options.output} is a folder, expected the name of a file")
+    settings = BuildSettings(**{name: getattr(options, name) for name in BuildSettings.model_fields if name in options})
+    require_output(options.output)
 
     from ..data.examples import read_task
 
@@ -233,34 +224,31 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    one = command("inspect", inspect)
-    one.add_argument("path", metavar="PATH", help="a bundle file")
-    one.add_argument("--entries", action="store_true", help="list every entry")
+    subparser = command("inspect", inspect)
+    subparser.add_argument("path", metavar="PATH", help="a bundle file")
+    subparser.add_argument("--entries", action="store_true", help="list every entry")
 
-    one = command("verify", verify)
-    one.add_argument("path", metavar="PATH", help="a bundle file")
-    one.add_argument("--model", help="model folder or Hugging Face id the bundle must fit")
+    subparser = command("verify", verify)
+    subparser.add_argument("path", metavar="PATH", help="a bundle file")
+    subparser.add_argument("--model", help="model folder or Hugging Face id the bundle must fit")
 
-    one = command("diff", diff)
-    one.add_argument("old", metavar="A", help="a bundle file")
-    one.add_argument("new", metavar="B", help="a bundle file")
+    subparser = command("diff", diff)
+    subparser.add_argument("old", metavar="A", help="a bundle file")
+    subparser.add_argument("new", metavar="B", help="a bundle file")
 
-    one = command("plan", show_plan)
-    one.add_argument("--config", type=Path, required=True, help="a model's config.json")
-    one.add_argument("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
-    one.add_argument("--budget", type=int, action="append", help="entries; may be repeated (default 64, 128, 256, 512)")
+    subparser = command("plan", show_plan)
+    subparser.add_argument("--config", type=Path, required=True, help="a model's config.json")
+    subparser.add_argument("--payload-tokens", type=int, default=8, help="tokens per entry and layer (default 8)")
+    subparser.add_argument(
+        "--budget", type=int, action="append", help="entries; repeatable (default 64, 128, 256, 512)"
+    )
 
-    one = command("build", build)
-    one.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    one.add_argument("--task", type=Path, required=True, help="task data: .jsonl, or LLaVA's .json")
-    one.add_argument("--budget", type=int, required=True, help="the most entries the memory may have")
-    one.add_argument("--payload-tokens", type=int, default=8, help="tokens an entry keeps in each layer (default 8)")
-    one.add_argument("--policy", choices=("random", "k-center"), default="random", help="how entries are chosen")
-    one.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt", help="how weights enter attention")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--batch-size", type=int, default=8, help="examples extracted at once (default 8)")
-    one.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
-    one.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    subparser = command("build", build)
+    subparser.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    subparser.add_argument("--task", type=Path, required=True, help="task data: .jsonl, or LLaVA's .json")
+    add_flags(subparser, {"": BuildSettings})
+    subparser.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
+    subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
     return parser
 
 

@@ -10,38 +10,39 @@ from typing import Any
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 
-from ..data.anchors import AnchorStore, Policy
+from ..data.anchors import AnchorStore
+from ..data.choice import AnchorPolicy
 from ..data.examples import Example
 from ..report.page import render_html
 from ..runtime.files import replace_file
-from ..update.inputs import Update
+from ..update.result import UpdateResult
 
 
 def write_outputs(
     output: Path,
-    done: Update,
+    result: UpdateResult,
     store: AnchorStore | None,
     anchors: Sequence[Example],
-    policy: Policy,
+    policy: AnchorPolicy,
     seed: int,
     run_name: str,
 ) -> None:
-    """Write everything, each file whole or not at all; repeated, it changes nothing that is there.
+    """Write the bundle, then the anchors, then the report; each file is whole or absent. Repeating it changes nothing.
 
-    The bundle comes first: a store is only ever appended to, and must not hold anchors of a memory that never came.
+    The bundle comes first, because the store must not hold anchors of a memory that was never written.
 
     Args:
-        run_name: of the run that the anchors are of.
+        run_name: the run that the anchors belong to.
 
     Raises:
-        BundleError, ConfigError: a file cannot be written; those before it are there, those after it are as they were.
+        BundleError, ConfigError: a file cannot be written; earlier files are there, later ones are unchanged.
     """
-    write_bundle(done.bundle, output)
-    storage: dict[str, Any] = {"memory_bytes": done.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
+    write_bundle(result.bundle, output)
+    storage: dict[str, Any] = {"memory_bytes": result.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
     if store is not None:
         store.append(anchors, run=run_name, policy=policy, seed=seed)
         storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
-    write_report(output, done.report | {"storage": storage})
+    write_report(output, result.report | {"storage": storage})
 
 
 def report_path(output: Path) -> Path:

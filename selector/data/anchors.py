@@ -13,24 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..runtime.files import replace_file
-from ..update.build import pick
+from .choice import AnchorPolicy
 from .examples import Example, read_task
 
-Policy = Literal["random", "stratified", "k-center", "hard"]
-POLICIES: tuple[Policy, ...] = ("random", "stratified", "k-center", "hard")
 MANIFEST = "manifest.json"
 
 
@@ -41,7 +36,7 @@ class AnchorTask(BaseModel):
 
     tasks: tuple[str, ...] = Field(min_length=1)  # the task names of the examples it was drawn from
     run: str  # what made them: the same run may append them again, which changes nothing
-    policy: Policy
+    policy: AnchorPolicy
     seed: int
     count: int = Field(ge=1)
     digest: str  # see `examples_digest`
@@ -113,7 +108,7 @@ class AnchorStore:
                         "a store is only ever appended to: use another folder to repeat a task"
                     )
 
-    def append(self, examples: Sequence[Example], *, run: str, policy: Policy, seed: int) -> None:
+    def append(self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int) -> None:
         """Add one task's anchors, durably; nothing happens if this run has already done so.
 
         Raises:
@@ -145,34 +140,6 @@ class AnchorStore:
 
     def _task_folder(self, number: int) -> Path:
         return self.folder / f"{number:04d}"
-
-
-def choose_anchors(
-    examples: Sequence[Example], count: int, policy: Policy, seed: int, *, keys: Tensor, losses: Sequence[float] = ()
-) -> list[int]:
-    """Which examples of a task become anchors (paper, "Anchor Protocol"): at most `count` rows, rising.
-
-    Args:
-        policy: "random": uniformly without replacement. "stratified": the answers in turn, an example of each, until
-            there are enough. "k-center": farthest-first over the retrieval keys. "hard": the highest losses.
-        keys: [N, d], unit norm.
-        losses: [N], of the frozen model without memory; needed for "hard" only.
-    """
-    if count >= len(examples):
-        return list(range(len(examples)))
-    rng = np.random.default_rng((seed, 1))
-    if policy in ("random", "k-center"):
-        return pick(len(examples), count, policy, rng, keys)
-    if policy == "hard":
-        assert len(losses) == len(examples)
-        return sorted(np.argsort(-np.asarray(losses), kind="stable")[:count].tolist())
-    by_answer: dict[str, list[int]] = defaultdict(list)
-    for row in rng.permutation(len(examples)).tolist():
-        by_answer[examples[row].answer].append(row)
-    queues = [by_answer[answer] for answer in sorted(by_answer)]
-    depth = max(map(len, queues))
-    in_turn = [queue[at] for at in range(depth) for queue in queues if at < len(queue)]
-    return sorted(in_turn[:count])
 
 
 def examples_digest(examples: Sequence[Example]) -> str:

@@ -1,24 +1,25 @@
-"""The bilevel problem: alternate between calibration and projected steps on the selection weights (Algorithm 1)."""
+"""The bilevel problem (paper, Algorithm 1): alternate calibration steps and projected steps on the selection weights.
+
+Shapes: N candidates, B budget, L layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import TaskDataError
 
-from ..runtime.checks import require_at_least, require_choice, require_positive
+from ..runtime.checkpoint import Checkpoint
 from ..update.coverage import Coverage
-from .calibration import INNER_STEPS, Calibration, fit, leaf, penalty
+from .calibration import Calibration, fit, leaf, penalty
+from .settings import SelectionSettings
 from .simplex import effective_entries, project, support_size, top_b
-
-Coupling = Literal["bilevel", "single-level"]
-Hypergradient = Literal["alternating", "unrolled"]
-StepRule = Literal["plain", "normalized"]
 
 
 class Losses(Protocol):
@@ -30,37 +31,8 @@ class Losses(Protocol):
 
 
 @dataclass(frozen=True)
-class SelectionSettings:
-    """The outer problem's settings, the paper's by default; raises `ConfigError` for values out of range."""
-
-    budget: int  # B
-    beta: float
-    gamma: float
-    iterations: int = 100  # I
-    inner_steps: int = INNER_STEPS  # J
-    outer_step: float = 0.1
-    # "single-level" (the paper's ablation) has no inner problem, and `inner_steps` has no part in it: in an iteration w
-    # and phi take one step each, along the gradient of one loss, that of the outer problem with phi's penalty.
-    coupling: Coupling = "bilevel"
-    # How phi depends on w in the outer gradient: not at all, or through the iteration's own inner steps.
-    hypergradient: Hypergradient = "alternating"
-    # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
-    step_rule: StepRule = "plain"
-
-    def __post_init__(self) -> None:
-        require_at_least(1, budget=self.budget)
-        require_at_least(0, iterations=self.iterations, inner_steps=self.inner_steps, beta=self.beta, gamma=self.gamma)
-        require_positive(outer_step=self.outer_step)
-        require_choice(Coupling, coupling=self.coupling)
-        require_choice(Hypergradient, hypergradient=self.hypergradient)
-        require_choice(StepRule, step_rule=self.step_rule)
-        if self.coupling == "single-level" and self.hypergradient == "unrolled":
-            raise ConfigError("a single-level update has no inner steps to unroll: use the alternating hypergradient")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One iteration, before its outer step."""
+class IterationRecord:
+    """Losses before an iteration's outer step, and the weights' support after it."""
 
     objective: float  # J(w) on the iteration's batches
     current: float
@@ -77,12 +49,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class SelectionState:
-    """Everything an interrupted run needs to go on exactly as if it had not been."""
+    """All that an interrupted run needs to resume."""
 
     weights: Tensor  # [N] float64: w
     calibration: Calibration
     iteration: int = 0
-    history: tuple[Measured, ...] = field(default=())
+    history: tuple[IterationRecord, ...] = field(default=())
 
     @classmethod
     def initial(cls, num_candidates: int, budget: int, calibration: Calibration) -> SelectionState:
@@ -90,12 +62,23 @@ class SelectionState:
         return cls(torch.full((num_candidates,), budget / num_candidates, dtype=torch.float64), calibration)
 
     def selected(self, budget: int) -> Tensor:
-        """TopB(w): [min(B, N)] int64, rising."""
+        """TopB(w): [min(B, N)] int64, in increasing order."""
         return top_b(self.weights, budget)
 
     def collapsed(self, budget: int) -> bool:
-        """Whether w has too few entries left to name B of them: the rest of TopB is then settled by order alone."""
+        """Whether fewer than B candidates have any weight: the order of the pool then decides the rest of TopB."""
         return support_size(self.weights) < min(budget, len(self.weights))
+
+
+@dataclass(frozen=True)
+class SelectionResult:
+    """The optimisation for one pair (beta, gamma), and its rounding to a bundle."""
+
+    beta: float
+    gamma: float
+    state: SelectionState
+    bundle: Bundle
+    validation_loss: float | None  # of the bundle
 
 
 def select(
@@ -104,24 +87,36 @@ def select(
     settings: SelectionSettings,
     state: SelectionState,
     *,
+    beta: float,
+    gamma: float,
     has_anchors: bool,
     after_iteration: Callable[[SelectionState], None] = lambda state: None,
 ) -> SelectionState:
-    """Run the iterations that `state` still lacks; `after_iteration` may store each new state.
+    """Minimise L_cur + beta L_anc + gamma Omega, from `state` to the last iteration.
+
+    Args:
+        after_iteration: is called with each new state.
 
     Raises:
         TaskDataError: a loss or its gradient is not finite.
     """
     while state.iteration < settings.iterations:
-        state = iterate(losses, coverage, settings, state, has_anchors=has_anchors)
+        state = iterate(losses, coverage, settings, state, beta=beta, gamma=gamma, has_anchors=has_anchors)
         after_iteration(state)
     return state
 
 
 def iterate(
-    losses: Losses, coverage: Coverage, settings: SelectionSettings, state: SelectionState, *, has_anchors: bool
+    losses: Losses,
+    coverage: Coverage,
+    settings: SelectionSettings,
+    state: SelectionState,
+    *,
+    beta: float,
+    gamma: float,
+    has_anchors: bool,
 ) -> SelectionState:
-    """One outer iteration: J inner steps on phi, one projected step on w; or one step of both together."""
+    """One outer iteration: J inner steps on phi, then a projected step on w; if single-level, one step on both."""
     iteration, w = state.iteration, leaf(state.weights)
     if settings.coupling == "bilevel":
         calibration = fit_inner(losses, settings, state, w)
@@ -130,7 +125,7 @@ def iterate(
     batch = (iteration, settings.inner_steps)
     current = losses.current_loss(w, calibration.phi, batch).double()
     anchors = losses.anchor_loss(w, calibration.phi, batch).double() if has_anchors else None
-    likelihood = current if anchors is None else current + settings.beta * anchors
+    likelihood = current if anchors is None else current + beta * anchors
     if settings.coupling == "bilevel":
         (gradient,) = torch.autograd.grad(likelihood, w)
     else:
@@ -139,13 +134,13 @@ def iterate(
     if not (likelihood.isfinite() and gradient.isfinite().all()):
         raise TaskDataError(f"the loss or its gradient is not finite in iteration {iteration}; nothing was written")
 
-    fitted, spread = float(likelihood.detach()), float(coverage.value(state.weights))
-    if settings.gamma:
-        gradient = gradient + settings.gamma * coverage.gradient(state.weights)
+    nll, spread = float(likelihood.detach()), float(coverage.value(state.weights))
+    if gamma:
+        gradient = gradient + gamma * coverage.gradient(state.weights)
     weights = outer_step(state.weights, gradient, settings)
     calibration = calibration.detached()
-    measured = Measured(
-        objective=fitted + settings.gamma * spread,
+    record = IterationRecord(
+        objective=nll + gamma * spread,
         current=float(current.detach()),
         anchors=None if anchors is None else float(anchors.detach()),
         coverage=spread,
@@ -159,7 +154,7 @@ def iterate(
         weights=weights,
         calibration=calibration,
         iteration=iteration + 1,
-        history=(*state.history, measured),
+        history=(*state.history, record),
     )
 
 
@@ -182,3 +177,34 @@ def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -
         uniform = settings.budget / len(weights)
         gradient = gradient * (uniform / largest) if largest > 0 else gradient
     return project(weights - settings.outer_step * gradient, settings.budget)
+
+
+def save_state(checkpoint: Checkpoint, name: str, state: SelectionState) -> None:
+    """Collective. Raises ConfigError: the file cannot be written; the previous state stays."""
+    calibration = state.calibration
+    tensors = {
+        "weights": state.weights,
+        "phi": calibration.phi,
+        "mean": calibration.mean,
+        "square": calibration.square,
+    }
+    progress = {
+        "iteration": state.iteration,
+        "steps": calibration.steps,
+        "history": [record.as_json() for record in state.history],
+    }
+    checkpoint.write(name, tensors, progress)
+
+
+def load_state(checkpoint: Checkpoint, name: str) -> SelectionState | None:
+    """The state saved last under `name`, if any. Collective. Raises ConfigError: the file is damaged."""
+    saved = checkpoint.read(name)
+    if saved is None:
+        return None
+    tensors, progress = saved
+    try:
+        history = tuple(IterationRecord(**record) for record in progress["history"])
+        calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
+        return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
+    except (KeyError, TypeError) as error:
+        raise checkpoint.damaged(name, error) from error

@@ -1,13 +1,9 @@
-"""The inner problem: fit the calibration (phi_tau, phi_1 ... phi_L) to the current task (paper, Eq. inner_rewrite).
+"""The inner problem: fit the calibration phi to the current task (paper, Eq. inner_rewrite).
 
-    tau = softplus(phi_tau) > 0        gate_l = sigmoid(phi_l) in (0, 1)
+Adam is written out because the hypergradient passes through its steps, and torch's works in place. Without weight decay
+it equals the paper's AdamW; a test compares it with torch's.
 
-An infinite phi is one that is not fitted: no step moves it, and the penalty does not count it. It stands for a gate of
-exactly 1, or for a temperature at which all entries have the same weight (the paper's ablations "w/o layerwise value
-gates" and "w/o retrieval-weighted induction").
-
-Adam is written out, because the hypergradient has to pass through its steps and torch's own works in place. With no
-weight decay it is the paper's AdamW; a test holds it against torch's.
+Shapes: L layers.
 """
 
 from __future__ import annotations
@@ -20,19 +16,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..update.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
+from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, temperature, value_gates
 
 LEARNING_RATE: Final = 1e-2
 BETAS: Final = (0.9, 0.999)
 ADAM_EPSILON: Final = 1e-8
 L2_PENALTY: Final = 1e-4  # eta
-INNER_STEPS: Final = 10  # J
-UNIFORM_TEMPERATURE: Final = 1e30  # finite, as a bundle needs it; inner products divided by it are 0 beside each other
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """phi together with the optimiser's state, which lives on from one outer iteration to the next."""
+    """phi and the optimiser's state, which carries over from one outer iteration to the next."""
 
     phi: Tensor  # [1 + L] float64
     mean: Tensor  # [1 + L] float64: Adam's running mean of the gradient
@@ -41,7 +35,7 @@ class Calibration:
 
     @classmethod
     def initial(cls, num_layers: int, *, fit_temperature: bool = True, fit_gates: bool = True) -> Calibration:
-        """tau = 0.07 and every gate 0.5; what is not to be fitted is infinite: uniform retrieval, gates of 1."""
+        """tau = 0.07 and gates of 0.5; parameters that are not fitted are infinite: uniform retrieval, gates of 1."""
         phi = torch.full((1 + num_layers,), math.inf, dtype=torch.float64)
         if fit_temperature:
             phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
@@ -65,9 +59,9 @@ class Calibration:
         mean = BETAS[0] * self.mean + (1 - BETAS[0]) * gradient
         square = BETAS[1] * self.square + (1 - BETAS[1]) * gradient**2
         corrected = square / (1 - BETAS[1] ** steps)
-        # The root's slope at 0 is infinite; where nothing was ever seen, nothing is to flow back either.
-        seen = corrected > 0
-        root = torch.where(seen, torch.where(seen, corrected, 1.0).sqrt(), 0.0)
+        # The root's slope at 0 is infinite: without a gradient so far, none flows back.
+        positive = corrected > 0
+        root = torch.where(positive, torch.where(positive, corrected, 1.0).sqrt(), 0.0)
         phi = self.phi - LEARNING_RATE * (mean / (1 - BETAS[0] ** steps)) / (root + ADAM_EPSILON)
         return Calibration(phi, mean, square, steps)
 
@@ -75,18 +69,8 @@ class Calibration:
         return replace(self, phi=self.phi.detach(), mean=self.mean.detach(), square=self.square.detach())
 
 
-def temperature(phi: Tensor) -> Tensor:
-    """tau of `phi` [1 + L]: []."""
-    return torch.nn.functional.softplus(phi[0]).clamp(max=UNIFORM_TEMPERATURE)
-
-
-def value_gates(phi: Tensor) -> Tensor:
-    """The gates of `phi` [1 + L]: [L]."""
-    return phi[1:].sigmoid()
-
-
 def penalty(phi: Tensor) -> Tensor:
-    """1e-4 |phi|^2 of the `phi` [1 + L] that are fitted: []."""
+    """1e-4 |phi|^2 over the finite elements of `phi` [1 + L]: []."""
     return L2_PENALTY * torch.where(phi.isfinite(), phi, 0.0).square().sum()
 
 
@@ -110,7 +94,7 @@ def fit(
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same values as a variable to differentiate by."""
+    """A copy that gradients can be taken with respect to."""
     return tensor.detach().clone().requires_grad_()
 
 

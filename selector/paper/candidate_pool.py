@@ -1,180 +1,69 @@
-"""The payloads of a run's candidates on disk: the pool may be larger than the machine's memory.
+"""The pool U of the selection: the previous memory's entries and the current task's.
 
-    DIR/payload_keys.f16, DIR/payload_values.f16    [L, N, J, m, D] float16 each, the previous memory's entries first
-    DIR/query_keys.safetensors                      [N, 2, d]: the current task's; there once all payloads are
-
-Files are written with plain writes, which leave nothing in this process's memory, and mapped for reading: whoever goes
-through the whole pool has the system bring in what is needed, and drop it again when memory is short.
-
-Letters: L layers, N candidates, J KV heads, m payload tokens, D head size, d hidden size, n entries of a batch,
-K entries that are read.
+Shapes: N candidates, K of them taken, L layers, J KV heads, m payload tokens, D head size, d hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.bundle import Bundle, EntryRecord
 
-from ..runtime.distributed import barrier, is_main, together
-from ..runtime.files import replace_file
-
-_FILES: Final = ("payload_keys.f16", "payload_values.f16")
-_ITEM_BYTES: Final = 2
+from ..backbone.extraction import Extraction
+from ..backbone.payload_store import PayloadStore
+from ..data.examples import Example, entry_records
 
 
 @dataclass(frozen=True)
-class Pool:
-    """One run's files; under `torchrun` all processes share the folder, and each writes entries of its own."""
+class CandidatePool:
+    """The pool U (paper, Algorithm 1): the previous memory's entries, then the current task's.
 
-    folder: Path
-    shape: tuple[int, int, int, int, int]  # L, N, J, m, D
-    num_previous: int  # how many of the N are the previous memory's
+    Previous entries come first, so that they win ties. Payloads in a store on disk are mapped; only `take` copies.
+    """
+
+    keys: Tensor  # [N, d] float32, unit norm
+    payload_keys: Tensor  # [L, N, J, m, D] float16: what a bundle stores is what is optimised over
+    payload_values: Tensor  # [L, N, J, m, D] float16
+    records: tuple[EntryRecord, ...]  # [N]
+    num_previous: int
+    store: PayloadStore | None = None  # whose files the payloads map
 
     @classmethod
-    def open(cls, folder: Path, shape: tuple[int, int, int, int, int], previous: Bundle | None) -> Pool:
-        """The pool as an earlier run has finished it, or an empty one, its disk space taken. Collective.
+    def join(cls, previous: Bundle | None, current: Extraction, examples: Sequence[Example]) -> CandidatePool:
+        """`current` holds the entries of `examples` in float16; its store, if any, holds those of `previous` too."""
+        records = entry_records(examples)
+        # A bundle rounds its keys; round the pool's the same way.
+        keys = current.keys.half().float()
+        num_previous = 0
+        if previous is not None:
+            keys = torch.cat([previous.retrieval_keys.float(), keys])
+            records, num_previous = previous.metadata.entries + records, previous.num_entries
+        if current.store is not None:
+            assert current.store.num_previous == num_previous
+            return cls(keys, *current.store.mapped(), records, num_previous, current.store)
+        payload_keys, payload_values = current.payload_keys, current.payload_values
+        if previous is not None:
+            payload_keys = torch.cat([previous.payload_keys, payload_keys], dim=1)
+            payload_values = torch.cat([previous.payload_values, payload_values], dim=1)
+        return cls(keys, payload_keys, payload_values, records, num_previous)
 
-        Args:
-            folder: belongs to this run alone: what is there was made from the same examples by the same model.
+    def __len__(self) -> int:
+        return len(self.records)
 
-        Raises:
-            ConfigError: the disk is full or the folder cannot be written; nothing of the pool is left.
-        """
-        pool = cls(folder, shape, previous.num_entries if previous is not None else 0)
-        finished = pool.query_keys() is not None
-        barrier()  # every process looks before one changes anything
-        with pool.whole_or_gone(), together():
-            if not finished and is_main():
-                pool._create(previous)
-        return pool
-
-    @contextlib.contextmanager
-    def whole_or_gone(self) -> Iterator[None]:
-        """Inside, the pool is being filled; what interrupts that removes it."""
-        try:
-            yield
-        except BaseException:
-            if is_main():
-                shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-
-    def write(self, first: int, payload_keys: Tensor, payload_values: Tensor) -> None:
-        """Put down the payloads [L, n, J, m, D], any float type, of the current task's entries from `first` on.
-
-        Raises:
-            ConfigError: the disk is full or fails.
-        """
-        with self._naming_failures():
-            self._write(self.num_previous + first, payload_keys, payload_values)
-
-    def finish(self, query_keys: Tensor) -> None:
-        """All payloads are written, and `query_keys` [N, 2, d] belong to them: durable from now on. Collective.
-
-        Raises:
-            ConfigError: the disk is full or fails.
-        """
-        with together(), self._naming_failures():
-            for name in _FILES:
-                descriptor = os.open(self.folder / name, os.O_RDWR)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        with together(), self._naming_failures():
-            if is_main():
-                replace_file(self._finished, safetensors.torch.save({"query_keys": query_keys.contiguous()}))
-
-    def query_keys(self) -> Tensor | None:
-        """Those of the current task, if the pool is finished: [number of its entries, 2, d]."""
-        expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
-        try:
-            if [(self.folder / name).stat().st_size for name in _FILES] != expected:
-                return None
-            found = safetensors.torch.load(self._finished.read_bytes())["query_keys"]
-        except (OSError, KeyError, safetensors.SafetensorError):
-            return None  # it is made again
-        return found if len(found) == self.shape[1] - self.num_previous else None
-
-    def mapped(self) -> tuple[Tensor, Tensor]:
-        """All payload keys and values, [L, N, J, m, D] float16 each, without reading them; not to be written to."""
-        count = math.prod(self.shape)
-        keys, values = (
-            torch.from_file(str(self.folder / name), shared=True, size=count, dtype=torch.float16).view(self.shape)
-            for name in _FILES
+    def take(self, rows: Tensor) -> CandidatePool:
+        """The candidates `rows` [K] int64, in increasing order, with copies of their payloads."""
+        if self.store is not None:
+            payload_keys, payload_values = self.store.read(rows)
+        else:
+            payload_keys, payload_values = self.payload_keys[:, rows], self.payload_values[:, rows]
+        return CandidatePool(
+            self.keys[rows],
+            payload_keys,
+            payload_values,
+            tuple(self.records[row] for row in rows.tolist()),
+            int((rows < self.num_previous).sum()),
         )
-        return keys, values
-
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the entries `rows` [K] int64, counted from the pool's first: [L, K, J, m, D] float16 each.
-
-        Nothing else of the pool enters memory.
-
-        Raises:
-            ConfigError: the files cannot be read.
-        """
-        L, N, *entry = self.shape
-        size = math.prod(entry) * _ITEM_BYTES
-        copies = []
-        try:
-            for name in _FILES:
-                copy = torch.empty(L, len(rows), *entry, dtype=torch.float16)
-                places = copy.view(L, len(rows), -1).numpy()
-                with (self.folder / name).open("rb", buffering=0) as file:
-                    for layer in range(L):
-                        for place, row in zip(places[layer], rows.tolist(), strict=True):
-                            if os.preadv(file.fileno(), [place.data], (layer * N + row) * size) != size:
-                                raise OSError(f"{name} is shorter than it was")
-                copies.append(copy)
-        except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot read the candidates' payloads: {error}") from error
-        return copies[0], copies[1]
-
-    @property
-    def _finished(self) -> Path:
-        return self.folder / "query_keys.safetensors"
-
-    def _create(self, previous: Bundle | None) -> None:
-        with self._naming_failures():
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir()
-            for name in _FILES:
-                with (self.folder / name).open("wb") as file:
-                    # The space is taken now: a full disk is an error here, and not a signal when the map is read.
-                    os.posix_fallocate(file.fileno(), 0, math.prod(self.shape) * _ITEM_BYTES)
-            if previous is not None:
-                self._write(0, previous.payload_keys, previous.payload_values)
-
-    def _write(self, row: int, *payloads: Tensor) -> None:
-        L, N, *entry = self.shape
-        for name, payload in zip(_FILES, payloads, strict=True):
-            assert payload.shape[0] == L
-            assert list(payload.shape[2:]) == entry
-            with (self.folder / name).open("r+b") as file:
-                for layer, entries in enumerate(payload):
-                    file.seek((layer * N + row) * math.prod(entry) * _ITEM_BYTES)
-                    file.write(entries.to("cpu", torch.float16).contiguous().numpy().data)
-
-    @contextlib.contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            needed = len(_FILES) * math.prod(self.shape) * _ITEM_BYTES / 2**20
-            raise ConfigError(
-                f"{self.folder}: cannot keep the candidates' payloads here, {needed:.1f} MiB: {error}"
-            ) from error

@@ -1,11 +1,11 @@
 """Which entries the next memory of the refined recipe has, and what they start from.
 
-Letters: K entries of the next memory, n questions, d hidden size.
+Shapes: K entries of the next memory, n questions, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import EntryRecord
-from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..backbone.extraction import extract
 from ..backbone.injection import Memory
 from ..backbone.model import Backbone
+from ..data.choice import k_center, pick
 from ..data.examples import Example, entry_records
-from ..update.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, k_center, pick
 from ..update.inputs import TaskInputs
 from ..update.measures import composition
-from .quotas import quotas
+from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
 from .settings import RefinedSettings
 
 
 @dataclass(frozen=True)
-class QueryKeys:
-    """Query keys [n, 2, d] of everything that is asked."""
+class TaskQueryKeys:
+    """Query keys [n, 2, d] of an update's questions."""
 
     training: Tensor
     validation: Tensor
@@ -37,20 +37,20 @@ class QueryKeys:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which entries the next memory has: rows of the previous memory, then the arriving task's examples."""
+class EntryPlan:
+    """The next memory's entries: rows of the previous memory, then examples of the new task."""
 
-    kept: Tensor  # [number of old entries that stay] int64, rows of the previous memory, rising
+    kept: Tensor  # [number of old entries that stay] int64, rows of the previous memory, increasing
     chosen: list[int]  # rows of the training examples
-    shares: dict[str, int]  # entries by task
-    shrunk: frozenset[str]  # tasks that lose entries, and whose others were not trained to do alone: now they are
+    shares: dict[str, int]  # number of entries by task
+    shrunk: frozenset[str]  # tasks that lose entries, and whose remaining entries must be trained again
 
 
-def arriving_task(examples: Sequence[Example]) -> str:
-    """The one task that all examples are of.
+def new_task(examples: Sequence[Example]) -> str:
+    """The task of the examples.
 
     Raises:
-        TaskDataError: there are several.
+        TaskDataError: they belong to several tasks.
     """
     names = sorted({example.task for example in examples})
     if len(names) > 1:
@@ -58,20 +58,73 @@ def arriving_task(examples: Sequence[Example]) -> str:
     return names[0]
 
 
-def plan_entries(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
-    """By the settings' allocation."""
-    return (_by_quotas if settings.allocation == "quotas" else _jointly)(inputs, settings, known)
+def plan_entries(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
+    """Choose the entries by `settings.allocation`."""
+    return (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
 
 
-def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
-    """The first entries of a task whose quota has shrunk, and as many examples as the arriving task's quota.
+def quotas(before: Mapping[str, int], task: str, *, budget: int, entries_per_task: int) -> dict[str, int]:
+    """Number of entries by task, in the order of the stream, once the new task `task` has its own.
 
-    What stays of nested quotas was trained to do alone, and is not trained again: anchors are few, and entries that are
-    trained on them forget more than they make up for.
+    Every task gets `entries_per_task`, halved for all tasks until the budget holds them. Halving changes the quotas
+    rarely: 8 becomes 4 once, instead of 7, 6 and 5 on the way.
+
+    Args:
+        before: number of entries by task so far, without the new task.
+        budget: B, of all tasks together.
+
+    Raises:
+        ConfigError: the budget is below one entry a task, or a number is below 1.
+    """
+    if entries_per_task < 1 or budget < 1:
+        raise ConfigError(f"a task needs at least one entry: found {entries_per_task} a task, and a budget of {budget}")
+    assert task not in before
+    share = entries_per_task
+    while share + sum(min(count, share) for count in before.values()) > budget:
+        share //= 2
+        if share == 0:
+            raise ConfigError(f"the budget of {budget} is below one entry for each of {len(before) + 1} tasks")
+    return {old: min(count, share) for old, count in before.items()} | {task: share}
+
+
+def initial_memory(
+    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, plan: EntryPlan
+) -> tuple[Memory, tuple[EntryRecord, ...]]:
+    """The K entries before training: old ones as stored, new ones as extracted, all in float32."""
+    examples = [inputs.training[row] for row in plan.chosen]
+    extraction = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
+    records = entry_records(examples)
+    new = Memory(
+        retrieval_keys=extraction.keys.half().float(),  # a bundle rounds its keys; train with rounded ones
+        payload_keys=extraction.payload_keys,
+        payload_values=extraction.payload_values,
+        temperature=torch.tensor(INITIAL_TEMPERATURE),
+        value_gates=torch.full((backbone.num_layers,), INITIAL_VALUE_GATE),
+        layer_bias=torch.zeros(backbone.num_layers),
+        weighting=settings.weighting,
+    )
+    if inputs.previous is None:
+        return new, records
+    old = Memory.from_bundle(inputs.previous)
+    joined = replace(
+        old,
+        retrieval_keys=torch.cat([old.retrieval_keys[plan.kept], new.retrieval_keys]),
+        payload_keys=torch.cat([old.payload_keys[:, plan.kept], new.payload_keys], dim=1),
+        payload_values=torch.cat([old.payload_values[:, plan.kept], new.payload_values], dim=1),
+    )
+    entries = inputs.previous.metadata.entries
+    return joined, tuple(entries[row] for row in plan.kept.tolist()) + records
+
+
+def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
+    """Keep the first entries of each old task, and choose as many examples as the new task's quota.
+
+    Nested entries were trained to work without the rest of their quota, and are not trained again: training them on the
+    few anchors forgets more than it gains.
     """
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
-    before = inputs.held
-    task = arriving_task(inputs.training)
+    before = inputs.entries_by_task
+    task = new_task(inputs.training)
     shares = quotas(before, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
     shares[task] = min(shares[task], len(inputs.training))
     kept: list[int] = []
@@ -79,61 +132,31 @@ def _by_quotas(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) 
         rows = [row for row, entry in enumerate(entries) if entry.task == old]
         kept += rows[: shares[old]]
     rng = np.random.default_rng((settings.seed, 6))
-    keys = known.training[:, 0].contiguous()
-    chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, keys)
-    alone = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
-    shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not alone)
-    return Plan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
+    retrieval_keys = keys.training[:, 0].contiguous()
+    chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, retrieval_keys)
+    nested = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
+    shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not nested)
+    return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
 
 
-def _jointly(inputs: TaskInputs, settings: RefinedSettings, known: QueryKeys) -> Plan:
-    """As many as the budget holds of all entries and examples together, by their keys alone.
+def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
+    """Choose as many as the budget holds of all old entries and new examples, by their keys alone.
 
-    The first is an example, so that the arriving task has an entry.
+    The first choice is an example, so that the new task has an entry.
     """
-    keys = known.training[:, 0]
+    retrieval_keys = keys.training[:, 0]
     if inputs.previous is not None:
-        keys = torch.cat([inputs.previous.retrieval_keys.float(), keys])
-    num_old, count = len(keys) - len(inputs.training), min(settings.budget, len(keys))
+        retrieval_keys = torch.cat([inputs.previous.retrieval_keys.float(), retrieval_keys])
+    num_old, count = len(retrieval_keys) - len(inputs.training), min(settings.budget, len(retrieval_keys))
     rng = np.random.default_rng((settings.seed, 6))
     first = num_old + int(rng.integers(len(inputs.training)))
     if settings.entry_policy == "random":
-        others = np.delete(np.arange(len(keys)), first)
+        others = np.delete(np.arange(len(retrieval_keys)), first)
         rows = [first, *rng.choice(others, count - 1, replace=False).tolist()]
     else:
-        rows = k_center(keys, count, first)
+        rows = k_center(retrieval_keys, count, first)
     kept = sorted(row for row in rows if row < num_old)
     chosen = sorted(row - num_old for row in rows if row >= num_old)
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
-    shares = composition([entries[row] for row in kept]) | {arriving_task(inputs.training): len(chosen)}
-    return Plan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())
-
-
-def starting_memory(
-    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, plan: Plan
-) -> tuple[Memory, tuple[EntryRecord, ...]]:
-    """The K entries before refinement: old ones as stored, new ones as extracted, all in float32."""
-    examples = [inputs.training[row] for row in plan.chosen]
-    fresh = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
-    records = entry_records(examples)
-    # A bundle rounds its keys: training sees them rounded alike.
-    memory = Memory(
-        retrieval_keys=fresh.keys.half().float(),
-        payload_keys=fresh.payload_keys,
-        payload_values=fresh.payload_values,
-        temperature=torch.tensor(INITIAL_TEMPERATURE),
-        value_gates=torch.full((backbone.num_layers,), INITIAL_VALUE_GATE),
-        layer_bias=torch.zeros(backbone.num_layers),
-        weighting=settings.weighting,
-    )
-    if inputs.previous is None:
-        return memory, records
-    old = Memory.from_bundle(inputs.previous)
-    joined = replace(
-        old,
-        retrieval_keys=torch.cat([old.retrieval_keys[plan.kept], memory.retrieval_keys]),
-        payload_keys=torch.cat([old.payload_keys[:, plan.kept], memory.payload_keys], dim=1),
-        payload_values=torch.cat([old.payload_values[:, plan.kept], memory.payload_values], dim=1),
-    )
-    entries = inputs.previous.metadata.entries
-    return joined, tuple(entries[row] for row in plan.kept.tolist()) + records
+    shares = composition([entries[row] for row in kept]) | {new_task(inputs.training): len(chosen)}
+    return EntryPlan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())

@@ -1,14 +1,15 @@
-"""Muon for many small matrices at once: steps along the momentum, each matrix with its singular values made equal.
+"""Muon for many small matrices at once: momentum steps, orthogonalised matrix by matrix.
 
-torch.optim.Muon takes one matrix at a time, and a memory has one for every layer, entry and head.
+torch.optim.Muon takes one 2-D parameter at a time; a memory has a matrix for every layer and entry.
 
-Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, for the step and the
-coefficients; J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, for its size.
+Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (step and coefficients);
+J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (step size).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -17,28 +18,42 @@ from torch import Tensor
 MOMENTUM: Final = 0.8
 NEWTON_SCHULZ: Final = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS: Final = 5
-RMS_OF_ADAMW: Final = 0.2  # of the changes that AdamW makes at a rate of 1, as found by Liu et al.
+ADAMW_RMS: Final = 0.2  # root mean square of AdamW's updates at a learning rate of 1 (Liu et al.)
 SMALLEST_NORM: Final = 1e-7
 
 
-def muon_step(values: Tensor, gradients: Tensor, momenta: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """Values and momenta after one step, with Nesterov's momentum and without decay.
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, no weight decay. Parameters are float32, [..., r, c]; the last two axes are the matrices.
 
-    A matrix whose gradient is zero stays as it is: a direction does not say how long ago it was asked for.
-
-    Args:
-        values, gradients, momenta: [..., r, c] float32.
-        rate: learning rate; an element changes by about 0.2 times that much, root mean square, where r <= c.
+    A matrix whose gradient is zero does not move: its momentum would point along an old direction at full step size.
+    If r <= c, an element changes by about 0.2 lr in root mean square.
     """
-    after = momenta.lerp(gradients, 1 - MOMENTUM)
-    size = rate * RMS_OF_ADAMW * math.sqrt(max(values.shape[-2:]))
-    moved = values - size * orthogonalized(gradients.lerp(after, MOMENTUM))
-    asked = gradients.abs().amax(dim=(-2, -1), keepdim=True) > 0  # [..., 1, 1]
-    return torch.where(asked, moved, values), torch.where(asked, after, momenta)
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(list(parameters), {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                    _step(parameter, parameter.grad, momentum, group["lr"])
+
+
+def _step(values: Tensor, gradients: Tensor, momentum: Tensor, lr: float) -> None:
+    """Update values and momentum [..., r, c] in place."""
+    moves = gradients.abs().amax(dim=(-2, -1), keepdim=True) > 0  # [..., 1, 1]
+    new_momentum = momentum.lerp(gradients, 1 - MOMENTUM)
+    size = lr * ADAMW_RMS * math.sqrt(max(values.shape[-2:]))
+    moved = values - size * orthogonalized(gradients.lerp(new_momentum, MOMENTUM))
+    values.copy_(torch.where(moves, moved, values))
+    momentum.copy_(torch.where(moves, new_momentum, momentum))
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Each U S V^T with all singular values brought to between 0.7 and 1.2; those near zero stay there.
+    """Each U S V^T with its singular values brought to between 0.7 and 1.2; those near zero stay there.
 
     Args:
         matrices: [..., r, c] float32.
@@ -47,8 +62,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
         return orthogonalized(matrices.mT).mT
     a, b, c = NEWTON_SCHULZ
     norms: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)  # [..., 1, 1]
-    found = matrices / norms.clamp(min=SMALLEST_NORM)
+    x = matrices / norms.clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = found @ found.mT  # [..., r, r]
-        found = found * a + (gram * b + gram @ gram * c) @ found
-    return found
+        gram = x @ x.mT  # [..., r, r]
+        x = x * a + (gram * b + gram @ gram * c) @ x
+    return x

@@ -1,4 +1,4 @@
-"""What an update by the refined recipe did, in numbers: the content of its `report.json`."""
+"""The report of an update by the refined recipe: the content of its `report.json`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from typing import Any
 
 from inducekv_vllm.bundle import Bundle
 
-from ..backbone.bundled_model import Deployed, openings
+from ..backbone.bundled_model import BundledModel, openings
 from ..backbone.scoring import Scorer
 from ..data.examples import Example
-from ..update.inputs import REFINED, TaskInputs, memory_bytes
-from ..update.measures import composition, diversity
-from .entries import Plan, QueryKeys
+from ..update.inputs import TaskInputs
+from ..update.measures import calibration_report, composition, diversity, memory_bytes
+from ..update.recipes import REFINED
+from .entries import EntryPlan, TaskQueryKeys
 from .lr_search import Trial
-from .training import RefinementState
+from .training import Training
 
 
 def report_update(
     scorer: Scorer,
     inputs: TaskInputs,
-    known: QueryKeys,
+    keys: TaskQueryKeys,
     base: Sequence[Example],
     bundle: Bundle,
-    state: RefinementState,
+    training: Training,
     trials: Sequence[Trial],
-    plan: Plan,
+    plan: EntryPlan,
 ) -> dict[str, Any]:
-    deployed, plain = Deployed(scorer, bundle), Deployed(scorer, None)
+    """Losses and accuracy with the bundle and without, gate openings, and the history of the training."""
+    with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
     search = [
-        {"learning_rate": one.learning_rate, "validation_nll": one.validation_nll} for one in trials if len(trials) > 1
+        {"learning_rate": trial.learning_rate, "validation_nll": trial.validation_nll}
+        for trial in trials
+        if len(trials) > 1
     ]
     report: dict[str, Any] = {
         "recipe": REFINED,
@@ -45,43 +49,42 @@ def report_update(
             "anchors": len(inputs.anchors),
             "base_questions": len(base),
         },
-        "refinement": {"search": search, "history": [asdict(measured) for measured in state.history]},
-        "calibration": {
-            "temperature": float(bundle.temperature),
-            "value_gates": bundle.value_gates.tolist(),
-            "layer_bias": bundle.layer_bias.tolist(),
-        },
+        "refinement": {"search": search, "history": [asdict(record) for record in training.history]},
+        "calibration": calibration_report(bundle),
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
-        "composition": {"before": inputs.held, "after": composition(bundle.metadata.entries)},
+        "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "gate": None
         if bundle.gate is None
         else {
             "tasks": list(bundle.gate.tasks),
             "thresholds": bundle.gate.thresholds.tolist(),
-            "openings": _openings(bundle, inputs, known, base),
+            "openings": _openings(bundle, inputs, keys, base),
         },
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
         "validation_accuracy": None,
     }
     if inputs.validation:
-        for name, measure in (("validation_nll", Deployed.mean_loss), ("validation_accuracy", Deployed.accuracy)):
+        for name, measure in (
+            ("validation_nll", BundledModel.mean_loss),
+            ("validation_accuracy", BundledModel.accuracy),
+        ):
             report[name] = {
-                "no_memory": measure(plain, inputs.validation, known.validation),
-                "deployed": measure(deployed, inputs.validation, known.validation),
+                "no_memory": measure(without, inputs.validation, keys.validation),
+                "deployed": measure(with_bundle, inputs.validation, keys.validation),
             }
     return report
 
 
-def _openings(bundle: Bundle, inputs: TaskInputs, known: QueryKeys, base: Sequence[Example]) -> list[dict[str, Any]]:
-    """How often the gate opens, by task and kind of example; all of them took part in its fit."""
-    found = []
-    groups = (("validation", inputs.validation, known.validation), ("anchors", inputs.anchors, known.anchors))
-    for split, examples, keys in (*groups, ("base", base, known.base)):
+def _openings(bundle: Bundle, inputs: TaskInputs, keys: TaskQueryKeys, base: Sequence[Example]) -> list[dict[str, Any]]:
+    """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
+    rates = []
+    groups = (("validation", inputs.validation, keys.validation), ("anchors", inputs.anchors, keys.anchors))
+    for split, examples, query_keys in (*groups, ("base", base, keys.base)):
         for task in dict.fromkeys(example.task for example in examples):
             rows = [row for row, example in enumerate(examples) if example.task == task]
-            shares = openings(bundle, task, keys[rows])
-            found.append(
+            shares = openings(bundle, task, query_keys[rows])
+            rates.append(
                 {
                     "task": task,
                     "split": split,
@@ -90,4 +93,4 @@ def _openings(bundle: Bundle, inputs: TaskInputs, known: QueryKeys, base: Sequen
                     "routed_to_own_task": None if split == "base" else shares["own_task"],
                 }
             )
-    return found
+    return rates

@@ -2,68 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from inducekv_vllm.errors import ConfigError
+from pydantic import Field, model_validator
+
 from inducekv_vllm.retrieval import Weighting
 
-from ..runtime.checks import require_at_least, require_choice
-from ..update.build import Policy
-from .training import Precision, RefinementSettings
+from ..data.choice import Policy
+from ..runtime.settings import Flag, Settings
 
 Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]
 Gating = Literal["two-part", "prefix", "none"]
+Precision = Literal["bfloat16", "float32"]
 
 
-@dataclass(frozen=True)
-class RefinedSettings:
-    """How to update by the refined recipe. Raises `ConfigError` for values out of range."""
+class RefinedSettings(Settings):
+    """One task's update by the refined recipe. Raises `ConfigError` for values out of range."""
 
-    budget: int = 256  # B
-    payload_tokens: int = 8  # m
-    weighting: Weighting = "prior"
-    # Which questions get memory: those that a gate lets in, by the whole query key or by its prefix part alone, and
-    # then their task's entries; or, with "none", every question, and then all entries, told apart by their keys alone.
+    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
+    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
+    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "prior"
+    # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
+    # uses the memory, and the entries of all tasks compete.
     gate: Gating = "two-part"
-    # "joint" is without quotas: the entries are chosen over all tasks together, those held and the arriving ones; what
-    # is not chosen is evicted, and what stays is not trained again.
+    # "joint" has no quotas: the entries are chosen over all tasks together, old and new; the others are evicted, and
+    # old entries that stay are not trained again.
     allocation: Allocation = "quotas"
-    entries_per_task: int = 4  # under quotas
-    entry_policy: Policy = "random"
-    nested: bool = True  # train every half of a quota to do alone, for when quotas are halved; under quotas
-    steps: int = RefinementSettings.steps
-    batch_size: int = RefinementSettings.batch_size
-    learning_rate: float | None = None  # None: searched on validation
-    beta: float = RefinementSettings.beta  # weight of the anchors
-    distillation: float = RefinementSettings.distillation
-    calibrate: Calibrate = "first"
-    precision: Precision = RefinementSettings.precision
-    seed: int = 0
+    entries_per_task: Annotated[int, Field(ge=1), Flag("halved for all tasks if the budget does not hold as many")] = 4
+    entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
+    nested: Annotated[bool, Flag("do not train every half of a task's entries on its own; merge halved quotas")] = True
+    steps: Annotated[int, Field(ge=0), Flag("training steps")] = 400
+    batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 16
+    # Muon's, of the payloads; it falls along a cosine. None: searched on the validation examples.
+    learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
+        None
+    )
+    beta: Annotated[float, Field(ge=0), Flag("weight of the anchors")] = 1.0
+    distillation: Annotated[float, Field(ge=0), Flag("weight of the previous memory's answers where entries merge")] = (
+        1.0
+    )
+    calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "first"
+    # Of the model's matrix products in training; parameters stay float32.
+    precision: Annotated[Precision, Flag("of the model's matrix products in training")] = "bfloat16"
+    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
 
-    def __post_init__(self) -> None:
-        require_at_least(
-            1, budget=self.budget, payload_tokens=self.payload_tokens, entries_per_task=self.entries_per_task
-        )
-        require_choice(Weighting, weighting=self.weighting)
-        require_choice(Gating, gate=self.gate)
-        require_choice(Allocation, allocation=self.allocation)
-        require_choice(Policy, entry_policy=self.entry_policy)
-        require_choice(Calibrate, calibrate=self.calibrate)
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
         if self.nested and self.allocation != "quotas":
-            raise ConfigError("nested training is for halved quotas; an allocation without quotas needs nested=False")
+            raise ValueError("nested training is for halved quotas; an allocation without quotas needs nested=False")
         if self.gate != "none" and self.weighting != "prior":
-            raise ConfigError(f'a memory with a gate needs the weighting "prior", found {self.weighting!r}')
-        self.refinement(RefinementSettings.learning_rate if self.learning_rate is None else self.learning_rate)
-
-    def refinement(self, learning_rate: float) -> RefinementSettings:
-        return RefinementSettings(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=learning_rate,
-            beta=self.beta,
-            distillation=self.distillation,
-            precision=self.precision,
-            seed=self.seed,
-        )
+            raise ValueError(f'a memory with a gate needs the weighting "prior", found {self.weighting!r}')
+        return self

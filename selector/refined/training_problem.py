@@ -1,12 +1,13 @@
-"""What the refined recipe trains, and on what.
+"""What the refined recipe trains, and on which questions.
 
-Letters: K entries of the next memory, n questions.
+Shapes: K entries of the next memory, n questions, S subsets of the entries.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,51 +19,84 @@ from ..backbone.injection import Memory
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from ..update.inputs import TaskInputs
-from .entries import Plan, QueryKeys, arriving_task
+from .entries import EntryPlan, TaskQueryKeys, new_task
 from .settings import RefinedSettings
-from .training import Lesson, Routed, Teacher
 
 
-def prepare_lesson(
+@dataclass(frozen=True)
+class RoutedQuestions:
+    """Questions and the entries that each may retrieve."""
+
+    questions: Questions
+    log_prior: Tensor  # [n, K] float32: 0, or -inf for an entry that must not be retrieved
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The previous memory, whose answers to the anchors are distilled."""
+
+    memory: Memory
+    log_prior: Tensor  # [number of anchors, number of its entries] float32
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """What is trained, and on what."""
+
+    scorer: Scorer
+    memory: Memory  # K entries in float32, before training
+    trainable: Tensor  # [K] bool
+    current: RoutedQuestions
+    anchors: RoutedQuestions | None  # of tasks whose entries are trained; of all tasks if the calibration is
+    teacher: Teacher | None  # for the anchors
+    calibrate: bool  # train temperature, gates and layer bias too
+    # [S, K] bool, row 0 all True: the entries that a step may use, each row a subset of the one before. Every second
+    # step uses row 0, every fourth row 1, and so on, so that a task's first half works alone when its quota is halved.
+    nested: Tensor
+
+
+def prepare_problem(
     scorer: Scorer,
     inputs: TaskInputs,
     settings: RefinedSettings,
-    known: QueryKeys,
-    plan: Plan,
+    keys: TaskQueryKeys,
+    plan: EntryPlan,
     start: Memory,
     records: tuple[EntryRecord, ...],
-) -> Lesson:
-    """What is trained on what: new entries on the task, entries of shrunken tasks on their anchors."""
+) -> TrainingProblem:
+    """New entries train on the task; entries of shrunk tasks train on their anchors."""
     tasks = [record.task for record in records]
-    task = arriving_task(inputs.training)
+    task = new_task(inputs.training)
     calibrate = settings.calibrate == "every" or (settings.calibrate == "first" and inputs.previous is None)
-    taught = [
+    anchor_rows = [
         row
         for row, anchor in enumerate(inputs.anchors)
         if anchor.task in plan.shrunk or (calibrate and anchor.task in plan.shares)
     ]
-    examples = [inputs.anchors[row] for row in taught]
-    anchors = Questions(examples, known.anchors[taught, 0])
+    examples = [inputs.anchors[row] for row in anchor_rows]
+    anchors = Questions(examples, keys.anchors[anchor_rows, 0])
     teacher = None
-    if inputs.previous is not None and taught:
-        teacher = Teacher(
-            Memory.from_bundle(inputs.previous), _prior(examples, inputs.previous.metadata.entries, settings)
-        )
-    training = Questions(inputs.training, known.training[:, 0])
-    return Lesson(
+    if inputs.previous is not None and anchor_rows:
+        prior = log_prior(examples, inputs.previous.metadata.entries, settings)
+        teacher = Teacher(Memory.from_bundle(inputs.previous), prior)
+    training = Questions(inputs.training, keys.training[:, 0])
+    return TrainingProblem(
         scorer=scorer,
         memory=start,
         trainable=torch.tensor([name == task or name in plan.shrunk for name in tasks]),
-        current=Routed(training, _prior(inputs.training, records, settings)),
-        anchors=Routed(anchors, _prior(examples, records, settings)) if taught else None,
+        current=RoutedQuestions(training, log_prior(inputs.training, records, settings)),
+        anchors=RoutedQuestions(anchors, log_prior(examples, records, settings)) if anchor_rows else None,
         teacher=teacher,
         calibrate=calibrate,
-        nested=_nested(torch.tensor([name == task for name in tasks]), settings),
+        nested=nested_subsets(torch.tensor([name == task for name in tasks]), settings),
     )
 
 
-def _nested(new: Tensor, settings: RefinedSettings) -> Tensor:
-    """[S, K] bool: all entries; then of the `new` ones, [K] bool, the first half only, the first quarter, and so on."""
+def nested_subsets(new: Tensor, settings: RefinedSettings) -> Tensor:
+    """[S, K] bool: all entries; then, of the `new` ones [K] bool, only the first half, the first quarter, and so on."""
     place = new.cumsum(0)  # [K] int64, of a new entry among the new ones, from 1
     shares = [int(place[-1])]
     while settings.nested and shares[-1] > 1:
@@ -70,15 +104,14 @@ def _nested(new: Tensor, settings: RefinedSettings) -> Tensor:
     return torch.stack([~new | (place <= share) for share in shares])
 
 
-def _prior(examples: Sequence[Example], entries: Sequence[EntryRecord], settings: RefinedSettings) -> Tensor:
-    """[n, K] float32: 0 for the entries of an example's task, -inf for others, and for an entry made of itself.
+def log_prior(examples: Sequence[Example], entries: Sequence[EntryRecord], settings: RefinedSettings) -> Tensor:
+    """[n, K] float32: 0 for the entries of an example's task; -inf for others, and for the entry made of the example.
 
-    Without a gate the entries of other tasks compete as well. Where it is the only entry, the one made of an example
-    is all that it can retrieve.
+    Without a gate the entries of other tasks compete too. An example whose task has only the entry made of it keeps it.
     """
-    every = settings.gate == "none"
-    reachable = np.array([[every or one.task == entry.task for entry in entries] for one in examples])  # [n, K] bool
-    itself = np.array([[example.source_digest == entry.source_digest for entry in entries] for example in examples])
-    others = reachable & ~itself
-    wanted = np.where(others.any(axis=1, keepdims=True), others, reachable)
-    return torch.zeros(wanted.shape).masked_fill(torch.from_numpy(~wanted), -math.inf)
+    all_tasks = settings.gate == "none"
+    reachable = np.array([[all_tasks or e.task == entry.task for entry in entries] for e in examples])  # [n, K] bool
+    own = np.array([[e.source_digest == entry.source_digest for entry in entries] for e in examples])  # [n, K] bool
+    others = reachable & ~own
+    allowed = np.where(others.any(axis=1, keepdims=True), others, reachable)
+    return torch.zeros(allowed.shape).masked_fill(torch.from_numpy(~allowed), -math.inf)

@@ -1,11 +1,11 @@
-"""Progress of a selection on disk: a run that is killed goes on where it was, and ends where it would have ended.
+"""A run's progress on disk: a run that is killed resumes, and ends with the same result.
 
-DIR/identity.json       what the run is made from; progress of another run is of no use
-DIR/NAME.safetensors    one optimisation's state after its last complete iteration
-DIR/pool/               the candidates' payloads, see `selector.paper.candidate_pool`
-DIR/finished.json       the digest of the bundle that the run has written, with all that belongs to it
+    DIR/identity.json       everything that determines the run's result
+    DIR/NAME.safetensors    an optimisation's state after its last complete step
+    DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
+    DIR/finished.json       the digest of the bundle, once all outputs are written
 
-Under `torchrun` all processes read, and only the main one writes; they share the folder.
+Under `torchrun` the processes share the folder: all read, the main one writes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 
-from ..paper.bilevel import Measured, SelectionState
-from ..paper.calibration import Calibration
 from .distributed import barrier, is_main, together
 from .files import replace_file
 
@@ -89,39 +87,6 @@ class Checkpoint:
             replace_file(self.folder / FINISHED, json.dumps({"digest": digest}).encode())
         except OSError as error:
             raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
-
-    def save(self, name: str, state: SelectionState) -> None:
-        """Collective. Raises ConfigError: the file cannot be written; the last state stays."""
-        calibration = state.calibration
-        tensors = {
-            "weights": state.weights,
-            "phi": calibration.phi,
-            "mean": calibration.mean,
-            "square": calibration.square,
-        }
-        progress = {
-            "iteration": state.iteration,
-            "steps": calibration.steps,
-            "history": [measured.as_json() for measured in state.history],
-        }
-        self.write(name, tensors, progress)
-
-    def load(self, name: str) -> SelectionState | None:
-        """The state that was saved last, if any. Collective.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
-        found = self.read(name)
-        if found is None:
-            return None
-        tensors, progress = found
-        try:
-            history = tuple(Measured(**measured) for measured in progress["history"])
-            calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
-            return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
-        except (KeyError, TypeError) as error:
-            raise self.damaged(name, error) from error
 
     def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Replace what is kept under `name`, in one move. Collective.

@@ -1,15 +1,14 @@
 """Data-parallel runs: `torchrun --nproc-per-node N -m selector.cli.select ...` (gloo on CPUs, NCCL for CUDA tensors).
 
-Every process runs the whole program on the same input. Only what costs time is split: passes of the backbone, by
-example. What the processes found is added up, so that all go on with the same numbers; everything else is computed by
-each of them alike. Only the main process writes, prints and shows progress.
+Every process runs the whole program on the same input. Only forward and backward passes of the backbone are split, by
+example; their results are summed, so that all processes continue with the same numbers. Only the main process writes,
+prints and shows progress.
 
-The result is that of one process up to the rounding of float32: each process sums the losses of its own examples, and
-then the sums are added; and matrix products are of other shapes where a batch is split (other padding, fewer rows,
-fewer threads). Keys and payloads come from whole batches and do not differ, unless by the number of threads.
+The result equals that of one process up to float32 rounding: losses are summed in another order, and matrix products
+have other shapes if a batch is split. Keys and payloads come from whole batches and do not differ.
 
-In a process that `torchrun` has not started, everything in here does nothing, at no cost. Functions marked
-*collective* must be called by all processes, in the same order.
+In a process that `torchrun` has not started, everything here does nothing, at no cost. All processes must call
+functions marked *collective*, in the same order.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from inducekv_vllm import errors
 from inducekv_vllm.errors import InduceKVError
 
 _T = TypeVar("_T")
-# How long a process that fails waits for the main one to tell of the error before it does so itself.
-TELL_SECONDS: Final = 10.0
-_TOLD: Final = "inducekv/told"
+# How long a failing process waits for the main one to print the error, before it prints it itself.
+PRINT_SECONDS: Final = 10.0
+_PRINTED: Final = "inducekv/printed"
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _store: Store | None = None
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Inside, this process is one of those that `torchrun` has started, with its share of the machine's cores.
+    """Join the processes that `torchrun` has started, with a share of the machine's cores.
 
-    All processes on one machine talk over its loopback interface alone. None of them outlives its `torchrun`, which
-    may be killed: what is started again would meet them.
+    Processes on one machine communicate over the loopback interface. None of them outlives its `torchrun`: a restarted
+    run would meet them.
     """
     global _store
     if not dist.is_torchelastic_launched():
@@ -71,10 +70,10 @@ def process_group() -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process with this exit status; everything that was to be written has been.
+    """End the process with this exit status.
 
-    Under `torchrun` without Python's finalisation: threads of gloo's may outlive their group, and end the
-    process with SIGABRT when they meet an interpreter that is half gone.
+    Under `torchrun` this skips Python's finalisation: gloo's threads may outlive their group, and abort the process
+    when the interpreter is shutting down.
     """
     if dist.is_torchelastic_launched():
         sys.stdout.flush()
@@ -104,9 +103,9 @@ def shard(rows: Sequence[_T]) -> list[_T]:
 
 
 def in_step(items: Sequence[_T]) -> list[list[_T]]:
-    """This process's part of `items`, in as many steps as every other process has: at most one item in each.
+    """This process's part of `items`, in the same number of steps for every process: at most one item in each.
 
-    With `together` around the work of a step, an error ends all processes at the end of that step.
+    With `together` around each step, an error ends all processes at the end of that step.
     """
     return [shard(items[first : first + world_size()]) for first in range(0, len(items), world_size())]
 
@@ -129,18 +128,18 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
 
 
 def merge_rows(tensors: Sequence[Tensor]) -> None:
-    """Put together tensors of which each process has filled in some rows and left all others 0. Collective.
+    """Merge tensors of which each process has filled some rows and left the others 0. Collective.
 
-    Bits are added and not numbers, so that nothing is rounded and a negative zero stays one.
+    Adds bits, not numbers, so that nothing is rounded and a negative zero stays one.
     """
     all_reduce_sum([tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()])
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """An error of bad input that one process raises inside is raised by all of them at the end. Collective.
+    """Raise an `InduceKVError` of one process in all of them, at the end of the block. Collective.
 
-    The first process's of several; other exceptions end their process, and `torchrun` then ends the others.
+    Of several errors, the first process's. Other exceptions end their process, and `torchrun` then ends the others.
     """
     if world_size() == 1:
         yield
@@ -159,18 +158,18 @@ def together() -> Iterator[None]:
         raise failure if first == rank() and failure else getattr(errors, name)(message)
 
 
-def tell_error(message: str) -> None:
-    """Print an error on standard error: the main process does, and the others wait until it has.
+def print_error(message: str) -> None:
+    """Print an error on standard error, once: the main process prints it, and the others wait.
 
-    An error that only another process has run into is printed by that one after a while.
+    An error that only another process has is printed by that one after `PRINT_SECONDS`.
     """
     if is_main() or _store is None:
         print(message, file=sys.stderr, flush=True)
         if _store is not None:
-            _store.set(_TOLD, "")
+            _store.set(_PRINTED, "")
         return
     try:
-        _store.wait([_TOLD], timedelta(seconds=TELL_SECONDS))
+        _store.wait([_PRINTED], timedelta(seconds=PRINT_SECONDS))
     except RuntimeError:  # the time is over, or there is no main process any more
         print(message, file=sys.stderr, flush=True)
 

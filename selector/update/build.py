@@ -1,49 +1,24 @@
-"""Build a bundle by extraction alone: choose examples, extract their entries, keep the starting calibration.
+"""Build a bundle by extraction alone: choose examples, extract their entries, keep the initial calibration.
 
-Nothing is optimised; it is the baseline every selection has to beat.
+Nothing is optimised: this is the baseline that every recipe has to beat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.retrieval import Weighting
 
 from ..backbone.extraction import extract, extract_keys
 from ..backbone.model import Backbone
+from ..data.choice import pick
 from ..data.examples import Example, entry_records
-from ..runtime.checks import require_at_least, require_choice
-
-Policy = Literal["random", "k-center"]
-
-# Where the paper's calibration starts: softplus(phi_tau) = 0.07, sigmoid(phi_l) = 0.5.
-INITIAL_TEMPERATURE = 0.07
-INITIAL_VALUE_GATE = 0.5
-
-
-@dataclass(frozen=True)
-class BuildSettings:
-    """What to build; raises `ConfigError` for values out of range."""
-
-    budget: int  # at most this many entries
-    payload_tokens: int = 8  # m
-    policy: Policy = "random"
-    weighting: Weighting = "sqrt"
-    seed: int = 0
-    batch_size: int = 8  # of extraction; affects speed and memory only
-
-    def __post_init__(self) -> None:
-        require_at_least(1, budget=self.budget, payload_tokens=self.payload_tokens, batch_size=self.batch_size)
-        require_at_least(0, seed=self.seed)
-        require_choice(Policy, policy=self.policy)
-        require_choice(Weighting, weighting=self.weighting)
+from .parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
+from .recipes import BUILD
+from .settings import BuildSettings
 
 
 def build_bundle(
@@ -64,8 +39,7 @@ def build_bundle(
         payload_dtype=torch.float16,
         progress=progress,
     )
-    recorded = asdict(settings)
-    del recorded["batch_size"]
+    recorded = settings.model_dump(exclude={"batch_size"})
     return Bundle.create(
         retrieval_keys=entries.keys,
         payload_keys=entries.payload_keys,
@@ -77,7 +51,7 @@ def build_bundle(
         budget=settings.budget,
         entries=entry_records(chosen),
         weighting=settings.weighting,
-        recipe="build",
+        recipe=BUILD,
         settings=recorded | {"candidates": len(examples)},
     )
 
@@ -92,34 +66,3 @@ def choose(
     if settings.policy == "k-center":
         keys = extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
     return pick(len(examples), settings.budget, settings.policy, np.random.default_rng(settings.seed), keys)
-
-
-def pick(N: int, count: int, policy: Policy, rng: np.random.Generator, keys: Tensor | None) -> list[int]:
-    """`count` of N rows, at most N, rising; those of the largest spread by `keys` [N, d] where k-center is wanted."""
-    if policy == "random":
-        return sorted(rng.choice(N, count, replace=False).tolist())
-    assert keys is not None
-    return sorted(k_center(keys, count, first=int(rng.integers(N))))
-
-
-def k_center(keys: Tensor, count: int, first: int) -> list[int]:
-    """Greedy farthest-first traversal: each next key is the one least similar to all chosen so far.
-
-    Args:
-        keys: [N, d], unit norm, so that the largest distance is the smallest inner product.
-        count: how many to choose, at most N.
-        first: where to begin.
-
-    Returns:
-        `count` distinct rows in the order chosen; of several equally far, the first.
-    """
-    matrix = keys.numpy()
-    chosen = [first]
-    nearest = matrix @ matrix[first]  # [N]: similarity to the nearest chosen key
-    nearest[first] = np.inf
-    while len(chosen) < count:
-        farthest = int(nearest.argmin())
-        chosen.append(farthest)
-        nearest = np.maximum(nearest, matrix @ matrix[farthest])
-        nearest[farthest] = np.inf
-    return chosen

@@ -17,12 +17,15 @@ from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import footprint_bytes
-from selector.backbone.bundled_model import Deployed
-from selector.backbone.injection import Memory, generate
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.generation import generate
+from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.data.anchors import AnchorStore, choose_anchors
-from selector.update.build import BuildSettings, build_bundle
+from selector.data.anchors import AnchorStore
+from selector.data.choice import choose_anchors
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.small_streams import ORDER, command, own_folder
 
 
@@ -95,7 +98,7 @@ def test_the_learning_rate_rises_and_falls():
 
 
 def model(backbone: Backbone, bundle: Bundle | None = None) -> OfflineModel:
-    return OfflineModel(Plain(with_artifact=bundle is not None), Deployed(Scorer(backbone, batch_size=4), bundle))
+    return OfflineModel(Plain(with_artifact=bundle is not None), BundledModel(Scorer(backbone, batch_size=4), bundle))
 
 
 def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):

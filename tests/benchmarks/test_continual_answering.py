@@ -16,7 +16,7 @@ from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.prompt_replay import EXEMPLARS, KEYS
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
-from selector.backbone.bundled_model import Deployed
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys, extract_query_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -227,8 +227,8 @@ def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, exampl
     assert one != plain.answers(examples)
 
 
-def deployed(shown: Shown, batch_size: int) -> Deployed:
-    return Deployed(Scorer(shown.scorer.backbone, batch_size=batch_size), None)
+def deployed(shown: Shown, batch_size: int) -> BundledModel:
+    return BundledModel(Scorer(shown.scorer.backbone, batch_size=batch_size), None)
 
 
 # Copies

@@ -15,7 +15,8 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 
 SIZES = {"train": 4, "validation": 1, "test": 3}

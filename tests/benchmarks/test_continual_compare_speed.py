@@ -23,7 +23,8 @@ from benchmarks.demo.model import CHECKPOINT
 from benchmarks.serving.load import Block, Timing
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.compared_runs import found_by, write_run
 from tests.benchmarks.finished_runs import write_configuration
 

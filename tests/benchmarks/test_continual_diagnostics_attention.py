@@ -14,10 +14,12 @@ from benchmarks.continual.diagnostics.memory_attention import memory_masses, nor
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate
-from selector.backbone.injection import Memory, attention_named, attention_with, score
-from selector.backbone.model import Backbone
+from selector.backbone.generation import score
+from selector.backbone.injection import Memory, attention_with
+from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]

@@ -14,7 +14,8 @@ from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import EntryRecord, Gate
 from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import d, random_bundle
 

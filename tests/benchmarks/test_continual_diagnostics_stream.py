@@ -13,7 +13,8 @@ from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen,
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from selector.backbone.model import Backbone
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import random_bundle
 

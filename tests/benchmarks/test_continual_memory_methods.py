@@ -24,8 +24,8 @@ from selector.backbone import injection
 from selector.backbone.extraction import extract, extract_query_keys
 from selector.backbone.model import Backbone
 from selector.data.examples import entry_records
+from selector.paper.settings import PaperSettings
 from selector.refined.settings import RefinedSettings
-from selector.update.inputs import UpdateSettings
 from tests.inducekv_vllm.parity import TOLERANCE, deviation, engine, greedy, make_world, prompts
 from tests.tiny_models import save_tiny_llava
 
@@ -332,12 +332,12 @@ def test_what_is_searched_are_three_settings_of_the_method(name: str) -> None:
 
 def test_the_selector_gets_every_setting_of_the_method(stream: Stream) -> None:
     circumstances = Circumstances(stream.model, 5, 3, 0, 1)
-    paper = selector_settings(UpdateSettings, Paper(iterations=7, beta=0.25), circumstances)
+    paper = selector_settings(PaperSettings, Paper(iterations=7, beta=0.25), circumstances)
     assert (paper.budget, paper.seed, paper.iterations, paper.beta) == (5, 3, 7, 0.25)
     refined = selector_settings(RefinedSettings, Refined(steps=9, gate="prefix"), circumstances)
     assert (refined.budget, refined.seed, refined.steps, refined.gate) == (5, 3, 9, "prefix")
     # Every field of a recipe's method but these is one of its settings: nothing is lost on the way.
-    for kind, settings, own in ((Paper, UpdateSettings, set()), (Refined, RefinedSettings, {"base"})):
+    for kind, settings, own in ((Paper, PaperSettings, set()), (Refined, RefinedSettings, {"base"})):
         known = {field.name for field in fields(settings)}
         assert {field.name for field in fields(kind)} - known == {"name", "anchors_per_task"} | own
 

@@ -27,7 +27,7 @@ from inducekv_vllm.engine.memory_index import Memory
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.retrieval import Weighting
 from selector.backbone.extraction import extract
-from selector.backbone.injection import reference_logprobs, score
+from selector.backbone.generation import reference_logprobs, score
 from selector.backbone.model import Backbone
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32

@@ -14,7 +14,7 @@ from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.engine.memory_index import Memory
 from inducekv_vllm.engine.offline import MemoryLLM
-from selector.backbone.injection import reference_logprobs
+from selector.backbone.generation import reference_logprobs
 from tests.inducekv_vllm.parity import (
     TOLERANCE,
     World,

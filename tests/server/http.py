@@ -8,8 +8,8 @@ import openai
 import torch
 
 from inducekv_vllm.bundle import Bundle
-from selector.backbone.injection import reference_logprobs
-from selector.backbone.injection import score as score_without_memory
+from selector.backbone.generation import reference_logprobs
+from selector.backbone.generation import score as score_without_memory
 from tests.inducekv_vllm.parity import Prompt, World
 
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import read_bundle
-from selector.backbone.bundled_model import Deployed
-from selector.backbone.injection import reference_logprobs
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.generation import reference_logprobs
 from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.data.examples import Example, read_task
@@ -45,7 +45,7 @@ class Published:
     """A bundle that the server holds, as the selector sees it, and what the selector has reported."""
 
     name: str
-    deployed: Deployed
+    deployed: BundledModel
     report: dict[str, Any]
 
 
@@ -64,7 +64,7 @@ class Selector:
         arguments = ["--model", self.world.model, *files, "--output", output, *SHARED, *options]
         assert main([*map(str, arguments), "--publish", self.server]) == 0
         report = json.loads(output.with_name(f"{name}.report.json").read_text())
-        return Published(name, Deployed(Scorer(self.world.backbone), read_bundle(output)), report)
+        return Published(name, BundledModel(Scorer(self.world.backbone), read_bundle(output)), report)
 
     def examples(self, task: str, split: str) -> list[Example]:
         return read_task(self.data[task][split])
@@ -183,7 +183,7 @@ def check_answer(client: openai.OpenAI, selector: Selector, published: Published
     nll = -sum(logprobs)
     assert nll == pytest.approx(deployed.mean_loss([example], query_keys), rel=0, abs=TOLERANCE)
     # Closed, it is the untouched model's; open, it is far from it.
-    untouched = Deployed(deployed.scorer, None).mean_loss([example], query_keys)
+    untouched = BundledModel(deployed.scorer, None).mean_loss([example], query_keys)
     assert (abs(nll - untouched) <= TOLERANCE) == (not opened)
 
     prompt = prompt_of(example)

@@ -14,7 +14,7 @@ from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.answering.plans import Plan, plan
 from benchmarks.continual.methods import Artifact
 from inducekv_vllm.bundle import read_bundle
-from selector.backbone.bundled_model import Deployed
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
@@ -40,7 +40,7 @@ class OfflineAnswerer:
         if artifact.kind == "gated_adapters":
             folders = {folder.name: folder for folder in sorted(own.iterdir())}
         chosen = plan(artifact, state, lambda: backbone)
-        return OfflineModel(chosen, Deployed(scorer, bundle), attached(backbone, folders))
+        return OfflineModel(chosen, BundledModel(scorer, bundle), attached(backbone, folders))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class OfflineModel:
     """A backbone: as it stands, with a memory, or with one of its adapters."""
 
     plan: Plan
-    deployed: Deployed  # with a bundle where there is one
+    deployed: BundledModel  # with a bundle where there is one
     adapters: PeftModel | None = None  # around the backbone's model
 
     def answers(self, examples: Sequence[Example]) -> list[str]:

@@ -34,10 +34,10 @@ from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.methods.rehearsal import ANCHORS
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.bundled_model import Deployed
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_query_keys
 from selector.backbone.scoring import Scorer
-from selector.backbone.tiled_attention import induced_attention
+from selector.backbone.tiled_attention import tiled_attention
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.report.plots import COLOURS
@@ -164,8 +164,8 @@ def _states(finished: Finished, run: FinishedRun, split: str, questions: int | N
     scorer = Scorer(finished.backbone, batch_size=BATCH_SIZE)
     states = []
     for number in remembered(run):
-        deployed = Deployed(scorer, run.bundle(number))
-        with induced_attention(finished.backbone):
+        deployed = BundledModel(scorer, run.bundle(number))
+        with tiled_attention(finished.backbone):
             pairs = {
                 task: tuple(deployed.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
                 for task in run.order[:number]

@@ -29,10 +29,12 @@ from benchmarks.continual.diagnostics.drawing import blank, heatmap
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
-from selector.backbone.injection import Memory, Terms, attention_named, attention_with, routing, score
-from selector.backbone.model import Backbone
+from selector.backbone.generation import score
+from selector.backbone.injection import Memory, Terms, attention_with
+from selector.backbone.model import Backbone, attention_named
+from selector.backbone.routing import routing
 from selector.backbone.scoring import Scorer
-from selector.backbone.tiled_attention import attend_induced
+from selector.backbone.tiled_attention import attend_tiled
 from selector.data.examples import Example
 
 RECORDING = "inducekv_recording"
@@ -165,9 +167,9 @@ def recorded_masses(backbone: Backbone) -> Iterator[list[Tensor]]:
         layer: int,
     ) -> Tensor:
         silent = replace(memory, payload_values=torch.zeros_like(memory.payload_values))
-        own = attend_induced(query, key, torch.ones_like(value), visible, scaling, silent, terms, layer)  # [n, T, H, D]
+        own = attend_tiled(query, key, torch.ones_like(value), visible, scaling, silent, terms, layer)  # [n, T, H, D]
         masses.append(1 - own[..., 0])
-        return attend_induced(query, key, value, visible, scaling, memory, terms, layer)
+        return attend_tiled(query, key, value, visible, scaling, memory, terms, layer)
 
     AttentionInterface.register(RECORDING, attention_with(attend))
     AttentionMaskInterface.register(RECORDING, sdpa_mask)

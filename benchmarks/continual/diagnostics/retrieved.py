@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.injection import routing
+from selector.backbone.routing import routing
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.extraction import extract
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Candidates
-from selector.update.build import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE, BuildSettings, Policy, choose, pick
-from selector.update.inputs import memory_bytes
-from selector.update.measures import composition
+from selector.data.choice import Policy, pick
+from selector.paper.candidate_pool import CandidatePool
+from selector.update.build import choose
+from selector.update.measures import composition, memory_bytes
+from selector.update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
+from selector.update.settings import BuildSettings
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Built:
         )
         chosen = [task.train[row] for row in choose(backbone, task.train, settings)]
         fresh = extract(backbone, chosen, self.payload_tokens, batch_size=self.batch_size, payload_dtype=torch.float16)
-        pool = Candidates.join(before, fresh, chosen)
+        pool = CandidatePool.join(before, fresh, chosen)
         kept = [] if before is None else self._kept(before, earlier, circumstances)
         selected = pool.take(torch.tensor([*kept, *range(pool.num_previous, len(pool))]))
         bundle = Bundle.create(

@@ -16,7 +16,9 @@ from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from selector.backbone.model import Backbone
 from selector.runtime.checkpoint import Checkpoint
-from selector.update.inputs import TaskInputs, Update, memory_bytes
+from selector.update.inputs import TaskInputs
+from selector.update.measures import memory_bytes
+from selector.update.result import UpdateResult
 
 BUNDLE = "memory.safetensors"
 
@@ -35,7 +37,7 @@ def selector_settings(kind: type[S], method: Any, circumstances: Circumstances) 
 
 
 def learn_memory(
-    update: Callable[[Backbone, TaskInputs, Checkpoint], Update],
+    update: Callable[[Backbone, TaskInputs, Checkpoint], UpdateResult],
     anchors_per_task: int,
     task: TaskData,
     previous: Path | None,

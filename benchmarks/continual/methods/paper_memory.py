@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from benchmarks.continual.methods.memory import learn_memory, selector_settings
 from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
-from selector.paper.bilevel import Coupling, StepRule
-from selector.update.inputs import Retrieval, UpdateSettings, ValueGates, update
+from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
+from selector.paper.update import update_paper
 
 # Of the paper's grid, from little to much of both.
 BETAS, GAMMAS = (0.1, 0.5, 1.0), (0.05, 0.1, 0.3)
@@ -25,7 +25,7 @@ BETAS, GAMMAS = (0.1, 0.5, 1.0), (0.05, 0.1, 0.3)
 
 @dataclass(frozen=True)
 class Paper:
-    """The recipe; `UpdateSettings` says what the fields mean."""
+    """The recipe; `PaperSettings` says what the fields mean."""
 
     kind: ClassVar[Kind] = "bundle"
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
@@ -37,20 +37,20 @@ class Paper:
     gamma: float = 0.1
     iterations: int = 16
     inner_steps: int = 2
-    outer_step: float = UpdateSettings.outer_step
-    step_rule: StepRule = UpdateSettings.step_rule
+    outer_step: float = PaperSettings.outer_step
+    step_rule: StepRule = PaperSettings.step_rule
     shortlist: int = 2  # times the budget
     batch_size: int = 4
-    coupling: Coupling = UpdateSettings.coupling
-    retrieval: Retrieval = UpdateSettings.retrieval
-    value_gates: ValueGates = UpdateSettings.value_gates
-    payload_tokens: int = UpdateSettings.payload_tokens
+    coupling: Coupling = PaperSettings.coupling
+    retrieval: Retrieval = PaperSettings.retrieval
+    value_gates: ValueGates = PaperSettings.value_gates
+    payload_tokens: int = PaperSettings.payload_tokens
     anchors_per_task: int = 64
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        settings = selector_settings(UpdateSettings, self, circumstances)
+        settings = selector_settings(PaperSettings, self, circumstances)
         return learn_memory(
-            lambda *given: update(*given[:2], settings, given[2]),
+            lambda *given: update_paper(*given[:2], settings, given[2]),
             self.anchors_per_task,
             task,
             previous,
@@ -80,7 +80,7 @@ class WithoutCoverage(Paper):
 
 
 ABLATIONS = (
-    # "w/o bilevel coupling (single-level update)": w and phi step together, along the gradient of one loss.
+    # "w/o bilevel coupling (single-level update_paper)": w and phi step together, along the gradient of one loss.
     Paper("paper_no_bilevel", coupling="single-level"),
     WithoutAnchors(),
     WithoutCoverage(),

@@ -12,10 +12,10 @@ from benchmarks.continual.methods.memory import learn_memory, selector_settings
 from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.retrieval import Weighting
+from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES
 from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined.update import update_refined
-from selector.update.build import Policy
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from selector.data.anchors import AnchorStore, choose_anchors
+from selector.data.anchors import AnchorStore
+from selector.data.choice import choose_anchors
 from selector.data.examples import Example
 
 ANCHORS = "anchors"

@@ -23,18 +23,10 @@ from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.retrieval import PrefixIndex, Weighting, page_terms
 from selector.backbone.extraction import extract
-from selector.backbone.injection import (
-    Memory,
-    Terms,
-    attend,
-    attention,
-    gated_prior,
-    generate,
-    injected,
-    reference_logprobs,
-    score,
-)
+from selector.backbone.generation import generate, reference_logprobs, score
+from selector.backbone.injection import Memory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
+from selector.backbone.routing import gated_prior
 from selector.data.examples import read_task
 
 B, M = 5, 3  # entries, payload tokens

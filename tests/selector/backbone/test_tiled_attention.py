@@ -13,9 +13,10 @@ from torch import Tensor
 
 import selector.backbone.tiled_attention as module
 from inducekv_vllm.retrieval import Weighting
-from selector.backbone.injection import Memory, attend, score
+from selector.backbone.generation import score
+from selector.backbone.injection import Memory, attend
 from selector.backbone.model import Backbone
-from selector.backbone.tiled_attention import attend_concatenated, attend_induced, induced_attention, memory_attention
+from selector.backbone.tiled_attention import attend_concatenated, attend_tiled, memory_attention, tiled_attention
 from selector.data.examples import read_task
 from selector.paper.calibration import leaf
 
@@ -114,7 +115,7 @@ def test_tiles_give_the_outputs_and_gradients_of_the_reference(
     weighting: Weighting, settings: dict[str, Any], dtype: torch.dtype, tolerance: float
 ) -> None:
     expected = gradients(attend, case(dtype), weighting, **settings)
-    found = gradients(attend_induced, case(dtype), weighting, **settings)
+    found = gradients(attend_tiled, case(dtype), weighting, **settings)
     assert found.keys() == expected.keys() == {"output", *VARIABLES}
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     assert max(errors.values()) <= tolerance, errors
@@ -135,7 +136,7 @@ def test_concatenation_gives_the_outputs_and_gradients_of_the_reference(
 def test_entries_of_selection_weight_zero_are_exact(weighting: Weighting) -> None:
     variables = tuple(name for name in VARIABLES if name != "log_prior")
     expected = gradients(attend, case(torch.float64, variables, zeros=11), weighting)
-    found = gradients(attend_induced, case(torch.float64, variables, zeros=11), weighting)
+    found = gradients(attend_tiled, case(torch.float64, variables, zeros=11), weighting)
     for name, gradient in expected.items():
         assert relative_error(found[name], gradient) <= 1e-12, name
     used = found["payload_values"][1].flatten(1).abs().sum(dim=1) > 0
@@ -145,7 +146,7 @@ def test_entries_of_selection_weight_zero_are_exact(weighting: Weighting) -> Non
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_a_single_gradient_is_as_good_as_all_of_them(variable: str) -> None:
     expected = gradients(attend, case(torch.float64), "sqrt")[variable]
-    found = gradients(attend_induced, case(torch.float64, (variable,)), "sqrt")
+    found = gradients(attend_tiled, case(torch.float64, (variable,)), "sqrt")
     assert found.keys() == {"output", variable}
     assert relative_error(found[variable], expected) <= 1e-12
 
@@ -160,7 +161,7 @@ def test_nothing_that_grows_with_the_entries_is_kept_for_the_backward_pass() -> 
 
     inputs = case(torch.float32, ("query", "temperature", "value_gates", "log_prior"))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run(attend_induced, inputs, "sqrt")
+        run(attend_tiled, inputs, "sqrt")
     grown = {shape for shape in kept if N in shape or N * m in shape or N * m + 1 + S in shape}
     assert grown <= {(N, J, m, D), (n, N), (N,), (N, d), (d, N)}, grown
 
@@ -198,7 +199,7 @@ def test_a_whole_model_scores_alike_with_either(backbone: Backbone, task_file: P
         return [loss.detach(), *torch.autograd.grad(loss, variables)]
 
     expected = losses()
-    with induced_attention(precise):
+    with tiled_attention(precise):
         found = losses()
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) <= 1e-7
@@ -207,7 +208,7 @@ def test_a_whole_model_scores_alike_with_either(backbone: Backbone, task_file: P
 def test_without_memory_it_is_the_untouched_model(backbone: Backbone, task_file: Path) -> None:
     prompt = backbone.encode_example(read_task(task_file)[0])
     expected = backbone.hidden_states(prompt)
-    with induced_attention(backbone):
+    with tiled_attention(backbone):
         assert torch.equal(backbone.hidden_states(prompt), expected)
     assert torch.equal(backbone.hidden_states(prompt), expected)
 

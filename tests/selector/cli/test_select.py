@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import selector.update.inputs as update_module
+import selector.paper.update as update_module
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
@@ -24,7 +24,8 @@ from selector.backbone.scoring import Questions, Scorer
 from selector.cli.select import main
 from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.selector.conftest import record, write_task
 
 FAST = ("--budget", "3", "--payload-tokens", "2", "--iterations", "2", "--inner-steps", "1", "--full-pool")
@@ -101,14 +102,14 @@ def test_it_writes_a_bundle_a_report_and_nothing_else(command: list[str], tmp_pa
 def test_the_report_is_that_of_the_bundle_on_disk(
     command: list[str], tmp_path: Path, llava: Backbone, task_file: Path, second_task: Path
 ) -> None:
-    """NLL with the deployed memory and without, computed again from the files."""
+    """NLL with the bundle and without, computed again from the files."""
     assert main([*command, *FIXED, "--validation", str(second_task)]) == 0
     examples = read_task(second_task)
     keys = torch.cat([llava.retrieval_keys(llava.encode_example(example)) for example in examples])
     scorer, questions = Scorer(llava), Questions(examples, keys)
     found = report(tmp_path)["validation_nll"]
-    deployed = scorer.mean_loss(questions, Memory.from_bundle(read_bundle(output(tmp_path))))
-    assert found["deployed"] == pytest.approx(deployed, rel=1e-4)
+    expected = scorer.mean_loss(questions, Memory.from_bundle(read_bundle(output(tmp_path))))
+    assert found["deployed"] == pytest.approx(expected, rel=1e-4)
     assert found["no_memory"] == pytest.approx(scorer.mean_loss(questions), rel=1e-4)
     assert found["rounding_gap"] == pytest.approx(found["deployed"] - found["relaxed"])
 
@@ -172,7 +173,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_digest(
     assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
     assert not output(tmp_path).exists()
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    assert "going on where an earlier run ended" in done.stderr
+    assert "resuming an earlier run" in done.stderr
     assert read_bundle(output(tmp_path)).digest == expected
     assert len(report(tmp_path)["history"]) == 12
     assert not progress.exists()
@@ -215,10 +216,10 @@ def test_progress_of_other_settings_is_not_used(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(update_module, "_deployed", stop)
+        patch.setattr(update_module, "_round", stop)
         assert main([*command, *FIXED, "--seed", "0"]) == 2
     assert main([*command, *FIXED, "--seed", "1"]) == 0
-    assert "going on" not in capsys.readouterr().err
+    assert "resuming" not in capsys.readouterr().err
     assert read_bundle(output(tmp_path)).digest == expected
 
 

@@ -12,7 +12,8 @@ import torch
 
 import selector.data.anchors as module
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.data.anchors import AnchorStore, choose_anchors, examples_digest
+from selector.data.anchors import AnchorStore, examples_digest
+from selector.data.choice import choose_anchors
 from selector.data.examples import Example, read_task
 from tests.selector.conftest import record, write_task
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.paper.bilevel import SelectionSettings, SelectionState, iterate, outer_step, select
+from selector.paper.bilevel import SelectionState, iterate, outer_step, select
 from selector.paper.calibration import Calibration, fit
+from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
 
 N, LAYERS, BUDGET = 10, 2, 3
-SETTINGS = SelectionSettings(budget=BUDGET, beta=0.3, gamma=0.1, iterations=20, inner_steps=3)
+SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)
+WEIGHTS = {"beta": 0.3, "gamma": 0.1}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def start() -> SelectionState:
 
 
 def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
-    state = select(Analytic(), coverage(), SETTINGS, start(), has_anchors=True)
+    state = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
     assert state.iteration == len(state.history) == 20
     assert state.history[-1].objective < state.history[0].objective
     assert float(state.weights.sum()) == pytest.approx(BUDGET)
@@ -51,9 +53,9 @@ def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
 
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
     kept: list[SelectionState] = []
-    whole = select(Analytic(), coverage(), SETTINGS, start(), has_anchors=True, after_iteration=kept.append)
-    resumed = select(Analytic(), coverage(), SETTINGS, kept[6], has_anchors=True)
-    again = select(Analytic(), coverage(), SETTINGS, start(), has_anchors=True)
+    whole = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True, after_iteration=kept.append)
+    resumed = select(Analytic(), coverage(), SETTINGS, kept[6], **WEIGHTS, has_anchors=True)
+    again = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
     for other in (resumed, again):
         assert torch.equal(whole.weights, other.weights)
         assert torch.equal(whole.calibration.phi, other.calibration.phi)
@@ -61,7 +63,7 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
 
 
 def test_alternation_takes_the_plain_partial_gradient() -> None:
-    state = iterate(Analytic(), coverage(), SETTINGS, start(), has_anchors=True)
+    state = iterate(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
     w = start().weights.clone().requires_grad_()
     phi = state.calibration.phi
     loss = Analytic().current_loss(w, phi, (0, 3)) + 0.3 * Analytic().anchor_loss(w, phi, (0, 3))
@@ -70,7 +72,7 @@ def test_alternation_takes_the_plain_partial_gradient() -> None:
 
 
 def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
-    settings = replace(SETTINGS, hypergradient="unrolled", gamma=0.0, inner_steps=4)
+    settings = SETTINGS.model_copy(update={"hypergradient": "unrolled", "inner_steps": 4})
     warm = fit(Calibration.initial(LAYERS), lambda p, s: Analytic().current_loss(start().weights, p, (s,)), 2)
     state = replace(start(), calibration=warm)
 
@@ -87,15 +89,16 @@ def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
         ],
         dtype=torch.float64,
     )
-    moved = iterate(Analytic(), coverage(), settings, state, has_anchors=True).weights
+    moved = iterate(Analytic(), coverage(), settings, state, beta=0.3, gamma=0.0, has_anchors=True).weights
     torch.testing.assert_close(moved, outer_step(state.weights, expected, settings), rtol=1e-7, atol=1e-9)
-    partial = iterate(Analytic(), coverage(), replace(settings, hypergradient="alternating"), state, has_anchors=True)
+    alternating = settings.model_copy(update={"hypergradient": "alternating"})
+    partial = iterate(Analytic(), coverage(), alternating, state, beta=0.3, gamma=0.0, has_anchors=True)
     assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
 def test_a_single_level_update_steps_w_and_phi_along_one_gradient() -> None:
     """Against torch's AdamW, and a gradient descent written out."""
-    settings = replace(SETTINGS, coupling="single-level")
+    settings = SETTINGS.model_copy(update={"coupling": "single-level"})
     state, phi = start(), Calibration.initial(LAYERS).phi.requires_grad_()
     optimizer = torch.optim.AdamW([phi], lr=1e-2, betas=(0.9, 0.999), weight_decay=0)
     w = state.weights.clone()
@@ -107,31 +110,31 @@ def test_a_single_level_update_steps_w_and_phi_along_one_gradient() -> None:
         optimizer.step()
         assert w.grad is not None
         w = outer_step(w.detach(), w.grad, settings)
-        state = iterate(Analytic(), coverage(), settings, state, has_anchors=True)
+        state = iterate(Analytic(), coverage(), settings, state, **WEIGHTS, has_anchors=True)
         torch.testing.assert_close(state.weights, w)
         torch.testing.assert_close(state.calibration.phi, phi.detach())
     assert state.calibration.steps == 3
 
 
 def test_without_anchors_beta_changes_nothing() -> None:
-    one = select(Analytic(), coverage(), SETTINGS, start(), has_anchors=False)
-    other = select(Analytic(), coverage(), replace(SETTINGS, beta=7.0), start(), has_anchors=False)
+    one = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
+    other = select(Analytic(), coverage(), SETTINGS, start(), beta=7.0, gamma=0.1, has_anchors=False)
     assert torch.equal(one.weights, other.weights)
     assert one.history[-1].anchors is None
 
 
 def test_a_steep_loss_collapses_under_the_plain_step_and_not_under_the_normalized_one() -> None:
-    plain = select(Analytic(scale=50), coverage(), SETTINGS, start(), has_anchors=False)
+    plain = select(Analytic(scale=50), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
     assert plain.collapsed(BUDGET)
     assert plain.history[-1].support < BUDGET
-    settings = replace(SETTINGS, step_rule="normalized")
-    normalized = select(Analytic(scale=50), coverage(), settings, start(), has_anchors=False)
+    settings = SETTINGS.model_copy(update={"step_rule": "normalized"})
+    normalized = select(Analytic(scale=50), coverage(), settings, start(), **WEIGHTS, has_anchors=False)
     assert not normalized.collapsed(BUDGET)
     assert len(normalized.selected(BUDGET)) == BUDGET
 
 
 def test_a_normalized_step_moves_no_weight_by_more_than_its_share_of_the_uniform_weight() -> None:
-    settings = replace(SETTINGS, step_rule="normalized")
+    settings = SETTINGS.model_copy(update={"step_rule": "normalized"})
     gradient = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 1e6
     moved = outer_step(start().weights, gradient, settings)
     assert float((moved - start().weights).abs().max()) == pytest.approx(0.1 * BUDGET / N)
@@ -140,7 +143,7 @@ def test_a_normalized_step_moves_no_weight_by_more_than_its_share_of_the_uniform
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
     with pytest.raises(TaskDataError, match="not finite in iteration 0"):
-        select(Analytic(scale=float("nan")), coverage(), SETTINGS, start(), has_anchors=False)
+        select(Analytic(scale=float("nan")), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
         ({"iterations": -1}, "iterations must be at least 0"),
         ({"beta": float("nan")}, "beta must be a finite number"),
         ({"gamma": -0.1}, "gamma must be at least 0"),
-        ({"outer_step": 0.0}, "outer_step must be a positive number"),
+        ({"outer_step": 0.0}, "outer_step must be above 0"),
         ({"hypergradient": "exact"}, "alternating or unrolled, found 'exact'"),
         ({"step_rule": "huge"}, "plain or normalized, found 'huge'"),
         ({"coupling": "loose"}, "bilevel or single-level, found 'loose'"),
@@ -159,4 +162,4 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
 )
 def test_settings_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(SETTINGS, **change)  # type: ignore[arg-type]
+        PaperSettings(**(SETTINGS.model_dump() | change))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selector.paper.calibration import L2_PENALTY, UNIFORM_TEMPERATURE, Calibration, fit, leaf, temperature, value_gates
+from selector.paper.calibration import L2_PENALTY, Calibration, fit, leaf
+from selector.update.parametrization import UNIFORM_TEMPERATURE, temperature, value_gates
 
 LAYERS = 3
 

@@ -8,7 +8,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.injection import gated_prior
+from selector.backbone.routing import gated_prior
 from selector.refined.gate_fit import SHRINKAGE, discriminants, fit_gate
 
 d = 24

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selector.refined.muon import MOMENTUM, muon_step, orthogonalized
+from selector.refined.muon import MOMENTUM, Muon, orthogonalized
 
 RATE = 0.3
 
@@ -15,25 +15,35 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def step(muon: Muon, parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Take a step along `gradient`; returns the momentum."""
+    parameter.grad = gradient
+    muon.step()
+    momentum: Tensor = muon.state[parameter]["momentum"]
+    return momentum
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 8, 64), (2, 3, 64, 8), (1, 1, 5, 5), (1, 1, 1, 16)])
 def test_steps_are_those_of_torchs_muon_on_each_matrix(shape: tuple[int, ...]) -> None:
     """Torch's multiplies in bfloat16, of 8 significant bits, fifteen times over: its steps are a few hundredths off."""
     start = random(*shape)
-    values, momenta = start, torch.zeros(shape)
+    values = start.clone().requires_grad_()
+    muon = Muon([values], lr=RATE)
     alone = [matrix.clone().requires_grad_() for matrix in start.flatten(0, 1)]
     torchs = torch.optim.Muon(
         alone, lr=RATE, weight_decay=0.0, momentum=MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
     )
     for number in range(4):
         gradients = random(*shape, seed=1 + number) * 10.0 ** (number - 2)
-        before, before_alone = values, torch.stack([m.detach().clone() for m in alone])
-        values, momenta = muon_step(values, gradients, momenta, RATE)
+        before, before_alone = values.detach().clone(), torch.stack([m.detach().clone() for m in alone])
+        momenta = step(muon, values, gradients)
         for matrix, gradient in zip(alone, gradients.flatten(0, 1), strict=True):
             matrix.grad = gradient.clone()
         torchs.step()
-        found, expected = (values - before).flatten(0, 1), torch.stack([m.detach() for m in alone]) - before_alone
-        off = (found - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))
-        assert off.max() <= 0.03
+        change = (values.detach() - before).flatten(0, 1)
+        expected = torch.stack([m.detach() for m in alone]) - before_alone
+        error = (change - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))
+        assert error.max() <= 0.03
         assert torch.equal(momenta.flatten(0, 1), torch.stack([torchs.state[m]["momentum_buffer"] for m in alone]))
 
 
@@ -41,25 +51,29 @@ def test_singular_vectors_stay_and_singular_values_become_alike() -> None:
     matrices = random(4, 8, 64)
     u, s, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
     between = u.mT @ orthogonalized(matrices).double() @ vh.mT  # diagonal, where the singular vectors are the same
-    found = between.diagonal(dim1=-2, dim2=-1)
-    assert (between - found.diag_embed()).abs().max() < 1e-4
+    singular_values = between.diagonal(dim1=-2, dim2=-1)
+    assert (between - singular_values.diag_embed()).abs().max() < 1e-4
     assert s.max() / s.min() > 1.5
-    assert found.min() > 0.65
-    assert found.max() < 1.25
+    assert singular_values.min() > 0.65
+    assert singular_values.max() < 1.25
 
 
 def test_a_step_does_not_depend_on_the_gradients_size() -> None:
-    values, zeros = random(3, 8, 64), torch.zeros(3, 8, 64)
-    small, _ = muon_step(values, 1e-3 * random(3, 8, 64, seed=1), zeros, RATE)
-    large, _ = muon_step(values, 1e3 * random(3, 8, 64, seed=1), zeros, RATE)
+    start = random(3, 8, 64)
+    small, large = start.clone(), start.clone()
+    for parameter, size in ((small, 1e-3), (large, 1e3)):
+        step(Muon([parameter], lr=RATE), parameter, size * random(3, 8, 64, seed=1))
     assert torch.allclose(small, large, atol=1e-5)
-    assert (large - values).pow(2).mean().sqrt() == pytest.approx(0.2 * RATE, rel=0.2)
+    assert (large - start).pow(2).mean().sqrt() == pytest.approx(0.2 * RATE, rel=0.2)
 
 
-def test_a_matrix_that_nothing_asked_for_stays() -> None:
-    values, momenta, gradients = random(2, 8, 16), random(2, 8, 16, seed=1), random(2, 8, 16, seed=2)
+def test_a_matrix_without_a_gradient_does_not_move() -> None:
+    values = random(2, 8, 16)
+    muon = Muon([values], lr=RATE)
+    before = step(muon, values, random(2, 8, 16, seed=1)).clone(), values.clone()
+    gradients = random(2, 8, 16, seed=2)
     gradients[1] = 0
-    after, means = muon_step(values, gradients, momenta, RATE)
-    assert torch.equal(after[1], values[1])
-    assert torch.equal(means[1], momenta[1])
-    assert not torch.isclose(after[0], values[0]).all()
+    momentum = step(muon, values, gradients)
+    assert torch.equal(values[1], before[1][1])
+    assert torch.equal(momentum[1], before[0][1])
+    assert not torch.isclose(values[0], before[1][0]).all()

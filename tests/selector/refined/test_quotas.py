@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inducekv_vllm.errors import ConfigError
-from selector.refined.quotas import quotas
+from selector.refined.entries import quotas
 
 
 def test_every_task_gets_its_entries_while_the_budget_holds_them() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
+from selector.backbone.payload_store import PayloadStore
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example, read_task
-from selector.paper.candidate_pool import Pool
 from selector.runtime.distributed import (
     all_reduce_sum,
     barrier,
@@ -103,8 +103,8 @@ def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[E
         assert torch.equal(entries.query_keys[rows], backbone.query_keys(inputs))
         assert torch.equal(keys[rows], backbone.retrieval_keys(inputs))
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, 2, backbone.head_dim)
-    pool = Pool.open(folder / "pool", shape, None)
-    on_disk = extract(backbone, examples, 2, batch_size=5, pool=pool)
+    pool = PayloadStore.open(folder / "pool", shape, None)
+    on_disk = extract(backbone, examples, 2, batch_size=5, store=pool)
     assert torch.equal(on_disk.query_keys, entries.query_keys)
     assert torch.equal(on_disk.payload_keys, entries.payload_keys.half())
     assert torch.equal(on_disk.payload_values, entries.payload_values.half())
@@ -115,9 +115,9 @@ def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], f
     """It is in the second process's batch; the pool is gone afterwards."""
     broken = [*examples[:3], replace(examples[3], images=(folder / "missing.png",))]
     shape = (backbone.num_layers, 4, backbone.num_kv_heads, 2, backbone.head_dim)
-    pool = Pool.open(folder / "broken", shape, None)
+    pool = PayloadStore.open(folder / "broken", shape, None)
     with pytest.raises(TaskDataError, match=r"missing\.png"):
-        extract(backbone, broken, 2, batch_size=2, pool=pool)
+        extract(backbone, broken, 2, batch_size=2, store=pool)
     barrier()
     assert not pool.folder.exists()
 
@@ -125,7 +125,7 @@ def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], f
 def check_a_full_disk_ends_both(folder: Path) -> None:
     """Only the main process takes the space."""
     with pytest.raises(ConfigError, match="cannot keep the candidates' payloads here"):
-        Pool.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
+        PayloadStore.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
     barrier()
     assert not (folder / "too large").exists()
 

@@ -20,7 +20,8 @@ from selector.cli.select import main
 from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from selector.runtime import distributed
-from selector.update.build import BuildSettings, build_bundle
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 from tests.selector.conftest import record, write_task
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")

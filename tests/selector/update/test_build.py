@@ -14,8 +14,10 @@ from inducekv_vllm.bundle import read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract
 from selector.backbone.model import Backbone
+from selector.data.choice import k_center
 from selector.data.examples import read_task
-from selector.update.build import BuildSettings, build_bundle, choose, k_center
+from selector.update.build import build_bundle, choose
+from selector.update.settings import BuildSettings
 
 SETTINGS = BuildSettings(budget=4, payload_tokens=3, batch_size=5)
 

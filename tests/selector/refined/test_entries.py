@@ -1,4 +1,4 @@
-"""The refined recipe's parts that can be left out: quotas, the gate, prior weighting."""
+"""Which entries the refined recipe keeps, chooses and trains, with its options: quotas, the gate, the weighting."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import BundleError, ConfigError
 from selector.backbone.injection import Memory
-from selector.refined.entries import Plan, QueryKeys, plan_entries
+from selector.refined.entries import EntryPlan, TaskQueryKeys, plan_entries
+from selector.refined.losses import reachable
 from selector.refined.settings import RefinedSettings
-from selector.refined.training import _reachable
-from selector.refined.training_problem import _nested, _prior
+from selector.refined.training_problem import log_prior, nested_subsets
 from selector.refined.update import check_tasks
 from selector.update.inputs import TaskInputs
 
@@ -34,13 +34,13 @@ def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
     return SimpleNamespace(retrieval_keys=torch.eye(d)[axes].half(), metadata=metadata, temperature=torch.tensor(0.07))
 
 
-def plan_of(previous: Any, training_axes: list[int], budget: int, **changes: Any) -> Plan:
+def plan_of(previous: Any, training_axes: list[int], budget: int, **changes: Any) -> EntryPlan:
     training: Any = [SimpleNamespace(task="new", id=f"n{i}") for i in range(len(training_axes))]
     keys = torch.stack([torch.eye(d)[training_axes], torch.zeros(len(training_axes), d)], dim=1)
     settings = RefinedSettings(
         budget=budget, allocation="joint", **{"entry_policy": "k-center", "nested": False} | changes
     )
-    return plan_entries(TaskInputs(training, (), (), previous), settings, QueryKeys(keys, NONE, NONE, NONE))
+    return plan_entries(TaskInputs(training, (), (), previous), settings, TaskQueryKeys(keys, NONE, NONE, NONE))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -64,7 +64,7 @@ def test_a_joint_plan_takes_everything_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("policy", ["random", "k-center"])
-def test_the_arriving_task_always_has_an_entry(policy: str) -> None:
+def test_the_new_task_always_has_an_entry(policy: str) -> None:
     for seed in range(20):
         plan = plan_of(bundle_of([0, 1, 2, 3, 4], *"abcde"), [0], budget=1, entry_policy=policy, seed=seed)
         assert (plan.kept.tolist(), plan.chosen) == ([], [0])
@@ -82,19 +82,19 @@ def test_what_an_example_may_retrieve() -> None:
     entries = records("a", "a", "b")
     examples: Any = [SimpleNamespace(task="a", source_digest="a0"), SimpleNamespace(task="b", source_digest="x")]
     inf = math.inf
-    gated = _prior(examples, entries, RefinedSettings())
+    gated = log_prior(examples, entries, RefinedSettings())
     assert gated.tolist() == [[-inf, 0, -inf], [-inf, -inf, 0]]
-    ungated = _prior(examples, entries, RefinedSettings(gate="none"))
+    ungated = log_prior(examples, entries, RefinedSettings(gate="none"))
     assert ungated.tolist() == [[-inf, 0, 0], [0, 0, 0]]
-    assert _prior(examples[:1], entries[:1], RefinedSettings(gate="none")).tolist() == [[0]]
+    assert log_prior(examples[:1], entries[:1], RefinedSettings(gate="none")).tolist() == [[0]]
 
 
 def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
     payload = torch.ones(1, 3, 1, 2, 4)
     memory = Memory(torch.eye(3), payload, payload, torch.tensor(0.07), torch.ones(1), torch.zeros(1), "prior")
     prior = torch.tensor([[0.0, -math.inf, 0.0]])
-    assert _reachable(memory, prior)[0].payload_keys.shape[1] == 2
-    assert _reachable(replace(memory, weighting="sqrt"), prior)[0].payload_keys.shape[1] == 3
+    assert reachable(memory, prior)[0].payload_keys.shape[1] == 2
+    assert reachable(replace(memory, weighting="sqrt"), prior)[0].payload_keys.shape[1] == 3
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_a_memory_refined_for_another_weighting_is_refused() -> None:
     settings = RefinedSettings(learning_rate=0.1)
     with pytest.raises(BundleError, match="refined for the weighting 'sqrt', found 'prior'"):
         check_tasks(inputs, settings)
-    check_tasks(inputs, replace(settings, weighting="sqrt", gate="none"))
+    check_tasks(inputs, RefinedSettings(learning_rate=0.1, weighting="sqrt", gate="none"))
 
 
 def test_halves_of_a_quota_are_nested_and_old_entries_are_in_all() -> None:
     new = torch.tensor([False, True, True, False, True, True, True])
-    rows = _nested(new, RefinedSettings()).long().tolist()
+    rows = nested_subsets(new, RefinedSettings()).long().tolist()
     assert rows == [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]
-    assert _nested(new, RefinedSettings(nested=False)).tolist() == [[True] * 7]
-    assert _nested(torch.tensor([False, True]), RefinedSettings()).tolist() == [[True, True]]
+    assert nested_subsets(new, RefinedSettings(nested=False)).tolist() == [[True] * 7]
+    assert nested_subsets(torch.tensor([False, True]), RefinedSettings()).tolist() == [[True, True]]
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -137,7 +137,7 @@ def test_a_task_whose_quota_is_halved_keeps_its_first_entries(nested: bool) -> N
     previous = bundle_of([0, 1, 2, 3, 4, 5], *"ababab")
     previous.metadata.settings = {"nested": nested}
     inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
-    keys = QueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
+    keys = TaskQueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
     plan = plan_entries(inputs, RefinedSettings(budget=4, entries_per_task=3), keys)
     assert plan.kept.tolist() == [0, 1]
     assert plan.shares == {"a": 1, "b": 1, "new": 1}

@@ -21,13 +21,16 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import Extraction, extract
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Candidates, Objective, Questions, Scorer
-from selector.backbone.tiled_attention import induced_attention
+from selector.backbone.payload_store import PayloadStore
+from selector.backbone.scoring import Questions, Scorer
+from selector.backbone.tiled_attention import tiled_attention
 from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from selector.paper.calibration import Calibration, leaf
-from selector.paper.candidate_pool import Pool
-from selector.update.build import BuildSettings, build_bundle
+from selector.paper.candidate_pool import CandidatePool
+from selector.paper.objective import Objective
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
 
 M = 3
 
@@ -42,9 +45,11 @@ def previous(llava: Backbone, examples: list[Example]) -> Bundle:
     return build_bundle(llava, examples[:2], BuildSettings(budget=4, payload_tokens=M))
 
 
-def open_pool(folder: Path, backbone: Backbone, count: int, previous: Bundle | None = None) -> Pool:
+def open_pool(folder: Path, backbone: Backbone, count: int, previous: Bundle | None = None) -> PayloadStore:
     total = count + (previous.num_entries if previous else 0)
-    return Pool.open(folder, (backbone.num_layers, total, backbone.num_kv_heads, M, backbone.head_dim), previous)
+    return PayloadStore.open(
+        folder, (backbone.num_layers, total, backbone.num_kv_heads, M, backbone.head_dim), previous
+    )
 
 
 def in_memory(backbone: Backbone, examples: list[Example]) -> Extraction:
@@ -56,11 +61,11 @@ def test_a_pool_on_disk_is_the_pool_in_memory(
 ) -> None:
     current = examples[2:]
     pool = open_pool(tmp_path / "pool", llava, len(current), previous)
-    on_disk = extract(llava, current, M, batch_size=4, pool=pool)
+    on_disk = extract(llava, current, M, batch_size=4, store=pool)
     expected = in_memory(llava, current)
     for name in ("query_keys", "payload_keys", "payload_values"):
         assert torch.equal(getattr(on_disk, name), getattr(expected, name))
-    found, whole = (Candidates.join(previous, one, current) for one in (on_disk, expected))
+    found, whole = (CandidatePool.join(previous, one, current) for one in (on_disk, expected))
     rows = torch.tensor([0, 1, 4, 11])
     for ours, theirs in ((found, whole), (found.take(rows), whole.take(rows))):
         assert (ours.records, ours.num_previous) == (theirs.records, theirs.num_previous)
@@ -73,12 +78,12 @@ def test_losses_and_gradients_over_the_mapped_pool_are_those_in_memory(
 ) -> None:
     pool = open_pool(tmp_path / "pool", llava, len(examples))
     results = []
-    for extraction in (extract(llava, examples, M, batch_size=4, pool=pool), in_memory(llava, examples)):
-        candidates = Candidates.join(None, extraction, examples)
+    for extraction in (extract(llava, examples, M, batch_size=4, store=pool), in_memory(llava, examples)):
+        candidates = CandidatePool.join(None, extraction, examples)
         questions = Questions(examples[:3], extraction.keys[:3])
         objective = Objective(Scorer(llava), candidates, questions, questions, 3, "sqrt", 8, 0)
         variables = leaf(torch.full((12,), 0.25, dtype=torch.float64)), leaf(Calibration.initial(3).phi)
-        with induced_attention(llava):
+        with tiled_attention(llava):
             loss = objective.current_loss(*variables, (0,))
             results.append((loss, *torch.autograd.grad(loss, variables)))
     for ours, theirs in zip(*results, strict=True):
@@ -88,13 +93,13 @@ def test_losses_and_gradients_over_the_mapped_pool_are_those_in_memory(
 def test_a_finished_pool_is_not_made_again(
     llava: Backbone, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = extract(llava, examples, M, pool=open_pool(tmp_path / "pool", llava, len(examples)))
+    first = extract(llava, examples, M, store=open_pool(tmp_path / "pool", llava, len(examples)))
 
     def fail(*_: Any) -> None:
         raise AssertionError("the backbone was run again")
 
     monkeypatch.setattr(Backbone, "hidden_states", fail)
-    again = extract(llava, examples, M, pool=open_pool(tmp_path / "pool", llava, len(examples)))
+    again = extract(llava, examples, M, store=open_pool(tmp_path / "pool", llava, len(examples)))
     assert torch.equal(again.query_keys, first.query_keys)
     assert torch.equal(again.payload_values, first.payload_values)
 
@@ -104,7 +109,7 @@ def test_a_pool_that_is_not_whole_is_made_again(
     llava: Backbone, examples: list[Example], tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "pool"
-    expected = extract(llava, examples, M, pool=open_pool(folder, llava, len(examples))).payload_values.clone()
+    expected = extract(llava, examples, M, store=open_pool(folder, llava, len(examples))).payload_values.clone()
     if damage == "half":
         os.truncate(folder / "payload_keys.f16", 100)
     elif damage == "garbage":
@@ -113,7 +118,7 @@ def test_a_pool_that_is_not_whole_is_made_again(
         (folder / damage).unlink()
     pool = open_pool(folder, llava, len(examples))
     assert pool.query_keys() is None
-    assert torch.equal(extract(llava, examples, M, pool=pool).payload_values, expected)
+    assert torch.equal(extract(llava, examples, M, store=pool).payload_values, expected)
 
 
 def test_it_takes_less_memory_than_it_has_bytes(
@@ -128,7 +133,13 @@ def test_it_takes_less_memory_than_it_has_bytes(
     (tmp_path / "pools").mkdir()
 
     def measure(*arguments: object) -> dict[str, Any]:
-        run = [sys.executable, "-m", "tests.selector.paper.pool_memory", str(model_folders["llava"]), str(task_file)]
+        run = [
+            sys.executable,
+            "-m",
+            "tests.selector.backbone.payload_store_memory",
+            str(model_folders["llava"]),
+            str(task_file),
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([*run, *map(str, arguments)], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -162,17 +173,17 @@ def test_a_disk_that_fails_on_the_way(
     llava: Backbone, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, written = open_pool(tmp_path / "pool", llava, len(examples)), []
-    write = Pool._write
+    write = PayloadStore._write
 
-    def fail_late(self: Pool, *arguments: Any) -> None:
+    def fail_late(self: PayloadStore, *arguments: Any) -> None:
         written.append(arguments)
         if len(written) == 2:
             raise OSError(28, "No space left on device")
         write(self, *arguments)
 
-    monkeypatch.setattr(Pool, "_write", fail_late)
+    monkeypatch.setattr(PayloadStore, "_write", fail_late)
     with pytest.raises(ConfigError, match=r"cannot keep the candidates' payloads here, .*No space left on device"):
-        extract(llava, examples, M, batch_size=4, pool=pool)
+        extract(llava, examples, M, batch_size=4, store=pool)
     assert not pool.folder.exists()
 
 
@@ -180,7 +191,7 @@ def test_a_bad_example_leaves_no_pool(llava: Backbone, examples: list[Example], 
     broken = [*examples[:3], replace(examples[3], images=(tmp_path / "missing.png",))]
     pool = open_pool(tmp_path / "pool", llava, 4)
     with pytest.raises(ValueError, match=r"'e3' of task 'colours'.*missing\.png"):
-        extract(llava, broken, M, batch_size=2, pool=pool)
+        extract(llava, broken, M, batch_size=2, store=pool)
     assert not pool.folder.exists()
 
 

@@ -15,13 +15,17 @@ from torch import Tensor
 from inducekv_vllm.errors import TaskDataError
 from selector.backbone.extraction import extract
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Candidates, Objective, Questions, Scorer, batch_rows, log_prior
-from selector.backbone.tiled_attention import induced_attention
+from selector.backbone.scoring import Questions, Scorer, batch_rows
+from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example, read_task
-from selector.paper.bilevel import SelectionSettings, SelectionState, iterate, outer_step
+from selector.paper.bilevel import SelectionState, iterate, outer_step
 from selector.paper.calibration import Calibration, fit, leaf
-from selector.update.build import BuildSettings, build_bundle
+from selector.paper.candidate_pool import CandidatePool
+from selector.paper.objective import Objective, log_prior
+from selector.paper.settings import SelectionSettings
+from selector.update.build import build_bundle
 from selector.update.coverage import Coverage
+from selector.update.settings import BuildSettings
 
 BUDGET, M = 3, 2
 
@@ -49,7 +53,7 @@ def precise(model_folders: dict[str, Path]) -> Backbone:
 def make_objective(backbone: Backbone, examples: list[Example], dtype: torch.dtype = torch.float32) -> Objective:
     """Six candidates, three current examples, two anchors."""
     extraction = extract(backbone, examples[:6], M, payload_dtype=torch.float16)
-    pool = Candidates.join(None, extraction, examples[:6])
+    pool = CandidatePool.join(None, extraction, examples[:6])
     pool = replace(
         pool,
         keys=pool.keys.to(dtype),
@@ -58,7 +62,7 @@ def make_objective(backbone: Backbone, examples: list[Example], dtype: torch.dty
     )
     return Objective(
         scorer=Scorer(backbone),
-        candidates=pool,
+        pool=pool,
         current=Questions(examples[:3], extraction.keys[:3].to(dtype)),
         anchors=Questions(examples[6:8], extract(backbone, examples[6:8], M).keys.to(dtype)),
         budget=BUDGET,
@@ -70,7 +74,7 @@ def make_objective(backbone: Backbone, examples: list[Example], dtype: torch.dty
 
 def weights_of(objective: Objective) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return BUDGET * torch.randn(len(objective.candidates), dtype=torch.float64, generator=generator).softmax(0)
+    return BUDGET * torch.randn(len(objective.pool), dtype=torch.float64, generator=generator).softmax(0)
 
 
 def test_both_losses_are_differentiable_in_w_and_phi(precise: Backbone, examples: list[Example]) -> None:
@@ -78,7 +82,7 @@ def test_both_losses_are_differentiable_in_w_and_phi(precise: Backbone, examples
     w, phi, h = weights_of(objective), Calibration.initial(precise.num_layers).phi, 1e-6
     for loss in (objective.current_loss, objective.anchor_loss):
         variables = (leaf(w), leaf(phi))
-        with induced_attention(precise):
+        with tiled_attention(precise):
             by_w, by_phi = torch.autograd.grad(loss(*variables, (0,)), variables)
         for gradient, moved in ((by_w, lambda e: (w + e, phi)), (by_phi, lambda e: (w, phi + e))):
             direction = torch.randn(len(gradient), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -91,13 +95,13 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
     precise: Backbone, examples: list[Example]
 ) -> None:
     objective = make_objective(precise, examples, torch.float64)
-    settings = SelectionSettings(BUDGET, beta=0.5, gamma=0.0, iterations=1, inner_steps=2, hypergradient="unrolled")
+    settings = SelectionSettings(budget=BUDGET, iterations=1, inner_steps=2, hypergradient="unrolled")
     # Adam's first steps take the sign of the gradient, which has no slope: warm up first.
     start = SelectionState.initial(6, BUDGET, Calibration.initial(precise.num_layers))
     warm = fit(start.calibration, lambda phi, s: objective.current_loss(start.weights, phi, (9, s)), 3)
     state = replace(start, calibration=warm, weights=weights_of(objective))
-    coverage = Coverage.of_keys(objective.candidates.keys, BUDGET)
-    moved = iterate(objective, coverage, settings, state, has_anchors=True).weights
+    coverage = Coverage.of_keys(objective.pool.keys, BUDGET)
+    moved = iterate(objective, coverage, settings, state, beta=0.5, gamma=0.0, has_anchors=True).weights
 
     def end(weights: Tensor) -> float:
         phi = fit(warm, lambda phi, s: objective.current_loss(weights, phi, (0, s)), 2).phi
@@ -109,8 +113,8 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
     steps = h * torch.eye(6, dtype=torch.float64)
     gradient = torch.tensor([(end(state.weights + e) - end(state.weights - e)) / (2 * h) for e in steps]).double()
     torch.testing.assert_close(moved, outer_step(state.weights, gradient, settings), rtol=0, atol=1e-8)
-    alternating = replace(settings, hypergradient="alternating")
-    partial = iterate(objective, coverage, alternating, state, has_anchors=True).weights
+    alternating = settings.model_copy(update={"hypergradient": "alternating"})
+    partial = iterate(objective, coverage, alternating, state, beta=0.5, gamma=0.0, has_anchors=True).weights
     assert (moved - partial).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
@@ -121,7 +125,7 @@ def test_weight_on_some_entries_only_is_the_memory_of_those_entries(llava: Backb
     chosen = torch.tensor([1, 2, 4])
     w = torch.zeros(6, dtype=torch.float64)
     w[chosen] = 1.0
-    few = replace(objective, candidates=objective.candidates.take(chosen))
+    few = replace(objective, pool=objective.pool.take(chosen))
     found = objective.current_loss(w, phi, (0,))
     torch.testing.assert_close(found, few.current_loss(torch.ones(3).double(), phi, (0,)), rtol=1e-5, atol=1e-5)
     uniform = objective.current_loss(torch.full((6,), 0.5, dtype=torch.float64), phi, (0,))
@@ -151,7 +155,7 @@ def test_the_loss_is_summed_over_the_answer_and_its_end(llava: Backbone, example
 def test_the_previous_memory_stands_first_in_the_pool(llava: Backbone, examples: list[Example]) -> None:
     previous = build_bundle(llava, examples[:2], BuildSettings(budget=4, payload_tokens=M))
     current = extract(llava, examples[2:5], M, payload_dtype=torch.float16)
-    pool = Candidates.join(previous, current, examples[2:5])
+    pool = CandidatePool.join(previous, current, examples[2:5])
     assert [record.id for record in pool.records] == [example.id for example in examples[:5]]
     assert pool.num_previous == 2
     assert torch.equal(pool.payload_values[:, :2], previous.payload_values)

@@ -1,6 +1,6 @@
-"""How much memory a pool of candidates takes; `test_pool` runs it as a process of its own, whose peak is its own.
+"""How much memory a pool of candidates takes; `test_payload_store` runs it as a process with a peak of its own.
 
-    python -m tests.selector.paper.pool_memory MODEL TASK.jsonl FOLDER|- COUNT PAYLOAD_TOKENS SHORTLIST [LIMIT]
+    python -m tests.selector.backbone.payload_store_memory MODEL TASK.jsonl FOLDER|- COUNT M SHORTLIST [LIMIT]
 
 Extracts COUNT candidates into FOLDER, or into memory for "-", takes SHORTLIST of them, then runs a loss over all of
 them and back; prints one JSON line. With LIMIT the system refuses more than so many bytes of private memory beyond
@@ -21,11 +21,13 @@ import torch
 
 from selector.backbone.extraction import extract
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Candidates, Objective, Questions, Scorer
-from selector.backbone.tiled_attention import induced_attention
+from selector.backbone.payload_store import PayloadStore
+from selector.backbone.scoring import Questions, Scorer
+from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example, read_task
 from selector.paper.calibration import Calibration, leaf
-from selector.paper.candidate_pool import Pool
+from selector.paper.candidate_pool import CandidatePool
+from selector.paper.objective import Objective
 
 
 def status(name: str) -> int:
@@ -43,20 +45,20 @@ def private() -> int:
     return status("VmData")
 
 
-def make(backbone: Backbone, examples: list[Example], m: int, folder: Path | None) -> Candidates:
+def make(backbone: Backbone, examples: list[Example], m: int, folder: Path | None) -> CandidatePool:
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, m, backbone.head_dim)
-    pool = Pool.open(folder, shape, None) if folder else None
-    extraction = extract(backbone, examples, m, payload_dtype=torch.float16, pool=pool)
-    return Candidates.join(None, extraction, examples)
+    pool = PayloadStore.open(folder, shape, None) if folder else None
+    extraction = extract(backbone, examples, m, payload_dtype=torch.float16, store=pool)
+    return CandidatePool.join(None, extraction, examples)
 
 
-def run_over_all(backbone: Backbone, candidates: Candidates, examples: list[Example]) -> list[float]:
+def run_over_all(backbone: Backbone, candidates: CandidatePool, examples: list[Example]) -> list[float]:
     """A loss under all candidates with equal weights, and its gradient by the calibration."""
     questions = Questions(examples[:2], candidates.keys[:2])
     objective = Objective(Scorer(backbone), candidates, questions, questions, 4, "sqrt", 2, 0)
     weights = torch.full((len(candidates),), 4 / len(candidates), dtype=torch.float64)
     phi = leaf(Calibration.initial(backbone.num_layers).phi)
-    with induced_attention(backbone):
+    with tiled_attention(backbone):
         loss = objective.current_loss(weights, phi, (0,))
         (gradient,) = torch.autograd.grad(loss, phi)
     return [float(loss), *gradient.tolist()]

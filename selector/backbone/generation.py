@@ -1,0 +1,183 @@
+"""Log-probabilities and greedy generation of a frozen model, with injected memory or without.
+
+Shapes: n requests, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+
+from .injection import Memory, Terms, injected
+from .model import TOKEN_INPUTS, Backbone, Inputs
+from .routing import routing
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A greedy continuation."""
+
+    token_ids: list[int]
+    logprobs: Tensor  # [len(token_ids)] float32
+
+
+def score(
+    backbone: Backbone,
+    prompts: Sequence[Inputs],
+    answers: Sequence[Sequence[int]],
+    memory: Memory | None = None,
+    terms: Terms | None = None,
+) -> list[Tensor]:
+    """log p(answer token | prompt, earlier answer tokens), for n prompts in one differentiable forward pass.
+
+    Args:
+        prompts: what `Backbone.encode` gives, one for each request.
+        answers: token ids.
+        memory, terms: both, with a row of terms for each request, or neither for the plain model.
+
+    Returns:
+        For each request [number of its answer tokens] float32.
+    """
+    return answer_tokens_logprobs(answer_logprobs(backbone, prompts, answers, memory, terms), answers)
+
+
+def answer_tokens_logprobs(predicted: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of what `answer_logprobs` gives, each request's answer tokens' own: [number of its answer tokens] float32."""
+    logprobs = []
+    for rows, answer in zip(predicted, answers, strict=True):
+        tokens = torch.as_tensor(answer, dtype=torch.int64, device=rows.device)[:, None]
+        logprobs.append(rows.gather(1, tokens)[:, 0])
+    return logprobs
+
+
+def answer_logprobs(
+    backbone: Backbone,
+    prompts: Sequence[Inputs],
+    answers: Sequence[Sequence[int]],
+    memory: Memory | None = None,
+    terms: Terms | None = None,
+) -> list[Tensor]:
+    """log p(every token | prompt, earlier answer tokens) where each answer token is predicted; arguments as in `score`.
+
+    Returns:
+        For each request [number of its answer tokens, vocabulary] float32.
+    """
+    batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
+    with _injecting(memory, terms), _embedding_answers(backbone, prompts, answers):
+        logits = backbone.model(**batch, use_cache=False).logits  # [n, T, vocabulary]
+    logprobs = []
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        first = prompt["input_ids"].shape[1] - 1  # the position that predicts the first answer token
+        predicted = logits[row, first : first + len(answer)]
+        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+        logprobs.append(predicted.log_softmax(dim=-1))
+    return logprobs
+
+
+@torch.no_grad()
+def generate(
+    backbone: Backbone,
+    prompts: Sequence[Inputs],
+    max_new_tokens: int,
+    memory: Memory | None = None,
+    terms: Terms | None = None,
+    *,
+    ignore_eos: bool = False,
+) -> list[Generation]:
+    """Greedy generation with the KV cache, for n prompts; arguments as in `score`. Ends after an end-of-text token."""
+    batch = backbone.collate(prompts, side="left")
+    stop = backbone.model.generation_config.eos_token_id
+    stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
+    with _injecting(memory, terms):
+        model: Any = backbone.model
+        result = model.generate(
+            **batch,
+            max_new_tokens=max_new_tokens,
+            # Whatever a checkpoint's own generation settings say: plain arg max, and every logit untouched.
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            eos_token_id=stop or None,
+            pad_token_id=backbone.processor.tokenizer.pad_token_id or 0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    tokens = result.sequences[:, batch["input_ids"].shape[1] :]  # [n, steps]
+    logprobs = torch.stack(result.logits, dim=1).float().log_softmax(dim=-1)  # [n, steps, vocabulary]
+    generations = []
+    for row in range(len(prompts)):
+        ids = tokens[row].tolist()
+        length = next((at + 1 for at, token in enumerate(ids) if token in stop), len(ids))
+        chosen = logprobs[row, :length].gather(1, tokens[row, :length, None])[:, 0]
+        generations.append(Generation(ids[:length], chosen))
+    return generations
+
+
+@torch.no_grad()
+def reference_logprobs(
+    backbone: Backbone,
+    bundle: Bundle,
+    prompt: Inputs,
+    token_ids: Sequence[int],
+    *,
+    top_k: int | None = None,
+    remainder: bool = False,
+) -> Tensor:
+    """What a server with this bundle must answer: log p of given tokens after a prompt, [len(token_ids)] float32.
+
+    Both passes of the method: the prompt's key from the untouched model, then the tokens under the memory it retrieves,
+    or under the untouched model where the bundle's relevance gate is closed.
+    """
+    memory = Memory.from_bundle(bundle, device=backbone.device)
+    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
+    is_open, log_prior = routing(bundle, query_keys)
+    if not is_open[0]:
+        return score(backbone, [prompt], [token_ids])[0]
+    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
+    return score(backbone, [prompt], [token_ids], memory, terms)[0]
+
+
+def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
+    assert (memory is None) == (terms is None), "memory and terms come together"
+    return injected(memory, terms) if memory is not None and terms is not None else contextlib.nullcontext()
+
+
+def _extend(prompt: Inputs, length: int) -> Inputs:
+    """The prompt with room for `length` text tokens after it: its last token (a text token) again and again."""
+    extended = dict(prompt)
+    fillers = {"input_ids": int(prompt["input_ids"][0, -1]), "attention_mask": 1}
+    for name in TOKEN_INPUTS:
+        if name in prompt:
+            extended[name] = torch.nn.functional.pad(prompt[name], (0, length), value=fillers.get(name, 0))
+    return extended
+
+
+@contextlib.contextmanager
+def _embedding_answers(
+    backbone: Backbone, prompts: Sequence[Inputs], answers: Sequence[Sequence[int]]
+) -> Iterator[None]:
+    """Inside, a forward pass embeds the answers in the room made for them.
+
+    Answers stay out of `input_ids`: a model may well generate the number of its image placeholder, and means no image.
+    """
+
+    def embed(module: Any, arguments: Any, output: Tensor) -> Tensor:  # output [n, T, d]
+        output = output.clone()
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = torch.as_tensor(answer, dtype=torch.int64, device=output.device)
+            first = prompt["input_ids"].shape[1]
+            output[row, first : first + len(answer)] = module.forward(tokens)
+        return output
+
+    handle = backbone.model.get_input_embeddings().register_forward_hook(embed)
+    try:
+        yield
+    finally:
+        handle.remove()

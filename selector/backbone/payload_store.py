@@ -1,0 +1,180 @@
+"""Payloads of a run's candidates on disk, for pools larger than the machine's memory.
+
+    DIR/payload_keys.f16, DIR/payload_values.f16    [L, N, J, m, D] float16 each, the previous memory's entries first
+    DIR/query_keys.safetensors                      [N, 2, d]: the current task's; written last
+
+Files are written with plain writes and memory-mapped for reading: the operating system loads the pages that are used,
+and drops them when memory is short.
+
+Shapes: L layers, N candidates, J KV heads, m payload tokens, D head size, d hidden size, n entries of a batch,
+K entries that are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import ConfigError
+
+from ..runtime.distributed import barrier, is_main, together
+from ..runtime.files import replace_file
+
+_FILES: Final = ("payload_keys.f16", "payload_values.f16")
+_ITEM_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class PayloadStore:
+    """One run's files; under `torchrun` all processes share the folder, and each writes entries of its own."""
+
+    folder: Path
+    shape: tuple[int, int, int, int, int]  # L, N, J, m, D
+    num_previous: int  # how many of the N are the previous memory's
+
+    @classmethod
+    def open(cls, folder: Path, shape: tuple[int, int, int, int, int], previous: Bundle | None) -> PayloadStore:
+        """The pool as an earlier run has finished it, or an empty one, its disk space taken. Collective.
+
+        Args:
+            folder: belongs to this run alone: what is there was made from the same examples by the same model.
+
+        Raises:
+            ConfigError: the disk is full or the folder cannot be written; nothing of the pool is left.
+        """
+        store = cls(folder, shape, previous.num_entries if previous is not None else 0)
+        finished = store.query_keys() is not None
+        barrier()  # every process looks before one changes anything
+        with store.whole_or_gone(), together():
+            if not finished and is_main():
+                store._create(previous)
+        return store
+
+    @contextlib.contextmanager
+    def whole_or_gone(self) -> Iterator[None]:
+        """Inside, the pool is being filled; what interrupts that removes it."""
+        try:
+            yield
+        except BaseException:
+            if is_main():
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def write(self, first: int, payload_keys: Tensor, payload_values: Tensor) -> None:
+        """Put down the payloads [L, n, J, m, D], any float type, of the current task's entries from `first` on.
+
+        Raises:
+            ConfigError: the disk is full or fails.
+        """
+        with self._naming_failures():
+            self._write(self.num_previous + first, payload_keys, payload_values)
+
+    def finish(self, query_keys: Tensor) -> None:
+        """All payloads are written, and `query_keys` [N, 2, d] belong to them: durable from now on. Collective.
+
+        Raises:
+            ConfigError: the disk is full or fails.
+        """
+        with together(), self._naming_failures():
+            for name in _FILES:
+                descriptor = os.open(self.folder / name, os.O_RDWR)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        with together(), self._naming_failures():
+            if is_main():
+                replace_file(self._finished, safetensors.torch.save({"query_keys": query_keys.contiguous()}))
+
+    def query_keys(self) -> Tensor | None:
+        """Those of the current task, if the pool is finished: [number of its entries, 2, d]."""
+        expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
+        try:
+            if [(self.folder / name).stat().st_size for name in _FILES] != expected:
+                return None
+            found = safetensors.torch.load(self._finished.read_bytes())["query_keys"]
+        except (OSError, KeyError, safetensors.SafetensorError):
+            return None  # it is made again
+        return found if len(found) == self.shape[1] - self.num_previous else None
+
+    def mapped(self) -> tuple[Tensor, Tensor]:
+        """All payload keys and values, [L, N, J, m, D] float16 each, without reading them; not to be written to."""
+        count = math.prod(self.shape)
+        keys, values = (
+            torch.from_file(str(self.folder / name), shared=True, size=count, dtype=torch.float16).view(self.shape)
+            for name in _FILES
+        )
+        return keys, values
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the entries `rows` [K] int64, counted from the pool's first: [L, K, J, m, D] float16 each.
+
+        Nothing else of the pool enters memory.
+
+        Raises:
+            ConfigError: the files cannot be read.
+        """
+        L, N, *entry = self.shape
+        size = math.prod(entry) * _ITEM_BYTES
+        copies = []
+        try:
+            for name in _FILES:
+                copy = torch.empty(L, len(rows), *entry, dtype=torch.float16)
+                places = copy.view(L, len(rows), -1).numpy()
+                with (self.folder / name).open("rb", buffering=0) as file:
+                    for layer in range(L):
+                        for place, row in zip(places[layer], rows.tolist(), strict=True):
+                            if os.preadv(file.fileno(), [place.data], (layer * N + row) * size) != size:
+                                raise OSError(f"{name} is shorter than it was")
+                copies.append(copy)
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: cannot read the candidates' payloads: {error}") from error
+        return copies[0], copies[1]
+
+    @property
+    def _finished(self) -> Path:
+        return self.folder / "query_keys.safetensors"
+
+    def _create(self, previous: Bundle | None) -> None:
+        with self._naming_failures():
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            for name in _FILES:
+                with (self.folder / name).open("wb") as file:
+                    # The space is taken now: a full disk is an error here, and not a signal when the map is read.
+                    os.posix_fallocate(file.fileno(), 0, math.prod(self.shape) * _ITEM_BYTES)
+            if previous is not None:
+                self._write(0, previous.payload_keys, previous.payload_values)
+
+    def _write(self, row: int, *payloads: Tensor) -> None:
+        L, N, *entry = self.shape
+        for name, payload in zip(_FILES, payloads, strict=True):
+            assert payload.shape[0] == L
+            assert list(payload.shape[2:]) == entry
+            with (self.folder / name).open("r+b") as file:
+                for layer, entries in enumerate(payload):
+                    file.seek((layer * N + row) * math.prod(entry) * _ITEM_BYTES)
+                    file.write(entries.to("cpu", torch.float16).contiguous().numpy().data)
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            needed = len(_FILES) * math.prod(self.shape) * _ITEM_BYTES / 2**20
+            raise ConfigError(
+                f"{self.folder}: cannot keep the candidates' payloads here, {needed:.1f} MiB: {error}"
+            ) from error

@@ -1,0 +1,135 @@
+"""Command-line flags and TOML keys from the fields of `Settings`.
+
+A field with a `Flag` becomes `--its-name`; its type, choices, default and help text come from the field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from inducekv_vllm.errors import ConfigError, InduceKVError
+
+from ..runtime.settings import Flag, Settings
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def flag_fields(model: type[Settings]) -> dict[str, tuple[FieldInfo, Flag]]:
+    """The fields of `model` that are flags, by name."""
+    return {
+        name: (field, flag)
+        for name, field in model.model_fields.items()
+        for flag in field.metadata
+        if isinstance(flag, Flag)
+    }
+
+
+def add_flags(
+    parser: argparse._ActionsContainer, models: Mapping[str, type[Settings]], names: Sequence[str] | None = None
+) -> None:
+    """Add a flag for each field; a flag that is not given leaves no attribute behind.
+
+    Args:
+        models: by the name that help texts give them; they share the fields.
+        names: of the fields, or None for all flags of the first model.
+    """
+    first = next(iter(models.values()))
+    for name in flag_fields(first) if names is None else names:
+        field, flag = flag_fields(first)[name]
+        option, kind = f"--{name.replace('_', '-')}", _plain_type(field.annotation)
+        defaults = {label: model.model_fields[name].default for label, model in models.items()}
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": flag.help + _shown(defaults)}
+        if kind is bool and field.default is True:
+            parser.add_argument(f"--no-{option[2:]}", action="store_false", **options)
+        elif kind is bool:
+            parser.add_argument(option, action="store_true", **options)
+        elif get_origin(kind) is Literal:
+            parser.add_argument(option, choices=get_args(kind), **options)
+        else:
+            parser.add_argument(option, type=kind, metavar=flag.metavar, required=field.is_required(), **options)
+        if flag.none_flag:
+            parser.add_argument(
+                f"--{flag.none_flag}",
+                action="store_const",
+                const=None,
+                dest=name,
+                default=argparse.SUPPRESS,
+                help=f"no limit instead of {option}",
+            )
+
+
+def toml_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """The settings of `--config FILE` as flags, to go before `arguments`, which therefore win.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that is no flag or a value of the wrong kind.
+    """
+    finder = Parser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(list(arguments))[0].config
+    if path is None:
+        return []
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the settings: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    actions = {action.option_strings[0]: action for action in parser._actions if action.option_strings}
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in actions or flag in ("--config", "--help", "-h"):
+            raise ConfigError(f"{path}: unknown setting {name!r}")
+        if actions[flag].nargs == 0:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {name} must be true or false, found {value!r}")
+            flags += [flag] if value else []
+        elif isinstance(value, bool | list | dict):
+            raise ConfigError(f"{path}: {name} must be a number or a string, found {value!r}")
+        else:
+            flags += [f"{flag}={value}"]
+    return flags
+
+
+def print_error(program: str, error: InduceKVError) -> None:
+    """On standard error, in one line."""
+    print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def require_output(path: Path) -> None:
+    """Raises ConfigError: a file cannot be written at `path`."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder, expected the name of a file")
+
+
+def _plain_type(annotation: Any) -> Any:
+    """The type without `| None`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(kind for kind in get_args(annotation) if kind is not type(None))
+    return annotation
+
+
+def _shown(defaults: Mapping[str, Any]) -> str:
+    """The defaults as a help text shows them; None and flags without a value have none."""
+    shown = {label: value for label, value in defaults.items() if isinstance(value, int | float | str)}
+    if not shown or any(isinstance(value, bool) for value in shown.values()):
+        return ""
+    if len(set(shown.values())) == 1 and len(shown) == len(defaults):
+        return f" (default: {next(iter(shown.values()))})"
+    return f" (default: {', '.join(f'{label} {value}' for label, value in shown.items())})"

@@ -1,0 +1,108 @@
+"""The settings of `inducekv-select`: its own, and those of the two recipes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import ConfigError
+
+from ..data.choice import AnchorPolicy
+from ..paper.settings import PaperSettings
+from ..refined.settings import RefinedSettings
+from ..runtime.settings import Flag, Settings
+from ..update.recipes import PAPER, REFINED
+from .flags import Parser, add_flags, flag_fields, toml_arguments
+from .publishing import API_KEY_VARIABLE
+
+PROGRAM: Final = "inducekv-select"
+RECIPES: Final[dict[str, type[PaperSettings | RefinedSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
+DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/continual
+
+
+class SelectOptions(Settings):
+    """What to read and write."""
+
+    model: Annotated[str, Flag("model folder or Hugging Face id")]
+    task: Annotated[Path, Flag("the task's training data: .jsonl, or LLaVA's .json")]
+    output: Annotated[Path, Flag("the bundle to write, replaced if it exists")]
+    previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
+    validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None
+    anchors: Annotated[Path | None, Flag("the anchor store: read, and this task's are added", metavar="DIR")] = None
+    base: Annotated[
+        Path | None, Flag("questions the model answers well alone: the gate stays closed for them (refined only)")
+    ] = None
+    recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
+    anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
+    anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = 64
+    allow_worse: Annotated[bool, Flag("write the bundle even if it does no better than no memory")] = False
+    config: Annotated[Path | None, Flag("a TOML file of these settings; flags win")] = None
+    publish: Annotated[
+        str | None, Flag(f"load the bundle into this server; {API_KEY_VARIABLE} holds its API key", metavar="URL")
+    ] = None
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[SelectOptions, dict[str, Any]]:
+    """The command's own options, and the recipe settings that were given.
+
+    Raises:
+        ConfigError: an unknown flag or TOML key, or a value of the wrong type.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    values = vars(parser.parse_args([*toml_arguments(parser, given), *given]))
+    options = {name: values.pop(name) for name in flag_fields(SelectOptions) if name in values}
+    return SelectOptions(**options), values
+
+
+def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
+    """As given, else the previous bundle's; a bundle without a recipe can only be continued by the paper's."""
+    if options.recipe is not None:
+        return options.recipe
+    if previous is None:
+        return DEFAULT_RECIPE
+    return previous.metadata.recipe if previous.metadata.recipe in RECIPES else PAPER
+
+
+def recipe_settings(
+    recipe: str, options: SelectOptions, values: dict[str, Any], previous: Bundle | None
+) -> PaperSettings | RefinedSettings:
+    """The recipe's settings: the given values, the previous bundle's budget, and defaults for the rest.
+
+    Raises:
+        ConfigError: a flag of the other recipe is given, or a value is out of range.
+    """
+    for name in values:
+        if name not in flag_fields(RECIPES[recipe]):
+            other = next(other for other in RECIPES if other != recipe)
+            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
+    if options.base and recipe != REFINED:
+        raise ConfigError("--base is a setting of the recipe 'refined' only")
+    if previous is not None:
+        values = {"budget": previous.metadata.budget, **values}
+    return RECIPES[recipe](**values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=PROGRAM,
+        description=(
+            "After a task, write the next memory bundle, this task's anchors and a report. A run that is killed "
+            "resumes with the same arguments. Exit status: 0 success, 2 error, 3 the memory does no better on the "
+            "validation examples than none, and only the report was written."
+        ),
+        allow_abbrev=False,
+    )
+    add_flags(parser, {"": SelectOptions})
+    shared = [name for name in flag_fields(PaperSettings) if name in flag_fields(RefinedSettings)]
+    add_flags(parser.add_argument_group("settings of both recipes"), RECIPES, shared)
+    for recipe, settings in RECIPES.items():
+        own = [name for name in flag_fields(settings) if name not in shared]
+        add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: settings}, own)
+    return parser

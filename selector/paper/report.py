@@ -1,0 +1,115 @@
+"""The report of an update by the paper's recipe: the content of its `report.json`.
+
+Shapes: N candidates, B selected, n queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..backbone.injection import Memory
+from ..backbone.scoring import Questions
+from ..update.inputs import TaskInputs
+from ..update.measures import calibration_report, composition, diversity, memory_bytes
+from ..update.recipes import PAPER
+from .bilevel import SelectionResult
+from .objective import Objective, log_prior
+from .simplex import effective_entries, support_size
+
+
+def report_update(
+    inputs: TaskInputs,
+    objective: Objective,
+    validation: Questions,
+    seed: int,
+    results: Sequence[SelectionResult],
+    best: SelectionResult,
+) -> dict[str, Any]:
+    """Rounding, diversity and validation loss of the best pair (beta, gamma), and the losses of all pairs."""
+    bundle, state, pool = best.bundle, best.state, objective.pool
+    selected = state.selected(objective.budget)
+    relaxed = objective.memory(state.calibration.phi)
+    prior = log_prior(state.weights, objective.budget).float()
+    rounded = Memory.from_bundle(bundle)
+    queries = validation if len(validation) else objective.current
+    log_alpha = (queries.keys @ relaxed.retrieval_keys.T / relaxed.temperature + prior).log_softmax(dim=1)  # [n, N]
+    alpha = (queries.keys @ rounded.retrieval_keys.T / rounded.temperature).softmax(dim=1)  # [n, B]
+    random_rows = np.random.default_rng((seed, 4)).choice(len(pool), len(selected), replace=False)
+    without_coverage = next((result for result in results if result.gamma == 0), None)
+
+    report: dict[str, Any] = {
+        "recipe": PAPER,
+        "digest": bundle.digest,
+        "parent_digest": bundle.metadata.parent_digest,
+        "settings": bundle.metadata.settings,
+        "pool": {
+            "training_examples": len(inputs.training),
+            "candidates": len(pool),
+            "from_previous": pool.num_previous,
+            "validation_examples": len(validation),
+            "anchors": len(objective.anchors),
+        },
+        "grid": [
+            {"beta": result.beta, "gamma": result.gamma, "validation_nll": result.validation_loss} for result in results
+        ],
+        "history": [step.as_json() for step in state.history],
+        "calibration": calibration_report(bundle),
+        "rounding": rounding(state.weights, selected)
+        | {"retrieval_divergence_nats": retrieval_divergence(log_alpha.exp(), alpha, selected)},
+        "diversity": {
+            "selected": diversity(bundle.retrieval_keys.float()),
+            "random": diversity(pool.keys[torch.from_numpy(np.sort(random_rows))]),
+            "selected_with_gamma_0": without_coverage and diversity(without_coverage.bundle.retrieval_keys.float()),
+        },
+        "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
+        "memory_bytes": memory_bytes(bundle),
+        "validation_nll": None,
+    }
+    if len(validation):
+        scorer = objective.scorer
+        relaxed_loss = scorer.mean_loss(validation, relaxed, prior)
+        bundle_loss = scorer.mean_loss(validation, rounded)
+        report["validation_nll"] = {
+            "no_memory": scorer.mean_loss(validation),
+            "relaxed": relaxed_loss,
+            "deployed": bundle_loss,
+            "rounding_gap": bundle_loss - relaxed_loss,
+        }
+    return report
+
+
+def rounding(weights: Tensor, selected: Tensor) -> dict[str, Any]:
+    """How much of the relaxed weights [N] float64 the selected rows [B] int64 keep."""
+    B = len(selected)
+    return {
+        "selected": B,
+        "support": support_size(weights),
+        "effective_entries": effective_entries(weights),
+        "mass_captured": float(weights[selected].sum() / weights.sum()),
+        "selected_without_weight": int((weights[selected] == 0).sum()),
+        "collapsed": support_size(weights) < B,
+    }
+
+
+def retrieval_divergence(relaxed: Tensor, rounded: Tensor, selected: Tensor) -> float:
+    """Mean Jensen-Shannon divergence, in nats, of retrieval before and after rounding.
+
+    Args:
+        relaxed: [n, N], weights alpha over the pool; rows sum to 1.
+        rounded: [n, B], weights over the selected entries.
+        selected: [B] int64.
+    """
+    p = relaxed.double()
+    q = torch.zeros_like(p)
+    q[:, selected] = rounded.double()
+    middle = (p + q) / 2
+
+    def divergence(one: Tensor) -> Tensor:
+        return torch.where(one > 0, one * (one / middle).log(), 0.0).sum(dim=1)  # [n]
+
+    return float((divergence(p) + divergence(q)).mean() / 2)

@@ -1,0 +1,65 @@
+"""The settings of the paper's recipe; the paper's values are the defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from inducekv_vllm.retrieval import Weighting
+
+from ..runtime.settings import Flag, Settings
+
+Coupling = Literal["bilevel", "single-level"]
+Hypergradient = Literal["alternating", "unrolled"]
+StepRule = Literal["plain", "normalized"]
+Retrieval = Literal["softmax", "uniform"]
+ShortlistPolicy = Literal["nearest", "random"]
+ValueGates = Literal["fitted", "one"]
+
+
+class SelectionSettings(Settings):
+    """The bilevel optimisation (paper, Algorithm 1)."""
+
+    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
+    iterations: Annotated[int, Field(ge=0), Flag("outer steps")] = 100  # I
+    inner_steps: Annotated[int, Field(ge=0), Flag("calibration steps before each outer step")] = 10  # J
+    outer_step: Annotated[float, Field(gt=0)] = 0.1
+    # "single-level" (the paper's ablation) has no inner problem and ignores `inner_steps`: in each iteration w and phi
+    # take one step each along the gradient of one loss, the outer problem's plus phi's penalty.
+    coupling: Coupling = "bilevel"
+    # "unrolled" differentiates through the iteration's own inner steps; "alternating" treats phi as a constant.
+    hypergradient: Annotated[Hypergradient, Flag("how the calibration depends on the weights")] = "alternating"
+    # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
+    step_rule: Annotated[StepRule, Flag("plain is the paper's")] = "plain"
+
+    @model_validator(mode="after")
+    def _check_coupling(self) -> Self:
+        if self.coupling == "single-level" and self.hypergradient == "unrolled":
+            raise ValueError("a single-level update has no inner steps to unroll: use the alternating hypergradient")
+        return self
+
+
+class PaperSettings(SelectionSettings):
+    """One task's update by the paper's recipe. Raises `ConfigError` for values out of range."""
+
+    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
+    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "sqrt"
+    # None: the value that the previous memory has fixed, else a grid search on the validation examples.
+    beta: Annotated[
+        float | None, Field(ge=0), Flag("weight of the anchors; paper: as the previous bundle has it, else searched")
+    ] = None
+    gamma: Annotated[
+        float | None, Field(ge=0), Flag("weight of the coverage term; as the previous bundle has it, else searched")
+    ] = None
+    # Keep this many times B of the current task's candidates; None: all of them.
+    shortlist: Annotated[
+        int | None,
+        Field(ge=1),
+        Flag("keep TIMES the budget of candidates", metavar="TIMES", none_flag="full-pool"),
+    ] = 8
+    shortlist_policy: Annotated[ShortlistPolicy, Flag("random is the control")] = "nearest"
+    batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 8
+    retrieval: Retrieval = "softmax"  # "uniform": every entry has the same weight for every query
+    value_gates: ValueGates = "fitted"  # "one": every gate is 1
+    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0

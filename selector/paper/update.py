@@ -1,0 +1,223 @@
+"""One task's update by the paper's recipe (Algorithm 1), from examples to the next bundle.
+
+Shapes: N candidates, B budget, d hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import ConfigError
+
+from ..backbone.extraction import Extraction, extract, extract_keys
+from ..backbone.injection import Memory
+from ..backbone.model import Backbone
+from ..backbone.payload_store import PayloadStore
+from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.tiled_attention import tiled_attention
+from ..data.examples import Example
+from ..runtime.checkpoint import Checkpoint
+from ..runtime.phases import Phases
+from ..runtime.progress import progress_bar
+from ..update.coverage import Coverage
+from ..update.inputs import TaskInputs, check_previous, require_context
+from ..update.recipes import PAPER
+from ..update.result import UpdateResult
+from .bilevel import SelectionResult, SelectionState, load_state, save_state, select
+from .calibration import Calibration
+from .candidate_pool import CandidatePool
+from .objective import Objective
+from .report import report_update
+from .settings import PaperSettings
+from .shortlist import at_random, nearest, query_rows
+
+# The grid of the paper's "Implementation Details", searched on the first task.
+BETAS: Final = (0.1, 0.3, 0.5, 1.0)
+GAMMAS: Final = (0.0, 0.05, 0.1, 0.3)
+
+
+def update_paper(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    settings: PaperSettings,
+    checkpoint: Checkpoint,
+    *,
+    progress: bool = False,
+) -> UpdateResult:
+    """Select the next memory; the same inputs and settings give the same digest, interrupted or not. Collective.
+
+    The candidates' payloads are kept in the checkpoint's folder.
+
+    Raises:
+        TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
+        BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
+        ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
+    """
+    phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    check_previous(backbone, inputs, settings.budget, settings.payload_tokens, PAPER)
+    pairs = grid(inputs, settings)
+    with phases.phase("check"):
+        require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors), progress)
+    with phases.phase("extract"):
+        extraction = extract(
+            backbone,
+            inputs.training,
+            settings.payload_tokens,
+            batch_size=settings.batch_size,
+            payload_dtype=torch.float16,
+            store=_open_store(backbone, inputs, settings, checkpoint),
+            progress=progress,
+        )
+        validation = _questions(backbone, inputs.validation, settings, progress)
+        anchors = _questions(backbone, inputs.anchors, settings, progress)
+    with phases.phase("shortlist"):
+        objective = Objective(
+            scorer=scorer,
+            pool=_candidate_pool(inputs, extraction, settings),
+            current=Questions(inputs.training, extraction.keys),
+            anchors=anchors,
+            budget=settings.budget,
+            weighting=settings.weighting,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+        )
+    with phases.phase("select"):
+        results = _select_all(inputs, objective, validation, settings, pairs, checkpoint, progress)
+    best = min(results, key=lambda result: result.validation_loss or 0.0)  # on a tie, the first of the grid
+    with phases.phase("measure"), tiled_attention(backbone):
+        report = report_update(inputs, objective, validation, settings.seed, results, best)
+    return UpdateResult(best.bundle, report | {"phases": phases.records}, extraction.keys)
+
+
+def grid(inputs: TaskInputs, settings: PaperSettings) -> list[tuple[float, float]]:
+    """Pairs (beta, gamma): from the settings, else as the previous memory has fixed them, else the paper's grid.
+
+    Without anchors beta has no effect, and only its first value is tried.
+
+    Raises:
+        ConfigError: there are several pairs, and no validation examples.
+    """
+    fixed = inputs.previous.metadata.settings if inputs.previous is not None else {}
+
+    def values(name: str, setting: float | None, candidates: tuple[float, ...]) -> tuple[float, ...]:
+        if setting is not None:
+            return (setting,)
+        return (float(fixed[name]),) if isinstance(fixed.get(name), int | float) else candidates
+
+    betas = values("beta", settings.beta, BETAS if inputs.anchors else BETAS[:1])
+    pairs = list(itertools.product(betas, values("gamma", settings.gamma, GAMMAS)))
+    if len(pairs) > 1 and not inputs.validation:
+        raise ConfigError("beta and gamma are searched on validation examples, and there are none: give both, or some")
+    return pairs
+
+
+def _open_store(
+    backbone: Backbone, inputs: TaskInputs, settings: PaperSettings, checkpoint: Checkpoint
+) -> PayloadStore:
+    count = len(inputs.training) + (inputs.previous.num_entries if inputs.previous is not None else 0)
+    shape = (backbone.num_layers, count, backbone.num_kv_heads, settings.payload_tokens, backbone.head_dim)
+    return PayloadStore.open(checkpoint.folder / "pool", shape, inputs.previous)
+
+
+def _questions(backbone: Backbone, examples: Sequence[Example], settings: PaperSettings, progress: bool) -> Questions:
+    if not examples:
+        return Questions((), torch.empty(0, backbone.hidden_size))
+    return Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress))
+
+
+def _candidate_pool(inputs: TaskInputs, extraction: Extraction, settings: PaperSettings) -> CandidatePool:
+    """The previous memory, and the current task's entries or a shortlist of them."""
+    pool = CandidatePool.join(inputs.previous, extraction, inputs.training)
+    if settings.shortlist is None:
+        return pool
+    current, count = pool.keys[pool.num_previous :], settings.shortlist * settings.budget
+    if settings.shortlist_policy == "random":
+        rows = at_random(len(current), count, settings.seed)
+    else:
+        rows = nearest(current, extraction.keys[query_rows(len(current), settings.seed)], count)
+    return pool.take(torch.cat([torch.arange(pool.num_previous), pool.num_previous + rows]))
+
+
+def _select_all(
+    inputs: TaskInputs,
+    objective: Objective,
+    validation: Questions,
+    settings: PaperSettings,
+    pairs: Sequence[tuple[float, float]],
+    checkpoint: Checkpoint,
+    progress: bool,
+) -> list[SelectionResult]:
+    """Optimise and round for every pair, resuming from the checkpoint."""
+    backbone = objective.scorer.backbone
+    coverage = Coverage.of_keys(objective.pool.keys, settings.budget)
+    # Tiles are differentiable once; the unrolled hypergradient needs the reference.
+    unrolled = settings.hypergradient == "unrolled"
+    results = []
+    with progress_bar("Selecting entries", len(pairs) * settings.iterations, progress) as advance:
+        for number, (beta, gamma) in enumerate(pairs):
+            name = f"beta-{beta}-gamma-{gamma}"
+            state = load_state(checkpoint, name) or SelectionState.initial(
+                len(objective.pool), settings.budget, _initial_calibration(settings, backbone.num_layers)
+            )
+
+            def save(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
+                save_state(checkpoint, name, state)
+                advance(done + state.iteration, f"J {state.history[-1].objective:.4f}")
+
+            with contextlib.nullcontext() if unrolled else tiled_attention(backbone):
+                state = select(
+                    objective,
+                    coverage,
+                    settings,
+                    state,
+                    beta=beta,
+                    gamma=gamma,
+                    has_anchors=len(objective.anchors) > 0,
+                    after_iteration=save,
+                )
+            bundle = _round(inputs, objective, settings, beta, gamma, state)
+            with tiled_attention(backbone):
+                loss = objective.scorer.mean_loss(validation, Memory.from_bundle(bundle)) if len(validation) else None
+            results.append(SelectionResult(beta, gamma, state, bundle, loss))
+    return results
+
+
+def _initial_calibration(settings: PaperSettings, num_layers: int) -> Calibration:
+    return Calibration.initial(
+        num_layers, fit_temperature=settings.retrieval == "softmax", fit_gates=settings.value_gates == "fitted"
+    )
+
+
+def _round(
+    inputs: TaskInputs,
+    objective: Objective,
+    settings: PaperSettings,
+    beta: float,
+    gamma: float,
+    state: SelectionState,
+) -> Bundle:
+    """TopB of the candidates, with the calibration of the last iteration."""
+    backbone = objective.scorer.backbone
+    selected = objective.pool.take(state.selected(settings.budget))
+    recorded = settings.model_dump() | {"beta": beta, "gamma": gamma}
+    return Bundle.create(
+        retrieval_keys=selected.keys,
+        payload_keys=selected.payload_keys,
+        payload_values=selected.payload_values,
+        temperature=state.calibration.temperature,
+        value_gates=state.calibration.value_gates,
+        layer_bias=torch.zeros(backbone.num_layers),
+        backbone=backbone.fingerprint,
+        budget=settings.budget,
+        entries=selected.records,
+        weighting=settings.weighting,
+        recipe=PAPER,
+        settings=recorded | {"candidates": len(objective.pool), "anchors": len(objective.anchors)},
+        parent_digest=None if inputs.previous is None else inputs.previous.digest,
+    )

@@ -1,0 +1,55 @@
+"""The base of all settings: validated when they are made, with errors in one wording.
+
+A field with a `Flag` is also a command-line flag and a key of a TOML file; `selector.cli.flags` reads the type, the
+bounds, the default and the help text from the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from inducekv_vllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a field appears on the command line; goes into the field's `Annotated` type."""
+
+    help: str
+    metavar: str | None = None
+    none_flag: str | None = None  # a second flag, without a value, that sets the field to None
+
+
+class Settings(BaseModel):
+    """Immutable values. Raises `ConfigError` if a name is unknown, or a value has the wrong type or is out of range."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(describe_error(detail) for detail in error.errors())) from error
+
+
+def describe_error(detail: ErrorDetails) -> str:
+    """One problem of a `ValidationError`: the field, what was expected, what was found."""
+    name, value, context = ".".join(map(str, detail["loc"])), detail["input"], detail.get("ctx", {})
+    match detail["type"]:
+        case "greater_than_equal":
+            return f"{name} must be at least {context['ge']:g}, found {value}"
+        case "greater_than":
+            return f"{name} must be above {context['gt']:g}, found {value}"
+        case "finite_number":
+            return f"{name} must be a finite number, found {value}"
+        case "literal_error":
+            return f"{name} must be {context['expected'].replace(chr(39), '')}, found {value!r}"
+        case "extra_forbidden":
+            return f"unknown setting {name!r}"
+        case "value_error":
+            return str(context["error"])
+    return f"{name}: {detail['msg']} (found {value!r})"

@@ -1,0 +1,19 @@
+"""What an update makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The next memory, and the content of its `report.json`."""
+
+    bundle: Bundle
+    report: dict[str, Any]
+    training_keys: Tensor  # [number of training examples, d] float32

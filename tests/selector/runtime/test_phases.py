@@ -1,0 +1,47 @@
+"""Time and memory of a run's phases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selector.runtime import phases as module
+from selector.runtime.phases import Phases, status_bytes
+
+
+def test_phases_are_timed() -> None:
+    phases = Phases()
+    with phases.phase("one"):
+        pass
+    assert phases.records[0]["name"] == "one"
+    assert phases.records[0]["peak_bytes"] > 2**20
+
+
+def test_a_phase_has_its_own_peak_where_the_system_permits_it() -> None:
+    """A phase that takes 256 MiB, and one after it that takes nothing."""
+    phases = Phases()
+    with phases.phase("large"):
+        torch.ones(2**26)
+    with phases.phase("small"):
+        pass
+    large, small = phases.records
+    assert large["peak_of"] == small["peak_of"]
+    if large["peak_of"] == "phase":
+        assert large["peak_bytes"] > small["peak_bytes"] + 2**27
+    else:
+        assert large["peak_bytes"] == small["peak_bytes"]
+
+
+def test_a_peak_that_cannot_be_reset_is_said_to_be_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reset_peak", lambda: False)
+    phases = Phases()
+    with phases.phase("one"):
+        pass
+    assert phases.records[0]["peak_of"] == "process"
+
+
+def test_memory_is_what_the_system_says() -> None:
+    resident = status_bytes("VmRSS")
+    kept = torch.ones(2**24)  # 64 MiB
+    assert resident + 2**25 < status_bytes("VmRSS") <= status_bytes("VmHWM")
+    assert len(kept)

@@ -1,0 +1,48 @@
+"""Settings: values out of range and of the wrong kind are refused in plain words."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from inducekv_vllm.errors import ConfigError
+from selector.runtime.settings import Settings
+
+
+class Example(Settings):
+    count: Annotated[int, Field(ge=1)] = 3
+    rate: Annotated[float | None, Field(gt=0)] = None
+    way: Literal["one", "two", "three"] = "one"
+
+
+def test_values_in_range_pass() -> None:
+    assert Example(count=1, rate=1e-9, way="two").model_dump() == {"count": 1, "rate": 1e-9, "way": "two"}
+    assert Example(rate=2).rate == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, found 0"),
+        ({"count": 1.5}, "count: "),
+        ({"rate": math.nan}, "rate must be a finite number, found nan"),
+        ({"rate": math.inf}, "rate must be a finite number, found inf"),
+        ({"rate": 0.0}, "rate must be above 0, found 0.0"),
+        ({"rate": -1.0}, "rate must be above 0, found -1.0"),
+        ({"way": "four"}, "way must be one, two or three, found 'four'"),
+        ({"speed": 1}, "unknown setting 'speed'"),
+        ({"count": 0, "rate": -1}, "count must be at least 1, found 0; rate must be above 0, found -1"),
+    ],
+)
+def test_other_values_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Example(**values)
+    assert message in str(refused.value)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Example().count = 4  # type: ignore[misc]
