@@ -49,7 +49,7 @@ def score(
 
 
 def answer_tokens_logprobs(predicted: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of what `answer_logprobs` gives, each request's answer tokens' own: [number of its answer tokens] float32."""
+    """The answer tokens' log-probabilities from those of all tokens: [number of answer tokens] float32 per request."""
     logprobs = []
     for rows, answer in zip(predicted, answers, strict=True):
         tokens = torch.as_tensor(answer, dtype=torch.int64, device=rows.device)[:, None]
@@ -64,7 +64,7 @@ def answer_logprobs(
     memory: Memory | None = None,
     terms: Terms | None = None,
 ) -> list[Tensor]:
-    """log p(every token | prompt, earlier answer tokens) where each answer token is predicted; arguments as in `score`.
+    """log p(every token | prompt, earlier answer tokens) at each answer token's position; arguments as in `score`.
 
     Returns:
         For each request [number of its answer tokens, vocabulary] float32.
@@ -91,7 +91,7 @@ def generate(
     *,
     ignore_eos: bool = False,
 ) -> list[Generation]:
-    """Greedy generation with the KV cache, for n prompts; arguments as in `score`. Ends after an end-of-text token."""
+    """Greedy generation with the KV cache, until an end-of-text token; arguments as in `score`."""
     batch = backbone.collate(prompts, side="left")
     stop = backbone.model.generation_config.eos_token_id
     stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
@@ -100,7 +100,7 @@ def generate(
         result = model.generate(
             **batch,
             max_new_tokens=max_new_tokens,
-            # Whatever a checkpoint's own generation settings say: plain arg max, and every logit untouched.
+            # Overrides the checkpoint's generation settings: plain argmax, no logits processors.
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
@@ -130,10 +130,10 @@ def reference_logprobs(
     top_k: int | None = None,
     remainder: bool = False,
 ) -> Tensor:
-    """What a server with this bundle must answer: log p of given tokens after a prompt, [len(token_ids)] float32.
+    """The log-probabilities that a server with this bundle must give to `token_ids` after a prompt: [tokens] float32.
 
-    Both passes of the method: the prompt's key from the untouched model, then the tokens under the memory it retrieves,
-    or under the untouched model where the bundle's relevance gate is closed.
+    Runs both passes: the query key from the untouched model, then the tokens under the retrieved memory, or under the
+    untouched model if the bundle's relevance gate is closed.
     """
     memory = Memory.from_bundle(bundle, device=backbone.device)
     query_keys = backbone.query_keys(prompt)  # [1, 2, d]
@@ -150,7 +150,7 @@ def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.Abstrac
 
 
 def _extend(prompt: Inputs, length: int) -> Inputs:
-    """The prompt with room for `length` text tokens after it: its last token (a text token) again and again."""
+    """The prompt followed by `length` copies of its last token, as room for an answer."""
     extended = dict(prompt)
     fillers = {"input_ids": int(prompt["input_ids"][0, -1]), "attention_mask": 1}
     for name in TOKEN_INPUTS:
@@ -163,9 +163,9 @@ def _extend(prompt: Inputs, length: int) -> Inputs:
 def _embedding_answers(
     backbone: Backbone, prompts: Sequence[Inputs], answers: Sequence[Sequence[int]]
 ) -> Iterator[None]:
-    """Inside, a forward pass embeds the answers in the room made for them.
+    """Within the context, a forward pass embeds the answers in the room after the prompts.
 
-    Answers stay out of `input_ids`: a model may well generate the number of its image placeholder, and means no image.
+    Answers stay out of `input_ids`, because a model may generate the token id of its image placeholder.
     """
 
     def embed(module: Any, arguments: Any, output: Tensor) -> Tensor:  # output [n, T, d]

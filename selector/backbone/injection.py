@@ -9,7 +9,7 @@ Entry i enters layer l of a request with three numbers (design: the general form
     logit = key_scale_i * (q . k) * softmax_scale + log_weight_i + layer_bias_l
     value = value_scale_i * gate_l * v
 
-Memory keys are not rotated and meet rotated queries: memory stands at position 0 and moves no position of the request.
+Memory keys are not rotated, and queries are: memory is at position 0, and the request's positions do not change.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ATTENTION_NAME = "inducekv"
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers with which each entry enters attention, for each request; -inf in `log_weight` leaves it out."""
+    """Each request's terms for each entry; a `log_weight` of -inf leaves the entry out."""
 
     key_scale: Tensor  # [n, B]
     log_weight: Tensor  # [n, B]
     value_scale: Tensor  # [n, B]
-    log_remainder: Tensor  # [n], -inf for none: the logit, less the layer bias, of one more token of value 0
+    log_remainder: Tensor  # [n], the logit, without the layer bias, of one more token of value 0; -inf: no such token
 
     @classmethod
     def from_pages(cls, pages: Sequence[PageTerms], num_entries: int) -> Terms:
-        """From the terms that `inducekv_vllm.retrieval.page_terms` gives for the retrieved entries of n requests."""
+        """From the `page_terms` of the entries that n requests have retrieved."""
         shape = (len(pages), num_entries)
         key_scale, value_scale = torch.zeros(shape), torch.zeros(shape)
         log_weight = torch.full(shape, -math.inf)
@@ -59,7 +59,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory as tensors that may carry gradients: any of them may be replaced by one that requires them."""
+    """A memory as tensors, any of which may require gradients."""
 
     retrieval_keys: Tensor  # [B, d]
     payload_keys: Tensor  # [L, B, J, m, D], before RoPE
@@ -91,12 +91,12 @@ class Memory:
         remainder: bool = False,
         log_prior: Tensor | None = None,
     ) -> Terms:
-        """Retrieve: softmax over all B entries, or over the `top_k` of highest score, renormalised.
+        """Retrieve: softmax over all B entries, or over the `top_k` with the highest scores.
 
         Args:
             query_keys: [n, d], unit norm.
-            remainder: for "sqrt" only: the entries left out stay in attention as tokens of logit 0 and value 0.
-            log_prior: [B] or [n, B], added to the retrieval logits: log pi of the selection, -inf leaves an entry out.
+            remainder: for "sqrt" only: the other entries stay in attention as tokens of logit 0 and value 0.
+            log_prior: [B] or [n, B], added to the retrieval logits; -inf leaves an entry out.
 
         Raises:
             ConfigError: `top_k` below 1, or `remainder` with another weighting.
@@ -109,7 +109,7 @@ class Memory:
         logits = scores / self.temperature
         if log_prior is not None:
             logits = logits + log_prior
-        # A stable sort: among equal scores the entry that stands first in the memory is retrieved.
+        # A stable sort: ties go to the first entry of the memory.
         rank = logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # [n, B]
         left_out = rank >= (top_k if top_k is not None else logits.shape[1])  # [n, B] bool
         log_alpha = logits.masked_fill(left_out, -math.inf).log_softmax(dim=1)  # [n, B]
@@ -119,7 +119,7 @@ class Memory:
         if self.weighting == "prior":
             ones = torch.ones_like(log_alpha)
             return Terms(ones, log_alpha, ones, torch.full_like(num_left_out, -math.inf))
-        # exp(log / 2) and not sqrt: its gradient stays finite where alpha is 0.
+        # exp(log / 2), not sqrt: its gradient is finite at alpha = 0.
         scale = (0.5 * log_alpha).exp()
         log_weight = torch.zeros_like(scale).masked_fill(left_out, -math.inf)
         log_remainder = (num_left_out * m).log() if remainder else torch.full_like(num_left_out, -math.inf)
@@ -131,7 +131,7 @@ _injected: ContextVar[tuple[Memory, Terms] | None] = ContextVar("injected", defa
 
 @contextlib.contextmanager
 def injected(memory: Memory, terms: Terms) -> Iterator[None]:
-    """Inside, every forward pass of a `Backbone` over n requests attends to the memory with those requests' terms."""
+    """Within the context, forward passes of a `Backbone` over n requests attend to the memory with their terms."""
     token = _injected.set((memory, terms))
     try:
         yield
@@ -140,9 +140,9 @@ def injected(memory: Memory, terms: Terms) -> Iterator[None]:
 
 
 def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """The language model's attention, which transformers calls, with `attend` (or one like it) for memory.
+    """An attention function for transformers that calls `attend` if memory is injected.
 
-    Without memory it is transformers' own, to the bit.
+    Without memory it is transformers' own, bit for bit.
     """
 
     def attention(
@@ -163,7 +163,7 @@ def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor,
         memory, terms = active
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         visible = _visible(attention_mask, query, key)
-        # Whatever precision the model's own products have: attention over memory is computed in at least float32.
+        # Attention over memory runs in at least float32, whatever precision the model's products have.
         with torch.autocast(query.device.type, enabled=False):
             output = attend(query, key, value, visible, scaling, memory, terms, module.layer_idx)
         return output.to(query.dtype), None
@@ -211,7 +211,7 @@ def attend(
 
 
 def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """transformers' mask as [n or 1, T, S] bool; it hands over None where plain causal masking is meant."""
+    """transformers' mask as [n or 1, T, S] bool; None stands for causal masking."""
     if attention_mask is None:
         T, S = query.shape[2], key.shape[2]
         return torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None]

@@ -1,6 +1,6 @@
-"""A frozen multimodal model in transformers, and the prefixes it is given.
+"""A frozen multimodal model in transformers, and the encoding of prefixes.
 
-Letters: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidden size.
+Shapes: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from inducekv_vllm.placeholders import placeholder_ids
 from ..data.examples import Example
 from .injection import ATTENTION_NAME
 
-# A processor's outputs with a value for each token; all others are images'.
+# A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-# What a processor makes of one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
+# The processor's output for one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A model in evaluation mode whose parameters take no gradient, with its processor."""
+    """A model in evaluation mode without parameter gradients, and its processor."""
 
     model: Any  # a PreTrainedModel for image-text-to-text
     processor: Any  # its ProcessorMixin
@@ -65,7 +65,7 @@ class Backbone:
         network.eval().requires_grad_(False)
         text = network.config.get_text_config(decoder=True)
         _require_full_attention(network, text, str(model))
-        # The vision tower keeps its own attention.
+        # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
         heads = text.num_attention_heads
         return cls(
@@ -105,7 +105,7 @@ class Backbone:
             raise TaskDataError(f"the messages have {places} places for images, found {len(images)} images")
         try:
             prompt = self.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-            # Chat templates write the special tokens themselves, and vLLM adds none to them either.
+            # Chat templates contain the special tokens; vLLM adds none either.
             inputs = self.processor(
                 text=[prompt], images=list(images) or None, add_special_tokens=False, return_tensors="pt"
             )
@@ -123,8 +123,8 @@ class Backbone:
     def collate(self, batch: Sequence[Inputs], side: Literal["left", "right"] = "right") -> Inputs:
         """Pad n prefixes to one length T and stack them: [n, T] for tokens, images one after the other.
 
-        On the right, where causal attention keeps padding out of sight and positions unchanged; on the left only for
-        generation, which appends tokens at the right.
+        On the right, causal attention hides the padding and positions do not change. Generation appends tokens on the
+        right and needs padding on the left.
         """
         longest = max(inputs["input_ids"].shape[1] for inputs in batch)
         collated: Inputs = {}
@@ -151,7 +151,7 @@ class Backbone:
     def query_keys(self, inputs: Inputs) -> Tensor:
         """Both parts of each prefix's query key, in one forward pass: [n, 2, d] float32, unit norm.
 
-        Row 0 is r(x), the mean over all tokens; row 1 the mean over the text tokens alone.
+        Row 0 is r(x), the mean over all tokens; row 1 is the mean over the text tokens.
         """
         return pool_query_keys(self.hidden_states(inputs), inputs["attention_mask"], self.text_mask(inputs))
 
@@ -178,14 +178,14 @@ def pool_query_keys(hidden: Tensor, attention_mask: Tensor, text_mask: Tensor) -
 
 
 def pool_retrieval_keys(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean over the tokens of each prefix, those masked left out, then L2-normalised.
+    """Mean over the unmasked tokens of each prefix, L2-normalised.
 
     Args:
         hidden: [n, T, d], any float type; summed in float32.
         attention_mask: [n, T], 1 for tokens and 0 for padding.
 
     Returns:
-        [n, d] float32 (float64 for a float64 model); zeros for a prefix without a token that counts.
+        [n, d] float32 (float64 for a float64 model); zeros for a prefix without unmasked tokens.
     """
     mask = attention_mask[:, :, None].bool()  # [n, T, 1]
     dtype = torch.promote_types(hidden.dtype, torch.float32)

@@ -38,25 +38,25 @@ _ITEM_BYTES: Final = 2
 
 @dataclass(frozen=True)
 class PayloadStore:
-    """One run's files; under `torchrun` all processes share the folder, and each writes entries of its own."""
+    """One run's files; under `torchrun` all processes share the folder, and each writes its own entries."""
 
     folder: Path
     shape: tuple[int, int, int, int, int]  # L, N, J, m, D
-    num_previous: int  # how many of the N are the previous memory's
+    num_previous: int  # of the N, the previous memory's
 
     @classmethod
     def open(cls, folder: Path, shape: tuple[int, int, int, int, int], previous: Bundle | None) -> PayloadStore:
-        """The pool as an earlier run has finished it, or an empty one, its disk space taken. Collective.
+        """The store as an earlier run has finished it, or an empty one with its disk space reserved. Collective.
 
         Args:
-            folder: belongs to this run alone: what is there was made from the same examples by the same model.
+            folder: belongs to this run alone: its content was made from the same examples by the same model.
 
         Raises:
-            ConfigError: the disk is full or the folder cannot be written; nothing of the pool is left.
+            ConfigError: the disk is full or the folder cannot be written; nothing of the store is left.
         """
         store = cls(folder, shape, previous.num_entries if previous is not None else 0)
         finished = store.query_keys() is not None
-        barrier()  # every process looks before one changes anything
+        barrier()  # every process has looked before one changes anything
         with store.whole_or_gone(), together():
             if not finished and is_main():
                 store._create(previous)
@@ -64,7 +64,7 @@ class PayloadStore:
 
     @contextlib.contextmanager
     def whole_or_gone(self) -> Iterator[None]:
-        """Inside, the pool is being filled; what interrupts that removes it."""
+        """While the store is being filled: an exception removes it."""
         try:
             yield
         except BaseException:
@@ -73,7 +73,7 @@ class PayloadStore:
             raise
 
     def write(self, first: int, payload_keys: Tensor, payload_values: Tensor) -> None:
-        """Put down the payloads [L, n, J, m, D], any float type, of the current task's entries from `first` on.
+        """Write the payloads [L, n, J, m, D], any float type, of the current task's entries from `first` on.
 
         Raises:
             ConfigError: the disk is full or fails.
@@ -82,7 +82,7 @@ class PayloadStore:
             self._write(self.num_previous + first, payload_keys, payload_values)
 
     def finish(self, query_keys: Tensor) -> None:
-        """All payloads are written, and `query_keys` [N, 2, d] belong to them: durable from now on. Collective.
+        """Sync all payloads, and write their `query_keys` [N, 2, d]. Collective.
 
         Raises:
             ConfigError: the disk is full or fails.
@@ -99,18 +99,18 @@ class PayloadStore:
                 replace_file(self._finished, safetensors.torch.save({"query_keys": query_keys.contiguous()}))
 
     def query_keys(self) -> Tensor | None:
-        """Those of the current task, if the pool is finished: [number of its entries, 2, d]."""
+        """The current task's query keys [number of its entries, 2, d], if the store is finished."""
         expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
         try:
             if [(self.folder / name).stat().st_size for name in _FILES] != expected:
                 return None
-            found = safetensors.torch.load(self._finished.read_bytes())["query_keys"]
+            query_keys = safetensors.torch.load(self._finished.read_bytes())["query_keys"]
         except (OSError, KeyError, safetensors.SafetensorError):
-            return None  # it is made again
-        return found if len(found) == self.shape[1] - self.num_previous else None
+            return None  # the caller extracts again
+        return query_keys if len(query_keys) == self.shape[1] - self.num_previous else None
 
     def mapped(self) -> tuple[Tensor, Tensor]:
-        """All payload keys and values, [L, N, J, m, D] float16 each, without reading them; not to be written to."""
+        """All payload keys and values as read-only maps, [L, N, J, m, D] float16 each."""
         count = math.prod(self.shape)
         keys, values = (
             torch.from_file(str(self.folder / name), shared=True, size=count, dtype=torch.float16).view(self.shape)
@@ -119,9 +119,7 @@ class PayloadStore:
         return keys, values
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the entries `rows` [K] int64, counted from the pool's first: [L, K, J, m, D] float16 each.
-
-        Nothing else of the pool enters memory.
+        """Copies of the entries `rows` [K] int64 of all N: [L, K, J, m, D] float16 each. Reads nothing else.
 
         Raises:
             ConfigError: the files cannot be read.
@@ -154,7 +152,7 @@ class PayloadStore:
             self.folder.mkdir()
             for name in _FILES:
                 with (self.folder / name).open("wb") as file:
-                    # The space is taken now: a full disk is an error here, and not a signal when the map is read.
+                    # Reserve the space: a full disk is an error here, not a signal when the map is read.
                     os.posix_fallocate(file.fileno(), 0, math.prod(self.shape) * _ITEM_BYTES)
             if previous is not None:
                 self._write(0, previous.payload_keys, previous.payload_values)

@@ -16,16 +16,16 @@ from inducekv_vllm.errors import ConfigError
 
 
 def gated_prior(gate: Gate, entry_tasks: Sequence[str], query_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The relevance gate for n requests; the rule is `inducekv_vllm.gate.RelevanceGate.judge`.
+    """The relevance gate for n requests; the rule is `inducekv_vllm.gate.RelevanceGate.decide`.
 
     Args:
         entry_tasks: the task of each of the B entries.
         query_keys: [n, 2, d], what `Backbone.query_keys` gives.
 
     Returns:
-        open [n] bool: where false, the request runs without memory;
-        log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. A
-        closed request's row is that of its nearest task, so that it has finite terms, which are not to be used.
+        open [n] bool: if False, the request runs without memory;
+        log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. The
+        row of a request with a closed gate is its nearest task's, so that its unused terms are finite.
 
     Raises:
         ConfigError: query keys of another shape, or an entry of a task that the gate does not have.
@@ -36,7 +36,7 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], query_keys: Tensor) -> t
         raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
     keys, thresholds = gate.keys.to(query_keys.device, torch.float64), gate.thresholds.to(query_keys.device)
     margins = torch.einsum("npd,cpd->nc", query_keys.double(), keys) - thresholds.double()  # [n, C]
-    largest, nearest = margins.amax(dim=1), margins.argmax(dim=1)  # [n], [n]: the first of equal ones
+    largest, nearest = margins.amax(dim=1), margins.argmax(dim=1)  # [n], [n]: ties go to the first
     task_of_entry = torch.tensor([gate.tasks.index(task) for task in entry_tasks], device=nearest.device)  # [B]
     other_task = task_of_entry != nearest[:, None]  # [n, B] bool
     log_prior = torch.zeros(other_task.shape, device=nearest.device).masked_fill(other_task, -math.inf)
@@ -44,9 +44,9 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], query_keys: Tensor) -> t
 
 
 def routing(bundle: Bundle, query_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of n requests get a bundle's memory, [n] bool, and the prior of its entries, [n, B] float32.
+    """Which of n requests use a bundle's memory, [n] bool, and the log prior of its entries, [n, B] float32.
 
-    What `gated_prior` gives; without a gate, all entries for every request.
+    See `gated_prior`. Without a gate, every request uses all entries.
     """
     n, device = len(query_keys), query_keys.device
     if bundle.gate is None:

@@ -1,7 +1,7 @@
-"""Attention with memory for the training path: payloads are shared by all requests and never scaled into copies.
+"""Tiled memory attention for training: requests share the payloads, and nothing is copied per request.
 
-The same mathematics as `injection.attend`, in tiles of entries: a tile's logits are made, used and dropped,
-and made again on the way back. What is kept for the backward pass does not grow with the number of entries.
+The same function as `injection.attend`, computed in tiles of entries. The backward pass recomputes each tile's logits,
+so the memory it needs does not grow with the number of entries.
 
     with tiled_attention(backbone): ...      every forward pass inside uses it
 
@@ -26,15 +26,15 @@ from .injection import Memory, Terms, attention_with
 from .model import Backbone, attention_named
 
 TILED_ATTENTION_NAME: Final = "inducekv_tiled"
-# Logits of one tile: few enough to stay in the cache, many enough to keep the matrix products efficient.
+# Logits of one tile: few enough for the CPU cache, enough for efficient matrix products.
 TILE_ELEMENTS = 2**19
-# Below every logit that occurs, and finite: differences of running maxima stay numbers.
+# Below every logit, and finite, so that differences of running maxima are not NaN.
 _FLOOR: Final = -1e30
 
 
 @contextlib.contextmanager
 def tiled_attention(backbone: Backbone) -> Iterator[None]:
-    """Inside, the backbone's language model attends to injected memory in tiles; differentiable once, not twice."""
+    """Within the context, the language model attends to injected memory in tiles. Differentiable once, not twice."""
     with attention_named(backbone, TILED_ATTENTION_NAME):
         yield
 
@@ -49,7 +49,7 @@ def attend_tiled(
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """One softmax over [memory ; remainder ; self], merged from its parts by their log-sum-exps: [n, T, H, D]."""
+    """One softmax over [memory ; remainder ; self], merged by log-sum-exps: [n, T, H, D]."""
     n, H, T, D = query.shape
     J = key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -86,7 +86,7 @@ def memory_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the memory alone: output [n, J, R, D], and log-sum-exp of its logits [n, J, R].
 
-    Rows for which every entry is left out have output 0 and log-sum-exp -inf.
+    Rows without entries have output 0 and log-sum-exp -inf.
     """
     result: tuple[Tensor, Tensor] = _MemoryAttention.apply(  # type: ignore[no-untyped-call]
         query, keys, values, key_scale, log_weight, value_scale
@@ -118,7 +118,7 @@ class _MemoryAttention(torch.autograd.Function):
             if weighted:
                 logits.add_(_per_token(log_weight, tile, keys))
             rise = torch.maximum(largest, logits.amax(dim=-1, keepdim=True))
-            shrink = (largest - rise).exp_()  # [J, n, R, 1]: what was summed so far, under the new maximum
+            shrink = (largest - rise).exp_()  # [J, n, R, 1]: rescales the sums so far
             largest = rise
             share = logits.sub_(largest).exp_()
             total.mul_(shrink).add_(share.sum(dim=-1, keepdim=True))
@@ -138,15 +138,15 @@ class _MemoryAttention(torch.autograd.Function):
         for_query, for_keys, for_values, for_key_scale, for_log_weight, for_value_scale = ctx.needs_input_grad
         n, J, R, D = query.shape
         rows, upstream = _heads_first(query), _heads_first(output_gradient)  # [J, n R, D] each
-        # The softmax's own term: what raising every logit of a row at once would change.
+        # The softmax's common term: the derivative by a shift of all logits of a row.
         common = ((output_gradient * output).sum(dim=-1) - lse_gradient).transpose(0, 1)[..., None]  # [J, n, R, 1]
         lse = lse.masked_fill(lse == -math.inf, 0).transpose(0, 1)[..., None]  # [J, n, R, 1]
         d_query = torch.zeros_like(rows) if for_query else None
         d_keys = torch.zeros_like(keys) if for_keys else None
         d_values = torch.zeros_like(values) if for_values else None
         d_key_scale, d_log_weight, d_value_scale = (
-            torch.zeros_like(key_scale) if wanted else None
-            for wanted in (for_key_scale, for_log_weight, for_value_scale)
+            torch.zeros_like(key_scale) if needed else None
+            for needed in (for_key_scale, for_log_weight, for_value_scale)
         )
         for_logits = for_query or for_keys or for_key_scale or for_log_weight
         weighted = _has_log_weights(log_weight)

@@ -1,6 +1,6 @@
 """`inducekv-bundle`: inspect, verify, compare, plan and build memory bundles.
 
-Exit status: 0 for success, 1 where `diff` finds a difference, 2 for an error, told in one line on standard error.
+Exit status: 0 for success, 1 if `diff` finds a difference, 2 for an error, printed in one line on standard error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..update.settings import BuildSettings
 from .flags import add_flags, print_error, require_output
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
-# Results are for people and pipes alike: never wrapped to the width of a terminal.
+# For people and pipes alike: never wrapped to the terminal's width.
 _output = Console(soft_wrap=True, highlight=False)
 
 
@@ -56,7 +56,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check a bundle's every rule and its digest, and with --model that it was made for that model."""
+    """Check a bundle's structure, values and digest, and with --model that it was made for that model."""
     bundle = read_bundle(options.path)
     if options.model:
         from inducekv_vllm.fingerprint import backbone_fingerprint
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace) -> int:
 
     from ..data.examples import read_task
 
-    examples = read_task(options.task)  # before the model, which takes longer to fail
+    examples = read_task(options.task)  # before the model, which takes longer to load
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -177,7 +177,7 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
     lines += [f"entry removed: {identity}" for identity in old_rows if identity not in new_rows]
     lines += [f"entry added: {identity}" for identity in new_rows if identity not in old_rows]
     if kept != [identity for identity in new_rows if identity in old_rows]:
-        lines.append("entries kept stand in another order")
+        lines.append("entries kept are in another order")
     for identity in kept:
         before, after = old.metadata.entries[old_rows[identity]], new.metadata.entries[new_rows[identity]]
         if before != after:
@@ -193,7 +193,7 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
 
 
 def _gate_differences(old: Bundle, new: Bundle) -> list[str]:
-    """Of the tasks that both gates know; which tasks those are is told with the metadata."""
+    """Differences of the tasks that both gates have; the metadata's differences list the tasks."""
     if old.gate is None or new.gate is None:
         return []
     lines = []

@@ -1,11 +1,11 @@
-"""The anchor store: examples of past tasks, kept apart from every bundle and used by the selector alone.
+"""The anchor store: examples of past tasks, kept apart from bundles and used by the selector alone.
 
     DIR/manifest.json               one record for each task, in the order of the stream
     DIR/0000/examples.jsonl         task data, as `selector.data.examples.read_task` reads it
-    DIR/0000/images/SHA256.png      the pictures' bytes as they were
+    DIR/0000/images/SHA256.png      the images' bytes, unchanged
 
-Tasks are only ever appended. A task's folder is complete on disk before the manifest names it, and the manifest is
-replaced in one move, so that a run that is killed leaves the store as it was.
+The store is append-only. A task's folder is complete on disk before the manifest names it, and the manifest is replaced
+atomically, so that a killed run leaves the store unchanged.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class AnchorTask(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tasks: tuple[str, ...] = Field(min_length=1)  # the task names of the examples it was drawn from
-    run: str  # what made them: the same run may append them again, which changes nothing
+    tasks: tuple[str, ...] = Field(min_length=1)  # the examples' task names
+    run: str  # the run that appended them; appending them again changes nothing
     policy: AnchorPolicy
     seed: int
     count: int = Field(ge=1)
@@ -75,7 +75,7 @@ class AnchorStore:
         """All anchors in the order of the stream, checked against their digests.
 
         Args:
-            except_run: leave out what this run has appended itself.
+            except_run: leave out what this run has appended.
 
         Raises:
             TaskDataError: a file is missing, damaged or altered, naming it.
@@ -95,11 +95,7 @@ class AnchorStore:
         return sum(task.bytes for task in self.tasks())
 
     def require_new(self, tasks: Sequence[str], run: str) -> None:
-        """Refuse a task that another run has left anchors of.
-
-        Raises:
-            ConfigError: naming the task.
-        """
+        """Raises ConfigError: another run has already appended anchors of one of the tasks."""
         for stored in self.tasks():
             for name in sorted(set(tasks) & set(stored.tasks)):
                 if stored.run != run:
@@ -109,10 +105,10 @@ class AnchorStore:
                     )
 
     def append(self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int) -> None:
-        """Add one task's anchors, durably; nothing happens if this run has already done so.
+        """Append one task's anchors, durably, unless this run has already done so.
 
         Raises:
-            ConfigError: another run has left anchors of this task, or the files cannot be written.
+            ConfigError: another run has appended anchors of this task, or the files cannot be written.
         """
         tasks = self.tasks()
         if any(task.run == run for task in tasks):
@@ -120,7 +116,7 @@ class AnchorStore:
         self.require_new([example.task for example in examples], run)
         folder = self._task_folder(len(tasks))
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it reached the manifest
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it wrote the manifest
             size = _write_examples(folder, examples)
             added = AnchorTask(
                 tasks=tuple(sorted({example.task for example in examples})),
@@ -143,15 +139,15 @@ class AnchorStore:
 
 
 def examples_digest(examples: Sequence[Example]) -> str:
-    """sha256 over everything of the examples that a loss depends on; their place on disk does not matter."""
+    """sha256 over everything in the examples that a loss depends on; not their paths."""
     content = [(e.id, e.task, e.source_digest, e.answer) for e in examples]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _write_examples(folder: Path, examples: Sequence[Example]) -> int:
-    """The folder of one task; returns the bytes of its files."""
-    pictures = folder / "images"
-    pictures.mkdir(parents=True)
+    """Write the folder of one task; returns the bytes of its files."""
+    image_folder = folder / "images"
+    image_folder.mkdir(parents=True)
     size = 0
     lines = []
     for example in examples:
@@ -159,8 +155,8 @@ def _write_examples(folder: Path, examples: Sequence[Example]) -> int:
         for image in example.images:
             data = image.read_bytes()
             name = f"{hashlib.sha256(data).hexdigest()}{image.suffix}"
-            if not (pictures / name).exists():
-                replace_file(pictures / name, data)
+            if not (image_folder / name).exists():
+                replace_file(image_folder / name, data)
                 size += len(data)
             names.append(f"images/{name}")
         lines.append(json.dumps(_record(example, names), ensure_ascii=False))
@@ -170,7 +166,7 @@ def _write_examples(folder: Path, examples: Sequence[Example]) -> int:
 
 
 def _record(example: Example, images: list[str]) -> dict[str, Any]:
-    """The example as a line of task data, its pictures in the order of their places."""
+    """The example as a line of task data, with `images` in place of its image parts."""
     remaining = iter(images)
     messages = [
         {
@@ -186,5 +182,5 @@ def _record(example: Example, images: list[str]) -> dict[str, Any]:
 
 
 def _only_unfinished(folder: Path) -> bool:
-    """Whether nothing but the first task's folder is there: a run was killed before it wrote the first manifest."""
+    """Whether only the first task's folder is there: a run was killed before it wrote the first manifest."""
     return folder.is_dir() and {path.name for path in folder.glob("[!.]*")} == {"0000"}

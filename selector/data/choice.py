@@ -27,11 +27,11 @@ def choose_anchors(
     keys: Tensor,
     losses: Sequence[float] = (),
 ) -> list[int]:
-    """Which examples of a task become anchors (paper, "Anchor Protocol"): at most `count` rows, rising.
+    """Which examples of a task become anchors (paper, "Anchor Protocol"): at most `count` rows, increasing.
 
     Args:
-        policy: "random": uniformly without replacement. "stratified": the answers in turn, an example of each, until
-            there are enough. "k-center": farthest-first over the retrieval keys. "hard": the highest losses.
+        policy: "random": uniformly without replacement. "stratified": one example of each answer in turn. "k-center":
+            farthest-first over the retrieval keys. "hard": the highest losses.
         keys: [N, d], unit norm.
         losses: [N], of the frozen model without memory; needed for "hard" only.
     """
@@ -69,7 +69,7 @@ def k_center(keys: Tensor, count: int, first: int) -> list[int]:
         first: where to begin.
 
     Returns:
-        `count` distinct rows in the order chosen; of several equally far, the first.
+        `count` distinct rows in the order chosen; ties go to the first.
     """
     matrix = keys.numpy()
     chosen = [first]

@@ -1,6 +1,6 @@
 """Task data: read, check and digest training examples.
 
-Two formats, told apart by the file's suffix:
+Two formats, by the file's suffix:
 
 - JSON lines (`.jsonl`), one example a line, OpenAI chat messages:
   `{"id": "a1", "task": "colours", "messages": [{"role": "user", "content": [
@@ -45,17 +45,17 @@ class Example:
     source_digest: str  # sha256 over the messages and the bytes of the images
 
     def load_images(self) -> list[Image.Image]:
-        """The pictures in RGB, decoded as the server decodes them."""
+        """The images in RGB, decoded as the server decodes them."""
         return [decode_image(path.read_bytes()) for path in self.images]
 
 
 def entry_records(examples: Sequence[Example]) -> tuple[EntryRecord, ...]:
-    """What a bundle says of the entries that are made of these examples."""
+    """The bundle's records of entries made from these examples."""
     return tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples)
 
 
 def read_task(path: str | Path) -> list[Example]:
-    """Read a whole task file; every image is opened once, so that a bad one is found here.
+    """Read a whole task file, and open every image once to check it.
 
     Raises:
         TaskDataError: naming the file, the line or item, and the problem.
@@ -84,7 +84,7 @@ def decode_image(data: bytes) -> Image.Image:
     """Decode to RGB the way vLLM decodes a request's image: EXIF rotation applied, transparency onto white.
 
     Raises:
-        OSError, Image.DecompressionBombError: the bytes are no image, are cut short, or claim an absurd size.
+        OSError, Image.DecompressionBombError: the bytes are no image, are truncated, or claim an absurd size.
     """
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     image.load()
@@ -96,7 +96,7 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def _jsonl_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Not str.splitlines: JSON strings may hold U+2028 and its like.
+    # Not str.splitlines: JSON strings may contain U+2028 and the like.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{source}, line {number}"
@@ -227,6 +227,6 @@ def _image_bytes(path: Path, place: str) -> bytes:
 
 
 def _source_digest(messages: tuple[dict[str, Any], ...], images: list[bytes]) -> str:
-    """sha256 of what the model is shown: where a file lies does not matter, what is in it does."""
+    """sha256 of the model's input: the messages and the bytes of the images, not their paths."""
     content = {"messages": messages, "images": [hashlib.sha256(data).hexdigest() for data in images]}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

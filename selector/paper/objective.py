@@ -40,7 +40,7 @@ class Objective:
         return self._loss(self.current, weights, phi, (0, *batch))
 
     def anchor_loss(self, weights: Tensor, phi: Tensor, batch: tuple[int, ...]) -> Tensor:
-        """The same for the anchors, of which there must be some."""
+        """The same for the anchors; there must be some."""
         return self._loss(self.anchors, weights, phi, (1, *batch))
 
     def memory(self, phi: Tensor) -> Memory:
@@ -70,10 +70,10 @@ class Objective:
 
 
 def log_prior(weights: Tensor, budget: int) -> Tensor:
-    """log pi_i = log(w_i / B) of `weights` [N]: exactly -inf where w_i = 0, with gradient 0 there and not NaN.
+    """log pi_i = log(w_i / B) of `weights` [N]: exactly -inf at w_i = 0, with gradient 0 instead of NaN.
 
-    An entry of pi = 0 has alpha = 0: under "sqrt" its tokens have logit 0 and value 0, under "prior" it is out.
-    The derivative of sqrt(alpha) does not exist there; taken as 0, only the coverage term can bring such an entry back.
+    An entry of pi = 0 has alpha = 0: under "sqrt" its tokens have logit 0 and value 0, under "prior" it is left out.
+    sqrt(alpha) has no derivative there; with 0 for it, only the coverage term can bring such an entry back.
     """
     used = weights > 0
     return torch.where(used, (torch.where(used, weights, 1.0) / budget).log(), -math.inf)

@@ -1,4 +1,4 @@
-"""The budget simplex {w in R^N : w >= 0, sum w = B}: projection onto it and rounding to B entries."""
+"""The budget simplex {w in R^N : w >= 0, sum w = B}: Euclidean projection, and rounding to B entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def project(point: Tensor, total: float) -> Tensor:
     """The nearest point of the simplex in Euclidean distance (paper, Algorithm 1's projection step).
 
-    w_i = max(point_i - theta, 0) with the one theta that makes the sum right, found from the sorted coordinates.
+    w_i = max(point_i - theta, 0), with theta computed from the sorted coordinates so that the sum is `total`.
 
     Args:
         point: [N] float64, finite.
@@ -21,7 +21,7 @@ def project(point: Tensor, total: float) -> Tensor:
     assert point.dtype == torch.float64, "rounding of the threshold grows with N; project in float64"
     assert point.ndim == 1
     assert total > 0
-    # Adding a constant to every coordinate moves the projection nowhere, and a largest one of 0 avoids cancellation.
+    # A constant added to every coordinate does not change the projection; a maximum of 0 avoids cancellation.
     shifted = point - point.max()
     falling = shifted.sort(descending=True).values  # [N]
     count = torch.arange(1, len(point) + 1, dtype=point.dtype, device=point.device)  # [N]
@@ -31,24 +31,24 @@ def project(point: Tensor, total: float) -> Tensor:
 
 
 def top_b(weights: Tensor, count: int) -> Tensor:
-    """The `count` largest weights (paper, TopB); of equal ones those that stand first.
+    """The `count` largest weights (paper, TopB); ties go to the first.
 
     Args:
         weights: [N].
         count: at least 1; above N it means all.
 
     Returns:
-        [min(count, N)] int64, rising.
+        [min(count, N)] int64, increasing.
     """
     assert count >= 1
     return weights.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def support_size(weights: Tensor) -> int:
-    """How many entries have any weight at all."""
+    """The number of entries with any weight."""
     return int((weights > 0).sum())
 
 
 def effective_entries(weights: Tensor) -> float:
-    """(sum w)^2 / sum w^2: N for equal weights, 1 when a single entry has everything."""
+    """(sum w)^2 / sum w^2: N for equal weights, 1 for a single entry."""
     return float(weights.sum() ** 2 / (weights**2).sum())

@@ -1,14 +1,13 @@
-"""Fit the relevance gate: which questions a memory answers, told from query keys alone.
+"""Fit the relevance gate, which decides from query keys alone which questions use a memory.
 
-Every task gets one direction and one threshold (`inducekv_vllm.gate` has the rule). They are a linear discriminant
-analysis whose classes are the tasks and everything else, with one covariance within all classes: a margin is the
-log-odds of a task against everything else, less what it must reach. Over both parts of the key: the text part tells
-tasks apart by what is asked, the prefix part those that ask the same of different pictures.
+Every task gets a direction and a threshold (see `inducekv_vllm.gate`) by linear discriminant analysis. The classes are
+the tasks and everything else, with a shared covariance; a margin is a task's log-odds against everything else, minus a
+threshold. The key has two parts: the text part separates tasks by their questions, the prefix part separates tasks that
+ask the same question about different images.
 
-What must be reached comes from examples that were held out of the fit (cross-validation): directions fitted to few
-examples in many dimensions lie about these.
+Thresholds are set by cross-validation: in many dimensions, directions fitted to few examples overfit them.
 
-Letters: C tasks, G classes, n query keys, d hidden size, p the parts of a key: 2, or 1 for the prefix alone.
+Shapes: C tasks, G classes, n query keys, d hidden size, p the parts of a key: 2, or 1 for the prefix alone.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from inducekv_vllm.errors import ConfigError
 
 SHRINKAGE: Final = 2e-2  # of the covariance towards a multiple of the identity
 FOLDS: Final = 5
-MISSED: Final = 0.02  # of a task's own held-out questions, which the gate may leave outside
-INTRUDED: Final = 0.01  # of the other held-out questions, which it may let in where that misses no more
+MISSED: Final = 0.02  # share of a task's own held-out questions that the gate may miss
+INTRUDED: Final = 0.01  # share of other held-out questions that it may let in, if it misses no more for it
 
 
 def fit_gate(own: Mapping[str, Tensor], base: Tensor, *, prefix_only: bool = False) -> Gate:
-    """A gate that tells C tasks from each other and from everything else.
+    """A gate that separates C tasks from each other and from everything else.
 
     Args:
         own: query keys [n, 2, d] of questions of each task, in the order of the stream.
-        base: query keys [n, 2, d] of questions that no memory is needed for; may be empty: then the gate only knows
-            what the tasks' own questions look like, and tells them from each other.
-        prefix_only: by the prefix part of the keys alone; the text part of the gate's keys is 0.
+        base: query keys [n, 2, d] of questions that need no memory. If it is empty, the gate only separates the tasks.
+        prefix_only: use only the prefix part of the keys; the text part of the gate's keys is 0.
 
     Returns:
         A `Gate` whose keys and thresholds are rounded as a bundle stores them.
@@ -54,9 +52,9 @@ def fit_gate(own: Mapping[str, Tensor], base: Tensor, *, prefix_only: bool = Fal
 
 
 def _one_class(own: Tensor) -> tuple[Tensor, Tensor]:
-    """Where nothing else is known: the mean of one task's last key part, [1, p, d], and a threshold, [1]."""
+    """For one task and nothing to separate it from: its mean key, last part only, [1, p, d], and a threshold, [1]."""
     key = own.double().mean(dim=0)  # [p, d]
-    key[:-1] = 0  # where the text is known, it is alike
+    key[:-1] = 0  # a task's questions share their text; their prefixes differ
     key = key / key.norm()
     return key[None], torch.einsum("npd,pd->n", own.double(), key.half().double()).quantile(MISSED)[None]
 
@@ -71,11 +69,11 @@ def _fit(tasks: Sequence[Tensor], base: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _required(held_out: Sequence[Tensor], num_tasks: int) -> Tensor:
-    """What each task's log-odds must reach, [C], by those of held-out examples, [n, C] of each class.
+    """Each task's threshold [C], from the log-odds of held-out examples, [n, C] of each class.
 
-    One number for all tasks where that can be had, so that against each other they are weighed by their log-odds alone:
-    half-way between what the tasks reach and what everything else does, or, where nothing else is known, what every
-    one of their questions reaches. Where the two overlap, the tasks' own questions come first.
+    One threshold for all tasks if possible, so that log-odds alone choose between them: halfway between the tasks'
+    log-odds and everything else's, or, without anything else, the lowest of the tasks'. If the two overlap, the tasks'
+    own questions have precedence.
     """
     own = [held_out[c][:, c] for c in range(num_tasks)]  # [n] each
     if len(held_out) == num_tasks:
@@ -86,28 +84,28 @@ def _required(held_out: Sequence[Tensor], num_tasks: int) -> Tensor:
 
 
 def _held_out_margins(groups: Sequence[Tensor], num_tasks: int) -> list[Tensor]:
-    """The log-odds [n, C] of every class's examples, from a fit to the folds that they are not in."""
-    found: list[list[Tensor]] = [[] for _ in groups]
+    """The log-odds [n, C] of every class's examples, each from a fit to the other folds."""
+    by_class: list[list[Tensor]] = [[] for _ in groups]
     for fold in range(FOLDS):
         keys, offsets = discriminants([_part(group, fold, False) for group in groups], num_tasks)
-        for margins, group in zip(found, groups, strict=True):
+        for margins, group in zip(by_class, groups, strict=True):
             margins.append(torch.einsum("npd,cpd->nc", _part(group, fold, True).double(), keys) - offsets)
-    return [torch.cat(margins) for margins in found]
+    return [torch.cat(margins) for margins in by_class]
 
 
 def discriminants(groups: Sequence[Tensor], num_tasks: int) -> tuple[Tensor, Tensor]:
     """Log-odds of the first classes against a reference, as <q, key> - offset: keys [C, p, d], offsets [C]; float64.
 
-    With mu_g the mean of class g, S the covariance within the classes, s its shrinkage, and the reference r the last
-    class's mean, or, where all classes are tasks, the mean of their means:
+    mu_g is the mean of class g, S the covariance within the classes, s its shrinkage. The reference r is the last
+    class's mean or, if all classes are tasks, the mean of their means:
 
         key_c = (S + s I)^-1 (mu_c - r)        offset_c = <key_c, (mu_c + r) / 2>
 
-    Solved in the space of the n samples where they are fewer than the p d dimensions (the same solution, by the
-    push-through identity).
+    With fewer samples n than dimensions p d, the system is solved in the space of the samples, by the push-through
+    identity.
 
     Args:
-        groups: query keys [n, p, d] of each of the G classes, the tasks first; then everything else, if anything.
+        groups: query keys [n, p, d] of each of the G classes: the tasks, then everything else, if there is any.
     """
     flat = [group.double().flatten(1) for group in groups]  # [n, p d] each
     means = torch.stack([group.mean(dim=0) for group in flat])  # [G, p d]

@@ -38,10 +38,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
-        """The run's own progress, or none: what another run has left in the folder is removed. Collective.
+        """The run's own progress, or none: another run's progress in the folder is removed. Collective.
 
         Args:
-            identity: JSON values that settle every result of the run.
+            identity: JSON values that determine the run's result.
 
         Returns:
             The checkpoint, and whether it holds progress of this run.
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @classmethod
     def finished(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, str] | None:
-        """The run's checkpoint and the digest of the bundle it has written, if it got as far. Collective.
+        """The checkpoint and the digest of the written bundle, if the run has finished. Collective.
 
         Raises:
             ConfigError: the files cannot be read.
@@ -78,7 +78,7 @@ class Checkpoint:
         return None
 
     def finish(self, digest: str) -> None:
-        """Keep in mind that the bundle of this digest is written. For the main process alone.
+        """Record that the bundle of this digest is written. For the main process only.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -89,13 +89,13 @@ class Checkpoint:
             raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
 
     def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        """Replace what is kept under `name`, in one move. Collective.
+        """Replace what is stored under `name`, atomically. Collective.
 
         Args:
             progress: JSON values.
 
         Raises:
-            ConfigError: the file cannot be written; the last state stays.
+            ConfigError: the file cannot be written; the previous one stays.
         """
         with together():
             if is_main():
@@ -106,7 +106,7 @@ class Checkpoint:
                     raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was written last, if anything. Collective.
+        """Tensors and JSON values stored under `name`, if any. Collective.
 
         Raises:
             ConfigError: the file is damaged.
@@ -129,7 +129,7 @@ class Checkpoint:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def damaged(self, name: str, error: Exception | str) -> ConfigError:
-        """What to raise where the file that holds `name` does not say what it must."""
+        """The error for an unusable file of `name`."""
         path = self.folder / FINISHED if name == FINISHED else self._path(name)
         return ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}")
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `path` so that it has either its old content or all of the new; raises OSError."""
+    """Write `path` atomically and durably; raises OSError, and then `path` is unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:

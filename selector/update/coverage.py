@@ -2,7 +2,7 @@
 
     Omega(w) = -log det( C(w) + eps I ),    C(w) = sum_i pi_i z_i z_i',    pi_i = w_i / B,    z_i = P' r_i
 
-Letters: N candidates, B budget, d hidden size, d' = min(d, 256) dimensions of the projection.
+Shapes: N candidates, B budget, d hidden size, d' = min(d, 256) dimensions of the projection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PROJECTION_SEED = 0
 def orthonormal_projection(hidden_size: int) -> Tensor:
     """P [d, d'] float64 with P'P = I: the Q of a Gaussian matrix, the same for every task of a stream.
 
-    Where d < 256 there are no 256 orthonormal columns: then d' = d, P is a rotation, and nothing is projected away.
+    If d < 256, then d' = d and P is a rotation.
     """
     size = min(hidden_size, PROJECTION_SIZE)
     generator = torch.Generator().manual_seed(PROJECTION_SEED)
     gaussian = torch.randn(hidden_size, size, dtype=torch.float64, generator=generator)
     q, r = torch.linalg.qr(gaussian)
-    # QR leaves the sign of each column to the library: a positive diagonal of R makes it the same everywhere.
+    # The sign of each column depends on the library; a positive diagonal of R fixes it.
     projection: Tensor = q * r.diagonal().sign()
     return projection
 
