@@ -33,6 +33,7 @@ PAGES = [README, *sorted(DOCS.glob("*.md"))]
 README_LINES = 150
 
 OUR_PACKAGES = ("inducekv_vllm", "selector", "server", "benchmarks", "tests")
+TREE_LISTS = ("inducekv_vllm", "selector", "server")  # every module of these stands in the tree
 OUR_PATH = re.compile(rf"(?:{'|'.join(OUR_PACKAGES)}|docs|docker)/[\w./-]*")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
@@ -126,6 +127,8 @@ def test_the_tree_and_the_ten_questions_name_what_is_there() -> None:
     paths = list(tree())
     assert len(paths) == len(set(paths)) > 50
     assert not [path for path in paths if not (ROOT / path).exists()]
+    modules = {str(path.relative_to(ROOT)) for package in TREE_LISTS for path in (ROOT / package).rglob("*.py")}
+    assert not {path for path in modules if not path.endswith("__init__.py")} - set(paths)
     questions = rows(section(DOCS / "development.md", "## Ten questions"))
     assert len(questions) == 10
     for question, answer in questions:
