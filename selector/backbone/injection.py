@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.retrieval import PageTerms, Weighting
+from inducekv_vllm.page_terms import PageTerms, Weighting
 
 if TYPE_CHECKING:
     from .model import Backbone, Inputs
@@ -50,7 +50,7 @@ class Terms:
 
     @classmethod
     def from_pages(cls, pages: Sequence[PageTerms], num_entries: int) -> Terms:
-        """From the terms that `inducekv_vllm.retrieval.page_terms` gives for the retrieved entries of n requests."""
+        """From the terms that `inducekv_vllm.page_terms.page_terms` gives for the retrieved entries of n requests."""
         shape = (len(pages), num_entries)
         key_scale, value_scale = torch.zeros(shape), torch.zeros(shape)
         log_weight = torch.full(shape, -math.inf)

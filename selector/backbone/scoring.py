@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import TaskDataError
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..data.examples import Example, entry_records
 from ..paper.calibration import temperature, value_gates

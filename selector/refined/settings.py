@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..runtime.checks import require_at_least, require_choice
 from ..update.build import Policy

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..backbone.extraction import extract, extract_keys
 from ..backbone.model import Backbone

@@ -20,7 +20,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from inducekv_vllm.footprint import footprint_bytes, gate_bytes
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..backbone.extraction import Extraction, extract, extract_keys
 from ..backbone.injection import Memory

@@ -23,9 +23,9 @@ from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.config import WORKER_CLS
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.injection import reference_logprobs, score
 from selector.backbone.model import Backbone
@@ -203,6 +203,6 @@ def check_answers(
             assert deviation(world, prompt, completion, bundle, top_k=top_k, remainder=remainder) <= TOLERANCE
 
 
-def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, Memory]]:
+def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, MemoryIndex]]:
     offline = MemoryLLM(llm)
     return offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}

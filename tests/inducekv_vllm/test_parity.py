@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryLLM
 from selector.backbone.injection import reference_logprobs
 from tests.inducekv_vllm.parity import (
@@ -30,7 +30,7 @@ from tests.inducekv_vllm.parity import (
 )
 from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
 
-Served = tuple[World, MemoryLLM, dict[str, Memory]]
+Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]
 CONDITIONS = [("sqrt", None, False), ("sqrt", 3, False), ("sqrt", 3, True), ("prior", None, False), ("prior", 3, False)]
 
 
@@ -145,14 +145,14 @@ class TestCompiled:
             bundles = {"gated": bundle, **world.bundles}
             check_answers(world, asked, answers, [n and bundles[n] for n in names], top_k=top_k, remainder=True)
             for answer, task in zip(answers[:16], tasks, strict=False):
-                assert answer.relevance is not None
-                assert answer.relevance.task == task
+                assert answer.gate_decision is not None
+                assert answer.gate_decision.task == task
                 assert (answer.retrieval is None) == (task is None)
                 if answer.retrieval is not None:
                     used = {bundle.metadata.entries[i].task for i in answer.retrieval.entries}
                     assert used == {task}
                     assert len(answer.retrieval.entries) == (top_k or 6)
-            assert all(answer.relevance is None for answer in answers[16:])
+            assert all(answer.gate_decision is None for answer in answers[16:])
         offline.unload_bundle(gated)
 
     def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: Served, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ class TestEagerQwen:
         gated = offline.load_bundle(tmp_path / "gated.safetensors")
         answers = offline.chat([p.messages for p in asked], greedy(), memory=gated)
         check_answers(world, asked, answers, [bundle] * 5)
-        assert [answer.relevance and answer.relevance.task for answer in answers] == tasks
+        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
         for prompt, answer in zip(asked, answers, strict=True):
             keys = world.backbone.query_keys(world.backbone.encode(prompt.chat_messages, [prompt.image]))[0]
             torch.testing.assert_close(torch.tensor(answer.key), keys, rtol=0, atol=1e-5)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.retrieval import PageTerms, PrefixIndex, Retrieval, page_terms
+from inducekv_vllm.page_terms import PageTerms, Retrieval, page_terms
+from inducekv_vllm.retrieval import PrefixIndex
 
 
 def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:

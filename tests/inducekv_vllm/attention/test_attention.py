@@ -16,10 +16,10 @@ from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import probe_packed_layout
 from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
-from inducekv_vllm.attention.reference import attention_with_memory
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.retrieval import Retrieval, Weighting, page_terms
+from inducekv_vllm.page_terms import Retrieval, Weighting, page_terms
+from tests.inducekv_vllm.attention.reference import attention_with_memory
 
 current_platform.import_kernels()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inducekv_vllm.engine.key_cache import KeyCache
-from inducekv_vllm.retrieval import FloatArray
+from inducekv_vllm.page_terms import FloatArray
 
 
 class Computation:

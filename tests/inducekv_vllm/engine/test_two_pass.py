@@ -20,10 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
-from inducekv_vllm.engine.wire import MemoryOrder
+from inducekv_vllm.engine.wire import InjectionSpec
 from inducekv_vllm.errors import UnknownBundle
 from inducekv_vllm.retrieval import PrefixIndex
 from tests.inducekv_vllm.bundles import random_bundle
@@ -34,7 +34,7 @@ from tests.tiny_models import save_tiny_llava
 class Memories:
     """The simplest source: fixed memories, and a count of leases."""
 
-    def __init__(self, **memories: Memory) -> None:
+    def __init__(self, **memories: MemoryIndex) -> None:
         self.memories = memories
         self.leases = 0
 
@@ -101,7 +101,7 @@ def serve_world(world: World) -> Iterator[Served]:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_PLUGINS", "inducekv")
 
-        async def start() -> tuple[AsyncLLM, Memory]:
+        async def start() -> tuple[AsyncLLM, MemoryIndex]:
             llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(world.model),
@@ -114,7 +114,7 @@ def serve_world(world: World) -> Iterator[Served]:
                 )
             )
             path = str(world.paths["sqrt"])
-            memory = Memory.from_bundle(read_bundle(path), path)
+            memory = MemoryIndex.from_bundle(read_bundle(path), path)
             (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
             assert loaded["ok"], loaded
             return llm, memory
@@ -252,7 +252,7 @@ class TestPictureCaches:
         self.sender, self.receiver = LruKeyReplicatedSenderCache(config), LruKeyReplicatedReceiverCache(config)
         self.gates: dict[str, asyncio.Event] = {}
         bundle = random_bundle()
-        index_memory = Memory(
+        index_memory = MemoryIndex(
             digest=bundle.digest,
             path="",
             file_bytes=0,
@@ -332,7 +332,7 @@ class TestPictureCaches:
         assert list(self.sender._cache.order) == list(self.receiver._cache.order)
 
     def test_would_part_without_care(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TwoPassEngine, "_mirror_second_use", lambda self, prompt: None)
+        monkeypatch.setattr(TwoPassEngine, "_sync_mm_lru", lambda self, prompt: None)
         with pytest.raises(MultiModalCacheMissError):
             asyncio.run(asyncio.wait_for(self.scenario(), 10))
 
@@ -365,11 +365,11 @@ class TestPromptIdentity:
 
     def test_the_salt_of_an_answer_names_all_it_depends_on(self) -> None:
         orders = [
-            MemoryOrder("d", (0, 1), (0.75, 0.25), True),
-            MemoryOrder("e", (0, 1), (0.75, 0.25), True),
-            MemoryOrder("d", (1, 0), (0.75, 0.25), True),
-            MemoryOrder("d", (0, 1), (0.5, 0.5), True),
-            MemoryOrder("d", (0, 1), (0.75, 0.25), False),
+            InjectionSpec("d", (0, 1), (0.75, 0.25), True),
+            InjectionSpec("e", (0, 1), (0.75, 0.25), True),
+            InjectionSpec("d", (1, 0), (0.75, 0.25), True),
+            InjectionSpec("d", (0, 1), (0.5, 0.5), True),
+            InjectionSpec("d", (0, 1), (0.75, 0.25), False),
         ]
         salts = [answer_pass_prompt(self.PROMPT, order)["cache_salt"] for order in orders]  # type: ignore[arg-type, typeddict-item]
         salted = {**self.PROMPT, "cache_salt": "tenant"}

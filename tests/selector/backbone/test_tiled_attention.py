@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as module
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 from selector.backbone.injection import Memory, attend, score
 from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import attend_concatenated, attend_induced, induced_attention, memory_attention
