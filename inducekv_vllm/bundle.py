@@ -229,9 +229,8 @@ class Bundle:
         Raises:
             FingerprintMismatch: listing every difference.
         """
-        found = self.metadata.backbone.differences(served)
-        if found:
-            raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(found))
+        if differences := self.metadata.backbone.differences(served):
+            raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
 
 def bundle_digest(bundle: Bundle) -> str:
@@ -429,8 +428,8 @@ def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON: {error}") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in (FORMAT_VERSION, GATED_FORMAT_VERSION):
-        known = f"{FORMAT_VERSION} or {GATED_FORMAT_VERSION}"
-        raise BundleError(f"{source}: format version {version!r} is not supported, expected {known}")
+        supported = f"{FORMAT_VERSION} or {GATED_FORMAT_VERSION}"
+        raise BundleError(f"{source}: format version {version!r} is not supported, expected {supported}")
     try:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:

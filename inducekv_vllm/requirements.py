@@ -22,7 +22,7 @@ def check_engine(config: VllmConfig) -> None:
     parallel, model = config.parallel_config, config.model_config
     refusals = [
         (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: the query key is known to the last stage only"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (parallel.data_parallel_size > 1, "data parallelism: run one server per replica behind a load balancer"),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),

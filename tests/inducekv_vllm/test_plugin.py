@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,26 +56,26 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
         InduceKVConfig.parse(settings)
 
 
-def test_orders_survive_the_journey() -> None:
+def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     assert parse_spec({"inducekv": KeyPassSpec("k").to_extra_args()}) == KeyPassSpec("k")
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
-    with pytest.raises(ValueError, match=r"neither a key order nor a memory order: \{'bundle': 'x'\}"):
+    with pytest.raises(ValueError, match=r"neither a key-pass spec nor an injection spec: \{'bundle': 'x'\}"):
         parse_spec({"inducekv": {"bundle": "x"}})
 
 
-def test_orders_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
-    base = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
+def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
+    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
     others = [
-        InjectionSpec("other", (3, 1), (0.75, 0.25), remainder=True),
-        InjectionSpec("digest", (3, 2), (0.75, 0.25), remainder=True),
-        InjectionSpec("digest", (3, 1), (0.75, 0.25 + 2**-40), remainder=True),
-        InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=False),
-        InjectionSpec("digest", (31,), (0.75, 0.25), remainder=True),
+        replace(spec, bundle="other"),
+        replace(spec, entries=(3, 2)),
+        replace(spec, weights=(0.75, 0.25 + 2**-40)),
+        replace(spec, remainder=False),
+        replace(spec, entries=(31,)),
     ]
-    assert len({base.content, *(other.content for other in others)}) == 6
-    assert base.content == InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True).content
+    assert len({spec.content, *(other.content for other in others)}) == 6
+    assert spec.content == replace(spec).content
 
 
 def _engine(**changes: Any) -> Any:

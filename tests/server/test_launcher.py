@@ -55,16 +55,16 @@ class TestArguments:
 
     @pytest.mark.parametrize("spelling", ["--additional-config", "--additional_config"])
     def test_a_users_additional_config_is_kept(self, bundle: Path, spelling: str) -> None:
-        theirs = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
-        for flag in ([spelling, theirs], [f"{spelling}={theirs}"]):
+        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
+        for flag in ([spelling, users], [f"{spelling}={users}"]):
             merged = additional(handed("MODEL", *flag, "--memory", f"a={bundle}"))
             assert merged["other"] == 1
             assert merged["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
 
     def test_a_users_worker_is_kept(self) -> None:
-        arguments = handed("MODEL", "--worker-cls", "mine.Worker")
+        arguments = handed("MODEL", "--worker-cls", "my.Worker")
         assert WORKER_CLS not in arguments
-        assert "mine.Worker" in arguments
+        assert "my.Worker" in arguments
 
     def test_a_config_file(self, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"

@@ -193,15 +193,15 @@ class TestRefusals:
     @pytest.mark.parametrize("length", [255, 256])
     def test_of_a_prompt_that_fills_the_context(self, client: openai.OpenAI, length: int) -> None:
         """One token may still be generated after 255; the engine refuses 256 in pass one as it does without memory."""
-        said = []
+        results = []
         for name in ("base", "sqrt"):
             try:
                 response = client.completions.create(model=name, prompt=[[5] * length], max_tokens=1)  # type: ignore[list-item]
-                said.append(response.usage.prompt_tokens)  # type: ignore[union-attr]
+                results.append(response.usage.prompt_tokens)  # type: ignore[union-attr]
             except openai.BadRequestError as error:
-                said.append(error.message)
-        assert said[0] == said[1]
-        assert (said[0] == 255) is (length == 255)
+                results.append(error.message)
+        assert results[0] == results[1]
+        assert (results[0] == 255) is (length == 255)
 
     @pytest.mark.parametrize(
         "picture",
