@@ -15,7 +15,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -355,10 +356,12 @@ def _check_values(bundle: Bundle, name: str) -> None:
 def _check_entries(metadata: BundleMetadata, name: str) -> None:
     if len(metadata.entries) > metadata.budget:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
-    ids = [entry.id for entry in metadata.entries]
-    if len(set(ids)) != len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
+    if (twice := _duplicate([entry.id for entry in metadata.entries])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+
+
+def _duplicate(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
@@ -370,8 +373,7 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
         )
     if not tasks:
         return
-    if len(set(tasks)) != len(tasks):
-        twice = next(task for task in tasks if tasks.count(task) > 1)
+    if (twice := _duplicate(tasks)) is not None:
         raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
     if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
         raise BundleError(

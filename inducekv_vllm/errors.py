@@ -1,14 +1,5 @@
 """The errors that a user of InduceKV can cause.
 
-    InduceKVError(ValueError)
-    ├── BundleError
-    │   └── FingerprintMismatch
-    ├── TaskDataError
-    ├── UnsupportedModel
-    ├── ConfigError
-    ├── UnknownBundle
-    └── CapacityError
-
 They derive from `ValueError`, so callers that only know vLLM or the standard library treat them as bad input.
 """
 

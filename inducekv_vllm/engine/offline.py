@@ -14,6 +14,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm import LLM
@@ -115,11 +116,8 @@ class MemoryLLM:
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
         """
-
-        def render(index: int) -> EngineInput:
-            return self.llm._preprocess_chat_one(conversations[index], **chat_options)
-
-        return self._answer(render, len(conversations), params, memory, top_k, remainder, adapter)
+        renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def generate(
         self,
@@ -132,35 +130,29 @@ class MemoryLLM:
         adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
-
-        def render(index: int) -> EngineInput:
-            return self.llm._preprocess_cmpl_one(prompts[index])
-
-        return self._answer(render, len(prompts), params, memory, top_k, remainder, adapter)
+        renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def _answer(
         self,
-        render: Callable[[int], EngineInput],
-        num_prompts: int,
+        renders: Sequence[Callable[[], EngineInput]],
         params: SamplingParams | Sequence[SamplingParams],
         memory: MemoryIndex | Sequence[MemoryIndex | None] | None,
         top_k: int | None,
         remainder: bool | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
-        all_params = _one_each(params, num_prompts, "params")
-        memories = _one_each(memory, num_prompts, "memory")
+        all_params = _one_each(params, len(renders), "params")
+        memories = _one_each(memory, len(renders), "memory")
         for memory_index in memories:
             self._check(memory_index, adapter)
         if remainder is None:
             remainder = self.config.remainder
 
         with_memory = [i for i, memory_index in enumerate(memories) if memory_index is not None]
-        keys = dict(
-            zip(with_memory, self._query_keys(map(render, with_memory), len(with_memory), adapter), strict=True)
-        )
-        lookups = [MemoryLookup(None, None)] * num_prompts
-        specs: list[InjectionSpec | None] = [None] * num_prompts
+        keys = dict(zip(with_memory, self._query_keys([renders[i] for i in with_memory], adapter), strict=True))
+        lookups = [MemoryLookup(None, None)] * len(renders)
+        specs: list[InjectionSpec | None] = [None] * len(renders)
         for i, memory_index in enumerate(memories):
             if memory_index is not None:
                 lookups[i] = memory_index.lookup(keys[i], top_k or self.config.top_k)
@@ -168,7 +160,7 @@ class MemoryLLM:
 
         # Render again: vLLM's two caches of processed images stay in step because they see the same sequence.
         outputs = self._run(
-            (answer_pass_prompt(render(i), spec) for i, spec in enumerate(specs)),
+            (answer_pass_prompt(render(), spec) for render, spec in zip(renders, specs, strict=True)),
             [answer_pass_params(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)],
             adapter,
         )
@@ -178,12 +170,13 @@ class MemoryLLM:
         ]
 
     def _query_keys(
-        self, prompts: Iterable[EngineInput], num_prompts: int, adapter: LoRARequest | None
+        self, renders: Sequence[Callable[[], EngineInput]], adapter: LoRARequest | None
     ) -> list[FloatArray]:
-        """Pass one: compute the keys [2, d] of N rendered prompts."""
-        key_ids = [uuid.uuid4().hex for _ in range(num_prompts)]
+        """Pass one: compute the keys [2, d] of N prompts."""
+        key_ids = [uuid.uuid4().hex for _ in renders]
         try:
-            self._run(map(require_rendered, prompts), [key_pass_params(key_id) for key_id in key_ids], adapter)
+            prompts = (require_rendered(render()) for render in renders)
+            self._run(prompts, [key_pass_params(key_id) for key_id in key_ids], adapter)
             return [decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))) for key_id in key_ids]
         except BaseException:
             for key_id in key_ids:

@@ -13,7 +13,7 @@ TASKS = ("colours", "counts", "shapes")
 
 def test_the_rule_is_its_definition() -> None:
     rng = np.random.default_rng(0)
-    verdicts = set()
+    decided = set()
     for _ in range(300):
         keys = rng.standard_normal((3, 2, 5)).astype(np.float16)
         thresholds = rng.standard_normal(3).astype(np.float32) + 1
@@ -26,8 +26,8 @@ def test_the_rule_is_its_definition() -> None:
         gate_decision = RelevanceGate(keys, thresholds, TASKS).decide(query)
         np.testing.assert_allclose(gate_decision.margins, margins, rtol=0, atol=1e-12)
         assert gate_decision.task == (TASKS[margins.index(max(margins))] if max(margins) >= 0 else None)
-        verdicts.add(gate_decision.task)
-    assert verdicts == {*TASKS, None}
+        decided.add(gate_decision.task)
+    assert decided == {*TASKS, None}
 
 
 def test_a_margin_of_exactly_0_is_open_and_the_first_of_equal_tasks_wins() -> None:
@@ -69,6 +69,6 @@ def test_a_gate_without_tasks() -> None:
 
 
 @pytest.mark.parametrize("query", [np.zeros(5), np.zeros((2, 4)), np.zeros((1, 5)), np.full((2, 5), np.nan)])
-def test_queries_that_cannot_be_judged(query: np.ndarray) -> None:
+def test_queries_that_cannot_be_used(query: np.ndarray) -> None:
     with pytest.raises(ConfigError, match=r"query key must be finite, of shape \[2, 5\]"):
         RelevanceGate(np.zeros((3, 2, 5)), np.zeros(3), TASKS).decide(query)

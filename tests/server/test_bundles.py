@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_the_list_says_what_is_loaded(bundles: Bundles, world: World) -> None:
+def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
     cards = {card["name"]: card for card in bundles.list()["data"]}
     assert cards.keys() == {"sqrt", "prior"}
     card, bundle = cards["sqrt"], world.bundles["sqrt"]

@@ -75,7 +75,7 @@ def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
             ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})
 
 
-def test_the_list_and_the_counters_tell_the_gate(
+def test_the_list_and_the_counters_show_the_gate(
     client: openai.OpenAI, server: str, gated: Bundle, questions: list[Prompt]
 ) -> None:
     cards = {card["name"]: card for card in Bundles(server).list()["data"]}

@@ -39,7 +39,7 @@ def test_the_base_name_is_the_model_without_memory(client: openai.OpenAI, world:
 
 
 class TestTrace:
-    def test_says_what_was_used(self, client: openai.OpenAI, server: str, world: World) -> None:
+    def test_describes_the_injection(self, client: openai.OpenAI, server: str, world: World) -> None:
         (prompt,) = prompts(1, seed=2)
         response = ask(client, "sqrt", prompt, extra_body=TRACED)
         trace = trace_of(response)
@@ -96,7 +96,7 @@ class TestTrace:
 
 
 class TestEveryKindOfAnswer:
-    def test_a_stream_says_the_same(self, client: openai.OpenAI) -> None:
+    def test_a_stream_has_the_same_text(self, client: openai.OpenAI) -> None:
         for prompt in prompts(2, seed=5):
             whole = ask(client, "sqrt", prompt)
             parts = [part for part in ask(client, "sqrt", prompt, stream=True) if part.choices]
