@@ -1,5 +1,4 @@
-"""An `inducekv-serve` process of one's own: started on a free local port, and stopped again whatever happens,
-even where we are killed."""
+"""Runs `inducekv-serve` on a free local port and always stops it, even if this process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,12 @@ import httpx
 
 from benchmarks.parent import end_with_parent
 
-START_SECONDS = 600.0  # the first start of a model compiles it
+START_SECONDS = 600.0  # the first start compiles the model
 STOP_SECONDS = 30.0
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or did not answer in time; the message ends in what its log says."""
+    """The server ended or did not answer in time; the message ends with lines of its log."""
 
 
 def free_port() -> int:
@@ -35,16 +34,28 @@ def free_port() -> int:
 
 @contextmanager
 def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[str]:
-    """Runs `inducekv-serve *arguments` and yields its base URL, "http://127.0.0.1:PORT", once it is healthy.
+    """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy.
 
     Raises:
         ServerFailed: it never became healthy.
+    """
+    with starting(arguments, log, environment) as wait_until_healthy:
+        yield wait_until_healthy()
+
+
+@contextmanager
+def starting(
+    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[Callable[[], str]]:
+    """Start `inducekv-serve *arguments` and yield a function that waits until it is healthy and returns its base URL.
+
+    That function raises ServerFailed if the server never becomes healthy.
     """
     port = free_port()
     command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
         before = signal.signal(signal.SIGTERM, _exit)
-        # A session of its own: Ctrl-C reaches us alone, and we then stop the server and its engine together.
+        # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server and its engine.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -55,27 +66,25 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, url, log)
-            yield url
+            yield partial(_wait_until_healthy, process, f"http://127.0.0.1:{port}", log)
         finally:
             _stop(process)
             signal.signal(signal.SIGTERM, before)
 
 
 def _exit(number: int, frame: object) -> None:
-    """A terminated process stops its server too: as an exception, the signal runs every `finally` on its way out."""
+    """Turn SIGTERM into an exception, so that every `finally` runs and stops the server."""
     sys.exit(128 + number)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerFailed(f"the server ended with exit status {process.returncode}; from its log:\n{_reason(log)}")
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
+                return url
         except httpx.TransportError:
             pass
         time.sleep(0.5)
@@ -87,14 +96,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-    # The engine is a child of the server and outlives a server that crashed; the group holds nothing but the two.
+    # The engine is a child of the server and outlives its crash; the process group holds only these two.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _reason(log: Path) -> str:
-    """The log's lines that name an error (the cause is often logged early, by another process), and its end."""
+    """The log's lines that name an error (another process often logs the cause early), and its last lines."""
     lines = log.read_text(errors="replace").splitlines()
     named = dict.fromkeys(line for line in lines if re.search(r"\w(Error|Exception|Model|error): ", line))
     return "\n".join([*list(named)[-6:], "...", *lines[-15:]])

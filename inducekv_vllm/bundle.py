@@ -1,10 +1,10 @@
-"""The memory bundle: one safetensors file that holds a task stream's whole adaptation state.
+"""The memory bundle: one safetensors file with the whole adaptation state of a task stream.
 
-Letters: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size, C tasks of a relevance gate.
+Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size, C tasks of a relevance gate.
 
-A file holds the tensors of `Bundle` and one metadata entry, `inducekv`: the JSON of `BundleMetadata`. Format version 2
-is version 1 with a relevance gate; a bundle without one is still written as version 1.
-Nothing in it is ever executed or unpickled, and `read_bundle` trusts none of it before it has been checked.
+A file holds the tensors of `Bundle` and one metadata entry, `inducekv`, the JSON of `BundleMetadata`. Format version 2
+adds a relevance gate to version 1; a bundle without a gate is written as version 1. Reading never executes or unpickles
+anything, and `read_bundle` checks all content before use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -27,13 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from torch import Tensor
 
 from .errors import BundleError, FingerprintMismatch
-from .retrieval import Weighting
+from .page_terms import Weighting
 
 FORMAT_VERSION: Final = 1
 GATED_FORMAT_VERSION: Final = 2
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 16 * 2**20
-# Rounding a unit vector to float16 moves its norm by at most 2^-11 and a little for subnormal components.
+# Rounding a unit vector to float16 changes its norm by at most 2^-11, plus a little for subnormal components.
 UNIT_NORM_TOLERANCE = 2e-3
 
 _DTYPES = {
@@ -50,7 +51,7 @@ _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 
 class EntryRecord(BaseModel):
-    """What is known about the training example an entry was made from."""
+    """The training example that an entry was made from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +61,7 @@ class EntryRecord(BaseModel):
 
 
 class BackboneFingerprint(BaseModel):
-    """What must agree between the model a memory was extracted from and the model that serves it."""
+    """The properties that must match between the model a memory was extracted from and the model that serves it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,7 +75,7 @@ class BackboneFingerprint(BaseModel):
     tokenizer_digest: str
 
     def differences(self, other: BackboneFingerprint) -> list[str]:
-        """One line for each field that differs, as "field: this one's value, other's value"; empty if none does."""
+        """List every field that differs as "field: own value, other value"."""
         return [
             f"{name}: {getattr(self, name)!r}, other {getattr(other, name)!r}"
             for name in type(self).model_fields
@@ -83,26 +84,26 @@ class BackboneFingerprint(BaseModel):
 
 
 class BundleMetadata(BaseModel):
-    """Everything in a bundle that is not a tensor."""
+    """The part of a bundle that is not tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1, 2] = FORMAT_VERSION  # 2 with a relevance gate, and only then
+    format_version: Literal[1, 2] = FORMAT_VERSION  # 2 if and only if there is a relevance gate
     backbone: BackboneFingerprint
-    budget: int = Field(ge=1)  # the most entries this memory may ever have
+    budget: int = Field(ge=1)  # the maximum number of entries
     payload_tokens: int = Field(ge=1)  # m
     entries: tuple[EntryRecord, ...] = Field(min_length=1)  # [B]
     weighting: Weighting
-    recipe: str  # how the memory was made: "build" for extraction alone
+    recipe: str  # the recipe that made the memory; "build" is extraction only
     settings: dict[str, Any]  # the recipe's settings, JSON values only
-    adapter: str | None = None  # the LoRA adapter the memory was made with, and needs
+    adapter: str | None = None  # the LoRA adapter that the memory was made with and requires
     parent_digest: str | None = None  # the memory this one was made from
-    gate_tasks: tuple[str, ...] = ()  # [C], the tasks the relevance gate tells apart; empty without a gate
+    gate_tasks: tuple[str, ...] = ()  # [C], the tasks of the relevance gate; empty without a gate
     digest: str = ""  # see `bundle_digest`
 
     @model_serializer(mode="wrap")
     def _as_version_1_without_a_gate(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Version 1 has no such field: its files, and their digests, stay what they are."""
+        """Omit `gate_tasks` in version 1, so that its files and digests do not change."""
         fields: dict[str, Any] = serialize(self)
         if not self.gate_tasks:
             fields.pop("gate_tasks", None)
@@ -111,7 +112,7 @@ class BundleMetadata(BaseModel):
 
 @dataclass(frozen=True)
 class Gate:
-    """A relevance gate; `inducekv_vllm.gate` has the rule. Where no task's margin is 0 or more, memory is unused.
+    """A relevance gate; `inducekv_vllm.gate` applies it. A request uses the memory if a task's margin is at least 0.
 
     margin_c = <q_prefix, keys[c, 0]> + <q_text, keys[c, 1]> - thresholds[c]
     """
@@ -123,7 +124,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Bundle:
-    """One memory. Make one with `Bundle.create`, which computes its digest; tensors must not be changed afterwards."""
+    """One memory. `Bundle.create` computes its digest, so the tensors must not change afterwards."""
 
     retrieval_keys: Tensor  # [B, d] float16, unit norm
     payload_keys: Tensor  # [L, B, J, m, D] float16, before RoPE
@@ -155,10 +156,10 @@ class Bundle:
         parent_digest: str | None = None,
         gate: Gate | None = None,
     ) -> Bundle:
-        """Round the tensors (shapes as in `Bundle`, any float type) to the stored types, check them, seal the digest.
+        """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
         Raises:
-            BundleError: the parts contradict each other or are out of range (see `check_bundle`).
+            BundleError: the parts are inconsistent or out of range (see `check_bundle`).
         """
         try:
             settings = json.loads(json.dumps(settings, allow_nan=False))
@@ -214,13 +215,13 @@ class Bundle:
 
     @property
     def gate(self) -> Gate | None:
-        """The relevance gate with its tensors as stored, or None for a memory that is always used."""
+        """The relevance gate with its stored tensors, or None for a memory that is always used."""
         if self.gate_keys is None or self.gate_thresholds is None:
             return None
         return Gate(self.gate_keys, self.gate_thresholds, self.metadata.gate_tasks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by their names in the file; the gate's only where there is one."""
+        """The stored tensors by their names in the file; includes those of the gate if there is one."""
         return {name: tensor for name in _DTYPES if (tensor := getattr(self, name)) is not None}
 
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
@@ -229,9 +230,8 @@ class Bundle:
         Raises:
             FingerprintMismatch: listing every difference.
         """
-        found = self.metadata.backbone.differences(served)
-        if found:
-            raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(found))
+        if differences := self.metadata.backbone.differences(served):
+            raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
 
 def bundle_digest(bundle: Bundle) -> str:
@@ -249,11 +249,11 @@ def bundle_digest(bundle: Bundle) -> str:
 
 
 def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
-    """Write a bundle so that `path` holds either its old content or all of the new one, never a part.
+    """Write a bundle atomically: `path` holds either its old content or the complete new one.
 
     Raises:
-        BundleError: the bundle is inconsistent or its digest is stale, or the file cannot be written (the folder is
-            missing, the disk is full, ...); no temporary file is left behind.
+        BundleError: the bundle is inconsistent, its digest is stale, or the file cannot be written (missing folder,
+            full disk, ...). No temporary file is left behind.
     """
     target = Path(path)
     check_bundle(bundle, str(target))
@@ -268,14 +268,14 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
 
 
 def read_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
-    """Read a bundle into memory of its own (the file may be replaced or removed afterwards).
+    """Read a bundle into memory; the file may be replaced or removed afterwards.
 
     Args:
-        verify: also check values: the digest, finite payloads, unit-norm keys, ranges of the calibration. Without it
-            only structure is checked: header, metadata, names, dtypes, shapes, file size.
+        verify: also check values: the digest, finite payloads, unit-norm keys, ranges of the calibration. Otherwise
+            only the structure is checked: header, metadata, names, dtypes, shapes, file size.
 
     Raises:
-        BundleError: naming the file and what is wrong with it.
+        BundleError: names the file and the problem.
     """
     source = Path(path)
     header = _read_header(source)
@@ -295,7 +295,7 @@ def read_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
 
 
 def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
-    """The shape each tensor must have, from the metadata alone."""
+    """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
     payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
     C = len(metadata.gate_tasks)
@@ -312,10 +312,10 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
 
 
 def check_bundle(bundle: Bundle, name: str) -> None:
-    """Check every rule a bundle must keep; `name` stands at the head of the message.
+    """Check that a bundle is valid; error messages begin with `name`.
 
     Raises:
-        BundleError: the first rule broken.
+        BundleError: names the first problem.
     """
     _check_structure(bundle, name)
     _check_values(bundle, name)
@@ -338,7 +338,7 @@ def _check_structure(bundle: Bundle, name: str) -> None:
 
 def _check_values(bundle: Bundle, name: str) -> None:
     for tensor_name, tensor in bundle.tensors().items():
-        # NaN passes into the extremes, so this says the same as isfinite(tensor).all(), some 25 times as fast.
+        # NaN propagates into the extremes, so this equals isfinite(tensor).all() but is about 25 times as fast.
         if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
     norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
@@ -356,10 +356,12 @@ def _check_values(bundle: Bundle, name: str) -> None:
 def _check_entries(metadata: BundleMetadata, name: str) -> None:
     if len(metadata.entries) > metadata.budget:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
-    ids = [entry.id for entry in metadata.entries]
-    if len(set(ids)) != len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
+    if (twice := _duplicate([entry.id for entry in metadata.entries])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+
+
+def _duplicate(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
@@ -371,8 +373,7 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
         )
     if not tasks:
         return
-    if len(set(tasks)) != len(tasks):
-        twice = next(task for task in tasks if tasks.count(task) > 1)
+    if (twice := _duplicate(tasks)) is not None:
         raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
     if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
         raise BundleError(
@@ -386,7 +387,7 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
 
 
 def _read_header(source: Path) -> dict[str, Any]:
-    """The safetensors header as JSON; sizes are checked before anything is parsed or allocated."""
+    """Read the safetensors header as JSON; check sizes before parsing or allocating."""
     if not source.is_file():
         raise BundleError(f"{source}: {'not a regular file' if source.exists() else 'no such file'}")
     try:
@@ -404,7 +405,7 @@ def _read_header(source: Path) -> dict[str, Any]:
 
 
 def _header_bytes(file: BinaryIO, source: Path) -> int:
-    """The length of the header, read from the first 8 bytes; leaves the file at the header's begin."""
+    """Read the header's length from the first 8 bytes; the file position is then at the header."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         raise BundleError(f"{source}: the file is empty")
@@ -429,8 +430,8 @@ def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON: {error}") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in (FORMAT_VERSION, GATED_FORMAT_VERSION):
-        known = f"{FORMAT_VERSION} or {GATED_FORMAT_VERSION}"
-        raise BundleError(f"{source}: format version {version!r} is not supported, expected {known}")
+        supported = f"{FORMAT_VERSION} or {GATED_FORMAT_VERSION}"
+        raise BundleError(f"{source}: format version {version!r} is not supported, expected {supported}")
     try:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
@@ -441,7 +442,7 @@ def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
 
 
 def _check_layout(header: dict[str, Any], metadata: BundleMetadata, source: Path) -> None:
-    """Names, dtypes, shapes and the file's size, from the header alone: before any tensor is read."""
+    """Check names, dtypes, shapes and the file's size from the header, before reading any tensor."""
     shapes = expected_shapes(metadata)
     names = set(header) - {"__metadata__"}
     if missing := set(shapes) - names:
@@ -450,12 +451,11 @@ def _check_layout(header: dict[str, Any], metadata: BundleMetadata, source: Path
         raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown))}")
     tensor_bytes = 0
     for name, shape in shapes.items():
-        found = header[name] if isinstance(header[name], dict) else {}
-        expected_dtype = _SAFETENSORS_DTYPES[_DTYPES[name]]
-        if found.get("dtype") != expected_dtype or found.get("shape") != list(shape):
+        entry = header[name] if isinstance(header[name], dict) else {}
+        dtype = _SAFETENSORS_DTYPES[_DTYPES[name]]
+        if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
             raise BundleError(
-                f"{source}: {name} must be {expected_dtype} {list(shape)}, "
-                f"found {found.get('dtype')} {found.get('shape')}"
+                f"{source}: {name} must be {dtype} {list(shape)}, found {entry.get('dtype')} {entry.get('shape')}"
             )
         tensor_bytes += math.prod(shape) * _DTYPES[name].itemsize
     with source.open("rb") as file:
@@ -468,7 +468,7 @@ def _check_layout(header: dict[str, Any], metadata: BundleMetadata, source: Path
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `target`; on success make it durable and move it there, otherwise remove it."""
+    """Yield a temporary path beside `target`. On success, sync it and move it to `target`; otherwise remove it."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     temporary.open("xb").close()
     try:

@@ -1,4 +1,4 @@
-"""The one configuration object of the plugin, read from vLLM's `--additional-config '{"inducekv": {...}}'`."""
+"""The plugin's settings, read from vLLM's `--additional-config '{"inducekv": {...}}'`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "inducekv"
-WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # what --worker-cls must name
+WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
 
 
 class InduceKVConfig(BaseModel):
-    """Settings of one serving engine; see the README for what each means to a user."""
+    """Settings of one engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    bundles: dict[str, str] = Field(default_factory=dict)  # served name -> path of the bundle, loaded at start
-    top_k: int | None = Field(default=None, ge=1)  # entries retrieved for a request; None retrieves all B
-    remainder: bool = True  # weighting "sqrt" with top_k: what was not retrieved stays in the softmax with alpha = 0
-    key_cache_entries: int = Field(default=4096, ge=0)  # query keys remembered by prompt; 0 computes every key anew
+    bundles: dict[str, str] = Field(default_factory=dict)  # served name -> bundle path, loaded at start
+    top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
+    remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
+    key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> InduceKVConfig | None:
-        """The settings this engine was started with, or None where it was started without memory.
+        """Return the settings this engine was started with, or None if it was started without memory.
 
         Raises:
-            ConfigError: an unknown setting, or one of the wrong type or range.
+            ConfigError: a setting is unknown, has the wrong type or is out of range.
         """
         additional: Any = vllm_config.additional_config
         if not isinstance(additional, dict) or CONFIG_KEY not in additional:
@@ -39,7 +39,7 @@ class InduceKVConfig(BaseModel):
 
     @classmethod
     def parse(cls, settings: object) -> InduceKVConfig:
-        """Validate a settings dictionary; raises ConfigError naming every setting that is wrong."""
+        """Validate a settings dictionary. The ConfigError names every invalid setting."""
         try:
             return cls.model_validate(settings)
         except ValidationError as error:

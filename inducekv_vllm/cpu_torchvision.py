@@ -1,12 +1,12 @@
 """Make PyPI's torchvision importable beside a CPU-only torch.
 
-PyPI's torchvision links CUDA: beside a CPU torch its C++ operators never load, and its Python half fails to import
-because it attaches fake kernels to operators that do not exist ("operator torchvision::nms does not exist").
-vLLM's LLaVA and Qwen3-VL import torchvision but call none of those operators, so declaring their schemas suffices.
+PyPI's torchvision links CUDA. Beside a CPU torch its C++ operators never load, and its Python half fails to import
+because it registers fake kernels for operators that do not exist ("operator torchvision::nms does not exist").
+vLLM's LLaVA and Qwen3-VL import torchvision but call none of those operators, so it is enough to declare their schemas.
 
-It must happen in every process before anything imports torchvision. `python -m inducekv_vllm.cpu_torchvision` writes
-a `.pth` file into the environment that installs an import hook at interpreter start; the hook costs nothing until
-torchvision is imported, and does nothing on a CUDA torch.
+Every process must do this before it imports torchvision. `python -m inducekv_vllm.cpu_torchvision` writes a `.pth` file
+into the environment, which installs an import hook at interpreter start. The hook costs nothing until torchvision is
+imported, and does nothing on a CUDA torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-# Sorted last, so that an editable install's own .pth has put this package on the path before it is read.
+# The name sorts last, so an editable install's .pth file has already put this package on the path.
 PTH_NAME = "zz_inducekv_cpu_torchvision.pth"
 PTH_LINE = (
     "import importlib.util as u; u.find_spec('inducekv_vllm')"
@@ -30,11 +30,11 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_libraries: list[object] = []  # a torch.library.Library undoes its definitions when it is collected
+_libraries: list[object] = []  # a torch.library.Library removes its definitions when it is garbage-collected
 
 
 def declare_operators() -> None:
-    """Declare torchvision's operator schemas on a CPU-only torch; does nothing on a CUDA torch or a second time."""
+    """Declare torchvision's operator schemas on a CPU-only torch; do nothing on a CUDA torch or on a second call."""
     import torch
 
     if torch.version.cuda is not None or _libraries:
@@ -62,7 +62,7 @@ def install_hook() -> None:
 
 
 def write_pth(site_packages: Path) -> Path:
-    """Install the hook for every process of the environment that owns `site_packages`; returns the file written."""
+    """Install the hook for every process of the environment that owns `site_packages`; return the file written."""
     path = site_packages / PTH_NAME
     path.write_text(PTH_LINE)
     return path

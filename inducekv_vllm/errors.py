@@ -1,20 +1,11 @@
-"""Every error a user of InduceKV can cause, in one tree.
+"""The errors that a user of InduceKV can cause.
 
-    InduceKVError(ValueError)
-    ├── BundleError            a bundle file or its content is not usable
-    │   └── FingerprintMismatch    the bundle was made for another backbone
-    ├── TaskDataError          task data (JSONL, LLaVA JSON, images) cannot be read
-    ├── UnsupportedModel       the model has an architecture or a feature InduceKV cannot serve
-    ├── ConfigError            a setting is unknown, out of range, or contradicts another
-    ├── UnknownBundle          no bundle of that name is loaded
-    └── CapacityError          a request or a bundle does not fit into the resources it was given
-
-All are `ValueError`s, so callers that only know vLLM or the standard library treat them as bad input, not as a crash.
+They derive from `ValueError`, so callers that only know vLLM or the standard library treat them as bad input.
 """
 
 
 class InduceKVError(ValueError):
-    """Base of all errors raised for bad input."""
+    """Base class of all errors raised for bad input."""
 
 
 class BundleError(InduceKVError):
@@ -26,11 +17,11 @@ class FingerprintMismatch(BundleError):
 
 
 class TaskDataError(InduceKVError):
-    """Task data cannot be read; the message names the file and, where there is one, the line."""
+    """Task data (JSONL, LLaVA JSON, images) cannot be read; the message names the file and, if known, the line."""
 
 
 class UnsupportedModel(InduceKVError):
-    """A model, or a feature it was started with, cannot be combined with a memory."""
+    """A model, or a feature it runs with, cannot be combined with a memory."""
 
 
 class ConfigError(InduceKVError):
@@ -42,4 +33,4 @@ class UnknownBundle(InduceKVError):
 
 
 class CapacityError(InduceKVError):
-    """Something does not fit: a bundle into the pool, or a request into the slots."""
+    """A bundle or a request does not fit into the available resources."""

@@ -1,6 +1,6 @@
-"""The fingerprint of a backbone, from its configuration and tokenizer alone: no weights read, no remote code run.
+"""The fingerprint of a backbone, computed from its configuration and tokenizer without weights or remote code.
 
-The selector computes it when it makes a bundle, the server when it loads one; both must come to the same value.
+The selector stores it in a bundle; the server computes it again and compares.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .errors import UnsupportedModel
 
 
 def backbone_fingerprint(model: str | Path, revision: str | None = None) -> BackboneFingerprint:
-    """Fingerprint a model folder or Hugging Face id.
+    """Compute the fingerprint of a model folder or Hugging Face id.
 
     Raises:
-        UnsupportedModel: the configuration or the tokenizer cannot be loaded, or is not that of a decoder model.
+        UnsupportedModel: the configuration or tokenizer cannot be loaded, or does not belong to a decoder model.
     """
     require_model_folder(model)
     try:
@@ -35,17 +35,17 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
 
 
 def require_model_folder(model: str | Path) -> None:
-    """Say that a folder is missing, where the Hugging Face library would complain about the form of an id.
+    """Check that a model given as a path exists; Hugging Face would report an invalid id instead.
 
     Raises:
-        UnsupportedModel: `model` is written as a path, and there is no such folder.
+        UnsupportedModel: `model` is written as a path, but there is no such folder.
     """
     if (isinstance(model, Path) or model.startswith((".", "/", "~"))) and not Path(model).is_dir():
         raise UnsupportedModel(f"{model}: no such model folder")
 
 
 def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneFingerprint:
-    """The fingerprint of a configuration and tokenizer already loaded.
+    """Compute the fingerprint from a loaded configuration and tokenizer.
 
     Raises:
         UnsupportedModel: a required setting is missing.
@@ -69,7 +69,7 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over what a tokenizer means, whatever files it came from: vocabulary, added tokens, chat template."""
+    """Hash the vocabulary, added tokens and chat template (sha256), independent of the tokenizer's file format."""
     added = {
         number: [str(token), token.special, token.normalized, token.lstrip, token.rstrip, token.single_word]
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -83,7 +83,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _has_k_norm(text: PretrainedConfig) -> bool:
-    """Whether the attention normalises its keys: read off one layer, built without storage for its weights."""
+    """Check for key normalisation on a one-layer model built on the meta device."""
     one_layer = copy.deepcopy(text)
     one_layer.num_hidden_layers = 1
     if getattr(one_layer, "layer_types", None):
@@ -94,7 +94,7 @@ def _has_k_norm(text: PretrainedConfig) -> bool:
 
 
 def _canonical(value: Any) -> Any:
-    """The same JSON value for the same meaning: no nulls in objects, whole floats and ints alike, lists for tuples."""
+    """Normalise a JSON value: drop nulls in objects, make ints floats and tuples lists."""
     if isinstance(value, dict):
         return {str(key): _canonical(value[key]) for key in sorted(value) if value[key] is not None}
     if isinstance(value, (list, tuple)):

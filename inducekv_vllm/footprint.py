@@ -1,6 +1,6 @@
-"""What a memory costs in bytes, computed from a model's configuration alone (paper, Eq. bytes_per_entry).
+"""The memory footprint in bytes, computed from a model's configuration (paper, Eq. bytes_per_entry).
 
-Letters: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size.
+Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .errors import UnsupportedModel
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
-# Where wrapper configurations keep the language model's own: LLaVA, Qwen-VL; DeepSeek-VL2; InternVL.
+# Keys of the language model's part in a wrapper configuration: LLaVA and Qwen-VL; DeepSeek-VL2; InternVL.
 _TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 
 
 @dataclass(frozen=True)
 class TextGeometry:
-    """The four numbers of a language model that fix the size of a memory entry."""
+    """The four sizes of a language model that determine the size of a memory entry."""
 
     num_layers: int  # L
     num_kv_heads: int  # J
@@ -48,12 +48,12 @@ def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int) -> int:
 
 
 def gate_bytes(C: int, d: int) -> int:
-    """Bytes of a relevance gate of C tasks: two keys [d] in float16 and a threshold in float32 each."""
+    """Bytes of a relevance gate with C tasks, each with two float16 keys [d] and a float32 threshold."""
     return C * (2 * FLOAT16_BYTES * d + FLOAT32_BYTES)
 
 
 def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:
-    """The footprint of each budget for one model, as in the paper's system-overhead table."""
+    """Compute the footprint of each budget, as in the paper's system-overhead table."""
     g = geometry
     return [
         PlanRow(
@@ -66,12 +66,12 @@ def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a Hugging Face `config.json`; the whole of it where nothing is nested.
+    """Return the language model's part of a Hugging Face `config.json`, or all of it if nothing is nested.
 
-    A file may leave out what equals a default of its own configuration class (LLaVA 1.5 states hardly any size), so
-    one whose class transformers has is completed by it.
+    A file may omit values that equal a default of its configuration class (LLaVA 1.5 omits most sizes). If transformers
+    has the class, it fills them in.
     """
-    from transformers import CONFIG_MAPPING  # here, as it takes seconds and most users of this module do not need it
+    from transformers import CONFIG_MAPPING  # takes seconds, and most users of this module do not need it
 
     if config.get("model_type") in CONFIG_MAPPING:
         try:
@@ -86,11 +86,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
-    """Read the geometry from a `config.json` already parsed.
+    """Read the geometry from a parsed `config.json`.
 
     Raises:
-        UnsupportedModel: a size is missing or not a positive whole number. Some wrapper configurations leave sizes to
-            the defaults of their own code (DeepSeek-VL2 base does); they are not guessed here.
+        UnsupportedModel: a size is missing or not a positive whole number. Some wrapper configurations rely on defaults
+            in remote code (DeepSeek-VL2 base does); these are not guessed.
     """
     text = text_config(config)
     hidden_size = _size(text, "hidden_size")

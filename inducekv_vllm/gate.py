@@ -1,6 +1,6 @@
-"""The relevance gate: whether a request has to do with what a memory knows, and with which of its tasks.
+"""The relevance gate decides whether a request uses the memory, and which task's entries it may retrieve.
 
-Letters: C tasks of the gate, d hidden size.
+Shapes: C tasks of the gate, d hidden size.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ from .errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Relevance:
-    """The gate's verdict on one request."""
+class GateDecision:
+    """The gate's decision for one request."""
 
-    task: str | None  # the task whose entries are retrieved; None: the gate is closed
-    margins: npt.NDArray[np.float64]  # [C], in the order of the gate's tasks; open where one is at least 0
+    task: str | None  # the task whose entries are retrieved; None if the gate is closed
+    margins: npt.NDArray[np.float64]  # [C], in the order of the gate's tasks; open if one is at least 0
 
 
 class RelevanceGate:
     """margin_c = <q_prefix, prefix_key_c> + <q_text, text_key_c> - threshold_c, in float64."""
 
     def __init__(self, keys: npt.ArrayLike, thresholds: npt.ArrayLike, tasks: tuple[str, ...]) -> None:
-        """`keys` [C, 2, d] (row 0 meets the prefix part of a query, row 1 the text part) and `thresholds` [C], finite.
+        """Create a gate for C tasks.
+
+        Args:
+            keys: [C, 2, d], finite; row 0 is compared with the prefix part of a query, row 1 with the text part.
+            thresholds: [C], finite.
+            tasks: C names.
 
         Raises:
-            ConfigError: other shapes, numbers that are not finite, or not one name for each task.
+            ConfigError: a shape is wrong or a number is not finite.
         """
         self.keys = np.asarray(keys, dtype=np.float64)  # [C, 2, d]
         self.thresholds = np.asarray(thresholds, dtype=np.float64)  # [C]
@@ -42,14 +47,14 @@ class RelevanceGate:
         if not (np.isfinite(self.keys).all() and np.isfinite(self.thresholds).all()):
             raise ConfigError("the keys and thresholds of a gate must be finite")
 
-    def judge(self, query: npt.ArrayLike) -> Relevance:
-        """The task of largest margin, the first of equal ones; none where every margin is below 0.
+    def decide(self, query: npt.ArrayLike) -> GateDecision:
+        """Pick the task with the largest margin (the first of equal ones), or none if every margin is below 0.
 
         Args:
             query: [2, d], the full-prefix mean and the text-token mean of the prompt.
 
         Raises:
-            ConfigError: a query of another shape, or with NaN or inf.
+            ConfigError: the query has the wrong shape or is not finite.
         """
         q = np.asarray(query, dtype=np.float64)
         if q.shape != self.keys.shape[1:] or not np.isfinite(q).all():
@@ -58,4 +63,4 @@ class RelevanceGate:
             )
         margins = np.einsum("cpd,pd->c", self.keys, q) - self.thresholds  # [C]
         best = int(margins.argmax())
-        return Relevance(self.tasks[best] if margins[best] >= 0 else None, margins)
+        return GateDecision(self.tasks[best] if margins[best] >= 0 else None, margins)

@@ -1,10 +1,10 @@
-"""Counters for Prometheus, in the registry that vLLM's `/metrics` shows."""
+"""Prometheus counters, exported by vLLM's `/metrics` route."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter
 
-from .gate import Relevance
+from .gate import GateDecision
 
 _REQUESTS = Counter(
     "inducekv:requests",
@@ -13,12 +13,12 @@ _REQUESTS = Counter(
 )
 
 
-def count_request(bundle: str, relevance: Relevance | None) -> None:
-    """One more request that the gate has decided on; `relevance` None for a memory without one."""
-    if relevance is None:
+def count_request(bundle: str, gate_decision: GateDecision | None) -> None:
+    """Count one request; `gate_decision` is None for a memory without a gate."""
+    if gate_decision is None:
         labels = "none", ""
-    elif relevance.task is None:
+    elif gate_decision.task is None:
         labels = "closed", ""
     else:
-        labels = "open", relevance.task
+        labels = "open", gate_decision.task
     _REQUESTS.labels(bundle, *labels).inc()

@@ -1,14 +1,14 @@
-"""Which tokens of a prompt are text, and which stand for a part of a picture, a video or a sound."""
+"""Placeholder tokens, which a prompt holds in place of images, videos and audio."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What Hugging Face configurations call the token that every patch of a picture, and so on, takes the place of.
+# The names that Hugging Face configurations give to these token ids.
 _CONFIG_NAMES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
-    """The placeholder tokens of a model's configuration (a `PretrainedConfig`); empty for a model of text alone."""
-    found = (getattr(config, name, None) for name in _CONFIG_NAMES)
-    return frozenset(token for token in found if isinstance(token, int))
+    """Return the placeholder token ids of a `PretrainedConfig`; empty for a text-only model."""
+    tokens = (getattr(config, name, None) for name in _CONFIG_NAMES)
+    return frozenset(token for token in tokens if isinstance(token, int))

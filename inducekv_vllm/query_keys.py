@@ -1,21 +1,16 @@
-"""Query keys of running key passes: sums over chunks, kept until they are fetched.
+"""Query keys of running key passes: sums over prompt chunks, kept until the API process fetches the key.
 
-A key has two parts: row 0 is r(x), the mean over all prompt tokens; row 1 the mean over the text tokens alone.
-
-Letters: T prompt tokens of a request, d hidden size.
+Shapes: T prompt tokens of a request, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
+from cachetools import FIFOCache
 from torch import Tensor
 from torch.nn.functional import normalize
-
-# Keys that nobody fetched, because the request was aborted after its pass, are dropped from this many on.
-MAX_PENDING = 4096
 
 
 @dataclass
@@ -32,44 +27,48 @@ class _Running:
 
 @dataclass(frozen=True)
 class QueryKey:
-    key: (
-        Tensor  # [2, d] float32: means of the final hidden states, normalised; row 1 is zeros for a prompt without text
-    )
+    """Normalised means of a prompt's final hidden states."""
+
+    key: Tensor  # [2, d] float32: over all tokens, over the text tokens (zeros for a prompt without text)
     num_tokens: int  # T
 
+    def to_bytes(self) -> bytes:
+        """Serialise as float32 [2, d] in native byte order; both processes run on one machine."""
+        return self.key.to("cpu", torch.float32).contiguous().numpy().tobytes()
 
-class QueryKeys:
-    """Accumulates the means over the prompt's final hidden states (paper, Eq. key_rewrite), however it is chunked."""
 
-    def __init__(self) -> None:
+class QueryKeyAccumulator:
+    """Accumulates the means over the final hidden states (paper, Eq. key_rewrite) of prompts in any chunks."""
+
+    def __init__(self, max_pending: int = 4096) -> None:
+        """A request aborted after its key pass never fetches its key; beyond `max_pending` the oldest are dropped."""
         self._running: dict[str, _Running] = {}
-        self._finished: OrderedDict[str, QueryKey] = OrderedDict()
+        self._finished: FIFOCache[str, QueryKey] = FIFOCache(max_pending)
 
     @property
-    def running(self) -> bool:
+    def any_running(self) -> bool:
         return bool(self._running)
 
     @property
     def pending(self) -> int:
         return len(self._finished)
 
-    def wants(self, request_id: str) -> bool:
+    def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
     def start(self, request_id: str, key_id: str, is_text: Tensor) -> None:
-        """A key pass begins; `is_text` [T] bool says which of its tokens are no placeholders."""
+        """Begin a key pass; `is_text` [T] bool is False for placeholder tokens."""
         self._running[request_id] = _Running(key_id, is_text)
 
     def restart(self, request_id: str) -> None:
-        """The request was preempted and computes its prompt again, from the first token."""
-        if request_id in self._running:
-            run = self._running[request_id]
-            self._running[request_id] = _Running(run.key_id, run.is_text)
+        """Begin again: the request was preempted and recomputes its prompt from the first token."""
+        if run := self._running.get(request_id):
+            self.start(request_id, run.key_id, run.is_text)
 
     def add(self, request_id: str, hidden: Tensor) -> None:
-        """The next rows [rows, d] of the request's final hidden states, in order."""
+        """Add the next rows [rows, d] of the request's final hidden states, in order."""
         run = self._running[request_id]
-        rows = hidden[: run.num_tokens - run.seen].float()  # [rows, d]; generated tokens do not count
+        rows = hidden[: run.num_tokens - run.seen].float()  # [rows, d], without generated tokens
         text = rows[run.is_text[run.seen : run.seen + len(rows)]]  # [text rows, d]
         run.total = run.total + torch.stack([rows.sum(0), text.sum(0)])
         run.seen += len(rows)
@@ -77,19 +76,12 @@ class QueryKeys:
             del self._running[request_id]
             counts = torch.tensor([run.num_tokens, max(int(run.is_text.sum()), 1)])[:, None].to(run.total)  # [2, 1]
             self._finished[run.key_id] = QueryKey(normalize(run.total / counts, dim=1), run.num_tokens)
-            while len(self._finished) > MAX_PENDING:
-                self._finished.popitem(last=False)
 
     def finish(self, request_ids: set[str]) -> None:
-        """These requests are over; a key that is not complete by now never will be."""
+        """Drop these requests, which have ended; an incomplete key will never be completed."""
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
     def pop(self, key_id: str) -> QueryKey | None:
-        """Hand a complete key over, once."""
+        """Return a complete key and drop it."""
         return self._finished.pop(key_id, None)
-
-
-def key_to_bytes(key: QueryKey) -> bytes:
-    """float32 [2, d] in native byte order; both ends are processes of one machine."""
-    return key.key.to("cpu", torch.float32).contiguous().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What an engine must be like for memory to be right in it; anything else is refused at start, with the reason."""
+"""Checks at engine start: settings and attention layers that would make memory wrong are refused with a reason."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse what the engine's settings alone rule out.
+    """Refuse engine settings that memory does not work with.
 
     Raises:
-        UnsupportedModel: naming the setting, and why memory would be wrong with it.
+        UnsupportedModel: names the setting and why memory would be wrong with it.
     """
     parallel, model = config.parallel_config, config.model_config
     refusals = [
         (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: the query key is known to the last stage only"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (parallel.data_parallel_size > 1, "data parallelism: run one server per replica behind a load balancer"),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
@@ -38,14 +38,14 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
-    """Refuse attention that memory cannot be merged into exactly.
+    """Refuse attention layers that memory cannot be merged into exactly.
 
     Args:
         kv_cache: the engine's KV cache.
-        impls: every attention layer's name and implementation.
+        impls: name and implementation of every attention layer.
 
     Raises:
-        UnsupportedModel: naming the layer and what it does.
+        UnsupportedModel: names the layer and the feature.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -1,7 +1,7 @@
-"""The worker: resident bundles, the memory of running requests, and their query keys.
+"""The vLLM worker: it holds resident bundles, the memory of running requests, and their query keys.
 
-Started by `--worker-cls inducekv_vllm.worker.InduceKVWorker`. The API process talks to it in two ways: by the RPC
-methods `inducekv_*` below, and by `SamplingParams.extra_args["inducekv"]` of each request (see `wire.py`).
+`--worker-cls inducekv_vllm.worker.InduceKVWorker` selects it. The API process talks to it through the RPC methods
+`inducekv_*` and through `SamplingParams.extra_args["inducekv"]` of each request (see `engine/wire.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .attention.pages import RequestMemory, ResidentBundle
 from .attention.request_table import MemoryOfRequests
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
-from .engine.wire import KeyOrder, MemoryOrder, parse_order
+from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
+from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
-from .query_keys import QueryKeys, key_to_bytes
+from .query_keys import QueryKeyAccumulator
 from .requirements import check_attention, check_engine
-from .retrieval import Retrieval, page_terms
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
-# Only now: off the CPU this import fails for reasons that say nothing of memory.
+# Imported after the check: on other platforms this import fails with an unrelated message.
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class InduceKVWorker(CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if InduceKVConfig.from_vllm(vllm_config) is None:
-            # The attention backend takes this key's presence for "this engine serves memory".
-            given = vllm_config.additional_config
-            vllm_config.additional_config = {**(given if isinstance(given, dict) else {}), CONFIG_KEY: {}}
+            # The attention backend recognises an engine with memory by this key.
+            additional = vllm_config.additional_config
+            vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         self.resident: dict[str, ResidentBundle] = {}  # by digest
-        self.query_keys = QueryKeys()
+        self.query_keys = QueryKeyAccumulator()
         self.memory_of_requests: MemoryOfRequests | None = None
         self._step: SchedulerOutput | None = None
 
@@ -74,7 +74,7 @@ class InduceKVWorker(CPUWorker):
         super().initialize_from_config(kv_cache_config)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         check_attention(kv_cache_config, [(name, layer.impl) for name, layer in layers.items()])
-        # Finished requests are reported one step late, so twice the running ones can hold a slot.
+        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
         capacity = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
         self.memory_of_requests = MemoryOfRequests(kv_cache_config.num_blocks, capacity, torch.device("cpu"))
         for groups in self.model_runner.attn_groups:
@@ -97,7 +97,7 @@ class InduceKVWorker(CPUWorker):
             self._step = None
 
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
-        """Give slots to the requests that start or resume in this step, and take them from those that stopped."""
+        """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
         if self.memory_of_requests is None:
             return
         self.memory_of_requests.finish(list(scheduled.finished_req_ids))
@@ -114,50 +114,47 @@ class InduceKVWorker(CPUWorker):
 
     def _start_request(self, request: NewRequestData) -> None:
         assert self.memory_of_requests is not None
-        order = parse_order(request.sampling_params.extra_args if request.sampling_params else None)
+        spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
         content, memory = None, None
-        if isinstance(order, MemoryOrder):
-            content, memory = order.content, self._memory(order)
-        elif isinstance(order, KeyOrder):
-            # A request that was preempted before its first step comes back as new and starts over.
-            self.query_keys.start(request.req_id, order.key_id, self._is_text(request))
+        if isinstance(spec, InjectionSpec):
+            content, memory = spec.content, self._memory(spec)
+        elif isinstance(spec, KeyPassSpec):
+            # A request that was preempted before its first step comes back as a new one, so this may replace a start.
+            self.query_keys.start(request.req_id, spec.key_id, self._is_text(request))
         self.memory_of_requests.start(request.req_id, request.block_ids[0][0], content, memory)
 
     def _is_text(self, request: NewRequestData) -> Tensor:
-        """Which prompt tokens are no placeholders of pictures and so on: [T] bool."""
+        """[T] bool: True for prompt tokens that are not multimodal placeholders."""
         assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
         placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
         return ~torch.isin(torch.tensor(request.prompt_token_ids), placeholders)
 
-    def _memory(self, order: MemoryOrder) -> RequestMemory:
-        bundle = self.resident[order.bundle]
-        retrieval = Retrieval(
-            entries=np.asarray(order.entries, dtype=np.int64), weights=np.asarray(order.weights, dtype=np.float32)
-        )
+    def _memory(self, spec: InjectionSpec) -> RequestMemory:
+        bundle = self.resident[spec.bundle]
         terms = page_terms(
-            retrieval,
+            Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
             bundle.weighting,
             payload_tokens=bundle.payload_tokens,
             num_entries=bundle.num_entries,
-            remainder=order.remainder,
+            remainder=spec.remainder,
         )
         return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
 
     def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
-        """Forward hook of the whole model: `hidden` [tokens, d] are the final hidden states, after the last norm."""
-        if self._step is None or not self.query_keys.running:
+        """Model forward hook; `hidden` [tokens, d] are the final hidden states, after the last norm."""
+        if self._step is None or not self.query_keys.any_running:
             return
         start = 0
         for request_id in self.model_runner.input_batch.req_ids:
             num_rows = self._step.num_scheduled_tokens[request_id]
-            if self.query_keys.wants(request_id):
+            if self.query_keys.is_running(request_id):
                 self.query_keys.add(request_id, hidden[start : start + num_rows])
             start += num_rows
 
-    # ---- RPC: these answer and never raise, because an exception here would end the engine ------------------------
+    # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
     def inducekv_load_bundle(self, path: str, digest: str) -> dict[str, Any]:
-        """Make the bundle at `path` resident if its digest is the expected one; idempotent by digest."""
+        """Make the bundle at `path` resident if it has the expected digest. Does nothing if that digest is resident."""
         try:
             if digest not in self.resident:
                 self.resident[digest] = self._read_resident(path, digest)
@@ -179,22 +176,22 @@ class InduceKVWorker(CPUWorker):
         )
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Forget a bundle; requests that run with it keep its pages until they end."""
+        """Drop a bundle. Running requests keep its pages until they end."""
         return {"ok": True, "found": self.resident.pop(digest, None) is not None}
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
-        """The query key that a finished first pass left here; it is forgotten by the call."""
+        """Return the query key of a finished key pass and drop it here."""
         key = self.query_keys.pop(key_id)
         if key is None:
             return {"error": f"no query key {key_id}: its pass did not run to the end of the prompt"}
-        return {"key": key_to_bytes(key), "tokens": key.num_tokens}
+        return {"key": key.to_bytes(), "tokens": key.num_tokens}
 
     def inducekv_drop_key(self, key_id: str) -> None:
-        """Forget the query key of an aborted request, if there is one."""
+        """Drop the query key of an aborted request, if there is one."""
         self.query_keys.pop(key_id)
 
     def inducekv_stats(self) -> dict[str, Any]:
-        """What is held here, for the server's listing and for tests that nothing leaks."""
+        """Report what this worker holds; tests use it to check that nothing leaks."""
         slots = self.memory_of_requests.slots if self.memory_of_requests is not None else None
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.items()},

@@ -1,4 +1,4 @@
-"""The endpoint plugin: routes for bundles, and the two-pass engine client put under every OpenAI route."""
+"""The endpoint plugin: routes for bundles, and the two-pass engine client under every OpenAI route."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ router = APIRouter(tags=["Memory"])
 
 
 class InduceKVEndpoint:
-    """vLLM's endpoint plugin: see `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+    """An `EndpointPlugin` of vLLM (`vllm.plugins.endpoint_plugins.interface`)."""
 
     name = "inducekv"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
@@ -53,10 +53,10 @@ class InduceKVEndpoint:
             app.add_exception_handler(kind, unreadable_media)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Check the engine, load the configured bundles, and put the two passes under every route.
+        """Check the engine, load the configured bundles and install the two-pass client.
 
         Raises:
-            InduceKVError: the first reason why the server cannot serve memory; it ends the start.
+            InduceKVError: the server cannot serve memory. The server then does not start.
         """
         assert engine_client is not None, "required_tasks keeps this plugin off servers without an engine"
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
@@ -75,12 +75,12 @@ class InduceKVEndpoint:
 
 
 async def check_server(client: EngineClient) -> None:
-    """Raises UnsupportedModel when this API server cannot keep the books of an engine with memory."""
+    """Raise UnsupportedModel if this API server cannot manage the bundles of its engine."""
     parallel = client.vllm_config.parallel_config
     if parallel._api_process_count > 1:
         raise UnsupportedModel(
             f"memory bundles need one API server process, found --api-server-count {parallel._api_process_count}: "
-            "each would load and release bundles behind the others' backs"
+            "each would load and release bundles without the knowledge of the others"
         )
     for size, flag in (
         (parallel.data_parallel_size, "--data-parallel-size"),
@@ -97,11 +97,11 @@ async def check_server(client: EngineClient) -> None:
     try:
         await client.collective_rpc("inducekv_stats")
     except Exception as error:
-        raise UnsupportedModel(f"the engine's workers know nothing of memory: add --worker-cls {WORKER_CLS}") from error
+        raise UnsupportedModel(f"the engine's workers do not support memory: add --worker-cls {WORKER_CLS}") from error
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
-    """Keep vLLM's LoRA routes away from the names of bundles, and from adapters that bundles need."""
+    """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
 
     def refusal(lora_name: str) -> str | None:
         if lora_name in registry:
@@ -123,12 +123,12 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
 
 
 def refuse_beam_search(state: State, engine: TwoPassEngine) -> None:
-    """Beam search prompts the engine anew with every token, so each step would have another query key."""
+    """Make beam search refuse memory: it sends a new prompt for every token, each with a different query key."""
 
     def guarded(search: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_search(*args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
             if isinstance(lora_request, MemoryRequest):
-                engine.forget_pictures(kwargs.get("prompt"))
+                engine.invalidate_mm_cache(kwargs.get("prompt"))
                 raise VLLMValidationError(
                     "beam search cannot be used with a memory bundle", parameter="use_beam_search"
                 )
@@ -142,15 +142,15 @@ def refuse_beam_search(state: State, engine: TwoPassEngine) -> None:
 
 
 async def unreadable_media(request: Request, error: Exception) -> JSONResponse:
-    """A picture that cannot be fetched is the client's mistake, but vLLM answers 500; other errors go on to vLLM."""
+    """Answer 400 for an image that cannot be fetched, for which vLLM answers 500; pass other errors on to vLLM."""
     frames = traceback.walk_tb(error.__traceback__)
     if not any(frame.f_globals.get("__name__", "").startswith("vllm.multimodal.media") for frame, _ in frames):
         raise error
-    return _error(f"cannot load the picture: {error}")
+    return _error(f"cannot load the image: {error}")
 
 
 def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ErrorResponse:
-    """vLLM's form of an error."""
+    """An error in vLLM's format."""
     kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status.value))
 
@@ -166,7 +166,7 @@ def _registry(request: Request) -> BundleRegistry:
 
 @router.post("/v1/load_memory_bundle", dependencies=[Depends(validate_json_request)], response_model=MemoryBundleCard)
 async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request) -> Any:
-    """Load a bundle under a name, or with `replace` another one under the same name, while requests run."""
+    """Load a bundle under a name; with `replace`, the name may already stand for another bundle."""
     try:
         return await _registry(request).load(body.name, body.path, replace=body.replace)
     except InduceKVError as error:
@@ -177,7 +177,7 @@ async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request) ->
     "/v1/unload_memory_bundle", dependencies=[Depends(validate_json_request)], response_model=UnloadMemoryBundleResponse
 )
 async def unload_memory_bundle(body: UnloadMemoryBundleRequest, request: Request) -> Any:
-    """Take a bundle's name away; requests that run with it end undisturbed."""
+    """Remove a bundle's name; running requests keep the bundle until they end."""
     try:
         return UnloadMemoryBundleResponse(name=body.name, digest=await _registry(request).unload(body.name))
     except UnknownBundle as error:
@@ -186,13 +186,13 @@ async def unload_memory_bundle(body: UnloadMemoryBundleRequest, request: Request
 
 @router.get("/v1/memory_bundles")
 async def memory_bundles(request: Request) -> MemoryBundleList:
-    """The loaded bundles."""
+    """List the loaded bundles."""
     return _registry(request).list()
 
 
 @router.get("/v1/memory_trace/{response_id:path}", response_model=MemoryTrace)
 async def memory_trace(response_id: str, request: Request) -> Any:
-    """What a recent response was answered with; it must have been asked with `"vllm_xargs": {"inducekv_trace": 1}`."""
+    """Return the trace of a recent response to a request with `"vllm_xargs": {"inducekv_trace": 1}`."""
     engine: TwoPassEngine = request.app.state.inducekv_engine
     if not (traces := engine.traces.of_response(response_id)):
         return _error(

@@ -1,12 +1,11 @@
 """`inducekv-serve`: `vllm serve` with the flags that memory needs, and `--memory NAME=PATH`.
 
-It only prepares: everything that serves is vLLM's own command, run in this process.
+It prepares the arguments and then runs vLLM's own command in this process.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -18,9 +17,11 @@ from typing import Any
 from inducekv_vllm.config import CONFIG_KEY, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError
 
+from .demo import BUNDLE, CHECKPOINT
+
 PLUGIN = "inducekv"
 DEFAULT_HOST = "127.0.0.1"
-# The variable VLLM_PLUGINS filters these groups; unset, it lets every plugin in.
+# The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -30,11 +31,11 @@ PLUGIN_GROUPS = (
 
 
 class UsageError(ValueError):
-    """A command line that cannot be served; the message is one line."""
+    """An invalid command line; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `inducekv-serve`; ends with status 2 on a command line that cannot be served."""
+    """Entry point of `inducekv-serve`; exits with status 2 on an invalid command line."""
     cli = parser()
     own, rest = cli.parse_known_args(argv)
     try:
@@ -45,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         plugins = plugin_list(os.environ)
     except UsageError as error:
         cli.exit(2, f"{cli.prog}: error: {error}\n")
-    set_environment(os.environ, plugins, is_demo=arguments[0] == str(demo_path("checkpoint")))
+    set_environment(os.environ, plugins, is_demo=arguments[0] == str(CHECKPOINT))
     run_vllm(arguments)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Our own flags; whatever else is given belongs to vLLM."""
+    """Our own flags; all others belong to vLLM."""
     cli = argparse.ArgumentParser(
         prog="inducekv-serve",
         usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]",
@@ -74,14 +75,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The arguments of `vllm serve`: the model, what the user gave, and what memory needs.
+    """Build the arguments of `vllm serve`: the model, the user's arguments, and those that memory needs.
 
     Raises:
-        UsageError: a memory that is not NAME=PATH or does not exist, a duplicate name, settings out of range, a demo
-            model that is not there.
+        UsageError: a memory is not NAME=PATH or does not exist, a name is duplicate, a setting is out of range, or the
+            demo model is missing.
     """
     from_file = config_file(rest)
-    given, rest = take(rest, "--additional-config")
+    additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
@@ -89,10 +90,10 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
         model = None
     else:
         model = str(demo_model())
-        if not settings["bundles"] and demo_path("bundles", "demo.safetensors").is_file():
-            settings["bundles"] = {"demo": str(demo_path("bundles", "demo.safetensors"))}
+        if not settings["bundles"] and BUNDLE.is_file():
+            settings["bundles"] = {"demo": str(BUNDLE)}
 
-    additional = merged(additional_config(given, from_file), settings)
+    additional = merged(additional_config(additional_flag, from_file), settings)
     arguments = [] if model is None else [model]
     if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
         arguments += ["--host", DEFAULT_HOST]
@@ -102,12 +103,12 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
 
 
 def settings_of(own: argparse.Namespace) -> dict[str, Any]:
-    """Our flags as `InduceKVConfig` takes them, the bundles always among them."""
+    """Convert our flags to the settings of `InduceKVConfig`; always includes the bundles."""
     bundles: dict[str, str] = {}
-    for given in own.memory:
-        name, separator, path = given.partition("=")
-        if not (name and separator and path):
-            raise UsageError(f"--memory must be NAME=PATH, found {given!r}")
+    for argument in own.memory:
+        name, _, path = argument.partition("=")
+        if not (name and path):
+            raise UsageError(f"--memory must be NAME=PATH, found {argument!r}")
         if name in bundles:
             raise UsageError(f"--memory gives the name {name!r} twice")
         if not Path(path).is_file():
@@ -123,7 +124,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_bundle(name: str, path: str) -> None:
-    """Read the whole bundle once before the engine starts: a damaged file is told in seconds, not in minutes."""
+    """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
     from inducekv_vllm.bundle import read_bundle
 
     try:
@@ -133,26 +134,27 @@ def check_bundle(name: str, path: str) -> None:
 
 
 def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The user's additional config with our settings in it; where both set something, they must not differ."""
-    theirs = additional.get(CONFIG_KEY, {})
-    if not isinstance(theirs, dict) or not isinstance(theirs.get("bundles", {}), dict):
+    """Merge our settings into the user's additional config; they must not set the same thing."""
+    config = additional.get(CONFIG_KEY, {})
+    if not isinstance(config, dict) or not isinstance(config.get("bundles", {}), dict):
         raise UsageError(f"--additional-config: {CONFIG_KEY!r} must be an object, and its bundles another")
-    if twice := sorted(theirs.get("bundles", {}).keys() & settings["bundles"].keys()):
-        raise UsageError(f"the name {twice[0]!r} is given by --memory and by --additional-config")
-    if both := sorted(theirs.keys() & settings.keys() - {"bundles"}):
-        raise UsageError(f"{both[0]!r} is given by a flag and by --additional-config")
-    ours = {**theirs, **settings, "bundles": {**theirs.get("bundles", {}), **settings["bundles"]}}
+    bundles = config.get("bundles", {})
+    if duplicates := sorted(bundles.keys() & settings["bundles"].keys()):
+        raise UsageError(f"the name {duplicates[0]!r} is given by --memory and by --additional-config")
+    if duplicates := sorted(config.keys() & settings.keys() - {"bundles"}):
+        raise UsageError(f"{duplicates[0]!r} is given by a flag and by --additional-config")
+    config = {**config, **settings, "bundles": {**bundles, **settings["bundles"]}}
     try:
-        InduceKVConfig.parse(ours)
+        InduceKVConfig.parse(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    return {**additional, CONFIG_KEY: ours}
+    return {**additional, CONFIG_KEY: config}
 
 
-def additional_config(given: str | None, from_file: dict[str, Any]) -> dict[str, Any]:
-    """What the user gave as vLLM's additional config: the flag goes before the file, as in vLLM."""
+def additional_config(flag: str | None, from_file: dict[str, Any]) -> dict[str, Any]:
+    """The user's additional config for vLLM; as in vLLM, the flag overrides the file."""
     try:
-        value = from_file.get("additional-config", {}) if given is None else json.loads(given)
+        value = from_file.get("additional-config", {}) if flag is None else json.loads(flag)
     except json.JSONDecodeError as error:
         raise UsageError(f"--additional-config must be JSON: {error}") from error
     if not isinstance(value, dict):
@@ -161,7 +163,7 @@ def additional_config(given: str | None, from_file: dict[str, Any]) -> dict[str,
 
 
 def config_file(rest: list[str]) -> dict[str, Any]:
-    """The settings in the YAML file that vLLM's --config names, by their flags' names without dashes before them."""
+    """Read the YAML file of vLLM's --config; keys are names of flags without the leading dashes."""
     path, _ = take(rest, "--config")
     if path is None:
         return {}
@@ -177,7 +179,7 @@ def config_file(rest: list[str]) -> dict[str, Any]:
 
 
 def take(rest: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag that may be given once, and the arguments without it."""
+    """Split off a flag that may occur once: return its value and the other arguments."""
     value, left, position = None, [], 0
     while position < len(rest):
         name, separator, inline = rest[position].partition("=")
@@ -202,26 +204,18 @@ def has_flag(rest: list[str], flag: str) -> bool:
 
 
 def normal(name: str) -> str:
-    """vLLM takes underscores for dashes in the names of flags."""
+    """vLLM accepts underscores instead of dashes in the names of flags."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def demo_path(*parts: str) -> Path:
-    """A path in the demo's folder, found without importing it."""
-    spec = importlib.util.find_spec("benchmarks")
-    if spec is None or not spec.submodule_search_locations:
-        raise UsageError("the demo is not installed (package benchmarks); give a MODEL")
-    return Path(next(iter(spec.submodule_search_locations)), "demo", *parts)
-
-
 def demo_model() -> Path:
-    if not demo_path("checkpoint", "config.json").is_file():
-        raise UsageError(f"the demo model is not there: {demo_path('checkpoint')}; train it, or give a MODEL")
-    return demo_path("checkpoint")
+    if not (CHECKPOINT / "config.json").is_file():
+        raise UsageError(f"the demo model is missing: {CHECKPOINT}; train it, or give a MODEL")
+    return CHECKPOINT
 
 
 def plugin_list(environment: MutableMapping[str, str]) -> str:
-    """VLLM_PLUGINS with ours in it, and every plugin that would have been loaded without us."""
+    """The value of VLLM_PLUGINS: our plugin, and every plugin that vLLM would load without us."""
     if PLUGIN not in entry_points(group="vllm.endpoint_plugins").names:
         raise UsageError("the distribution inducekv is not installed here, so vLLM cannot find its plugin")
     if "VLLM_PLUGINS" in environment:
@@ -234,22 +228,21 @@ def plugin_list(environment: MutableMapping[str, str]) -> str:
 def set_environment(environment: MutableMapping[str, str], plugins: str, *, is_demo: bool) -> None:
     environment["VLLM_PLUGINS"] = plugins
     if is_demo:
-        # The demo model needs a few MiB; left to itself vLLM takes a share of the machine's memory on a CPU.
+        # The demo model needs a few MiB; by default, vLLM takes a share of the machine's memory on a CPU.
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def run_vllm(arguments: list[str]) -> None:
-    """`vllm serve` in this process.
+    """Run `vllm serve` in this process.
 
-    The subcommand is called itself: vLLM's `main` around it asks for the version of a distribution named vllm, and
-    fails where the same code is installed as vllm-cpu.
+    It calls the subcommand directly, because vLLM's `main` needs a distribution named vllm and fails for vllm-cpu.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and serves without it
+    import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
 
     sys.argv = ["vllm", "serve", *arguments]
     cli_env_setup()  # type: ignore[no-untyped-call]

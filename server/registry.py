@@ -1,8 +1,8 @@
-"""The bundles this server has loaded: names, versions, and who still uses them.
+"""The loaded bundles: their names, their versions and the requests that use them.
 
-A *version* is one content (digest), resident on the workers once however many names stand for it. A request leases the
-version its name stands for when it begins, and ends on it; a version without names is released with its last lease.
-Names live in vLLM's own table of adapters, so that every OpenAI route lists and accepts them.
+A *version* is one content (digest). It is resident on the workers once, under any number of names. A request leases the
+version of its name when it begins and keeps it until it ends. A version without names is released with its last lease.
+Names are entries of vLLM's table of adapters, so every OpenAI route lists and accepts them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 
@@ -32,22 +32,22 @@ from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
 logger = init_logger(__name__)
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
-# vLLM applies an adapter named like a kind of message part ("image", "text") to every request that has such a part.
+# vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
-# A request that a stop string ends is over for this process a moment before the engine hears of it.
+# A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
 
 
 @dataclass(eq=False)
 class _Version:
-    memory: Memory
+    memory: MemoryIndex
     resident_bytes: int
     names: set[str] = field(default_factory=set)
     active: int = 0  # leases
 
 
 class BundleRegistry:
-    """See the module's head. All of it belongs to the server's event loop; changes happen one at a time."""
+    """See the module docstring. It belongs to the server's event loop; changes happen one at a time."""
 
     def __init__(self, client: EngineClient, models: OpenAIServingModels, backbone: BackboneFingerprint) -> None:
         self._client = client
@@ -61,15 +61,15 @@ class BundleRegistry:
     # ---- changes -----------------------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, *, replace: bool = False) -> MemoryBundleCard:
-        """Check a bundle, make it resident on every rank, and let `name` stand for it from now on.
+        """Check a bundle, make it resident on every rank and point `name` to it.
 
-        Loading the very content that `name` stands for already changes nothing. Where it fails, nothing has changed.
+        Loading the content that `name` already stands for changes nothing. An error changes nothing either.
 
         Raises:
-            ConfigError: the name is not usable, or taken.
-            BundleError: the file is not a sound bundle, or one for another backbone.
-            UnsupportedModel: the bundle and the server do not agree about a LoRA adapter.
-            CapacityError: a worker could not take it.
+            ConfigError: the name is invalid or taken.
+            BundleError: the file is not a valid bundle, or was made for another backbone.
+            UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
+            CapacityError: a worker cannot load it.
         """
         async with self._change:
             self._check_name(name, replace)
@@ -80,7 +80,7 @@ class BundleRegistry:
                 version = _Version(memory, await self._make_resident(memory))
                 self._versions[memory.digest] = version
             try:
-                self._check_name(name, replace)  # an adapter may have taken it meanwhile
+                self._check_name(name, replace)  # an adapter may have taken it in the meantime
             except ConfigError:
                 self._release_if_unused(version)
                 raise
@@ -89,7 +89,7 @@ class BundleRegistry:
             return self._card(name)
 
     async def unload(self, name: str) -> str:
-        """Take a name away and return its digest; requests that run under it end undisturbed.
+        """Remove a name and return its digest; running requests keep the version until they end.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded.
@@ -103,11 +103,11 @@ class BundleRegistry:
             return version.memory.digest
 
     def _point(self, name: str, version: _Version, path: str) -> None:
-        """The swap: without an await, so no request sees half of it."""
+        """Point `name` to `version`. Without an await, so no request sees an intermediate state."""
         previous = self._named.get(name)
         handle = MemoryRequest(
             lora_name=name,
-            lora_int_id=self._models.lora_id_counter.inc(1),  # never sent to the engine, but no adapter may share it
+            lora_int_id=self._models.lora_id_counter.inc(1),  # never sent to the engine, but must be unique
             lora_path=path,
             base_model_name=self._models.base_model_paths[0].name,
         )
@@ -118,18 +118,18 @@ class BundleRegistry:
             previous.names.discard(name)
             self._release_if_unused(previous)
 
-    def _read(self, name: str, path: str) -> Memory:
-        """The whole check of a file; runs in a thread."""
+    def _read(self, name: str, path: str) -> MemoryIndex:
+        """Read and check a file; runs in a thread."""
         absolute = os.path.abspath(os.path.expanduser(path))
         bundle = read_bundle(absolute)
         bundle.require_backbone(self._backbone, f"bundle {name!r} ({path})")
         try:
-            return Memory.from_bundle(bundle, absolute)
+            return MemoryIndex.from_bundle(bundle, absolute)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
 
-    async def _make_resident(self, memory: Memory) -> int:
-        """Bytes on one rank. Raises CapacityError when a rank refuses; the others then forget the bundle again."""
+    async def _make_resident(self, memory: MemoryIndex) -> int:
+        """Load on every rank; return the bytes on one. If a rank fails, unload on all and raise CapacityError."""
         answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
         refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
         if refusals:
@@ -154,7 +154,7 @@ class BundleRegistry:
         if name in self._named and not replace:
             raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
 
-    def _check_adapter(self, name: str, memory: Memory) -> None:
+    def _check_adapter(self, name: str, memory: MemoryIndex) -> None:
         lora_on = self._client.vllm_config.lora_config is not None
         if memory.adapter is None and lora_on:
             raise UnsupportedModel(
@@ -177,11 +177,11 @@ class BundleRegistry:
 
     @contextlib.contextmanager
     def lease(self, name: str) -> Iterator[Lease]:
-        """The version `name` stands for now, kept resident until the context ends.
+        """Keep the current version of `name` resident until the context ends.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded.
-            UnsupportedModel: its adapter has gone.
+            UnsupportedModel: its adapter is no longer loaded.
         """
         version = self._version(name)
         adapter = version.memory.adapter
@@ -212,7 +212,7 @@ class BundleRegistry:
         async with self._change:
             digest = version.memory.digest
             if version.names or version.active or self._versions.get(digest) is not version:
-                return  # loaded again meanwhile, or released by another task
+                return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
             try:
                 await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
@@ -225,7 +225,7 @@ class BundleRegistry:
         return name in self._named
 
     def users_of_adapter(self, adapter: str) -> list[str]:
-        """The names of bundles that need this LoRA adapter."""
+        """List the bundles that need this LoRA adapter."""
         return sorted(name for name, version in self._named.items() if version.memory.adapter == adapter)
 
     def list(self) -> MemoryBundleList:

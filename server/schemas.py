@@ -1,4 +1,4 @@
-"""What the memory routes take and answer. Errors have vLLM's own form, `{"error": {...}}`."""
+"""Request and response bodies of the memory routes. Errors have vLLM's format, `{"error": {...}}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LoadMemoryBundleRequest(BaseModel):
 
     name: str
     path: str  # on the server's machine
-    replace: bool = False  # whether a bundle of this name may be loaded already
+    replace: bool = False  # allow a name that is already loaded
 
 
 class UnloadMemoryBundleRequest(BaseModel):
@@ -33,26 +33,26 @@ class MemoryBundleCard(BaseModel):
     path: str
     digest: str
     entries: int  # B
-    budget: int  # the most entries the memory may ever have
+    budget: int  # the maximum number of entries
     payload_tokens: int  # m
     weighting: str
     tasks: dict[str, int]  # entries by task
-    gate_tasks: list[str] | None  # what the relevance gate tells apart; null without a gate
+    gate_tasks: list[str] | None  # the tasks of the relevance gate; null without a gate
     file_bytes: int
     resident_bytes: int  # on one worker rank
     adapter: str | None
-    active_requests: int  # on this version, under whatever name they asked for it
+    active_requests: int  # on this version, under any of its names
 
 
 class DrainingMemory(BaseModel):
-    """A version that no name stands for any more, kept until its last request has ended."""
+    """A version without a name, kept until its last request ends."""
 
     digest: str
     active_requests: int
 
 
 class MemoryBundleList(BaseModel):
-    """Answer of GET /v1/memory_bundles."""
+    """Response of GET /v1/memory_bundles."""
 
     object: Literal["list"] = "list"
     data: list[MemoryBundleCard]
@@ -60,7 +60,7 @@ class MemoryBundleList(BaseModel):
 
 
 class UnloadMemoryBundleResponse(BaseModel):
-    """Answer of POST /v1/unload_memory_bundle."""
+    """Response of POST /v1/unload_memory_bundle."""
 
     name: str
     digest: str
@@ -68,7 +68,7 @@ class UnloadMemoryBundleResponse(BaseModel):
 
 
 class MemoryTrace(BaseModel):
-    """Answer of GET /v1/memory_trace/{response_id}: one trace for each prompt or turn of the response."""
+    """Response of GET /v1/memory_trace/{response_id}: one trace per prompt or turn of the response."""
 
     object: Literal["memory_trace"] = "memory_trace"
     id: str

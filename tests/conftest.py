@@ -1,4 +1,4 @@
-"""Shared by all tests: which of them run on this machine, and the servers that are started once for all."""
+"""Shared by all tests: skips, engines and servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from tests.inducekv_vllm.engine.served import Served
     from tests.inducekv_vllm.parity import World
     from tests.server.launch import Adapted
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips `gpu` tests where there is no CUDA device, and `slow` ones unless the user selects by marker."""
+    """Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker."""
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     skip_slow = pytest.mark.skip(reason="slow; select it with -m slow")
     for item in items:
@@ -24,17 +25,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_slow)
 
 
+# The fixtures import what they need when they are first used: most tests do without vLLM.
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A tiny LLaVA with three bundles."""
-    from tests.server.launch import make_tiny_world  # here: it imports vLLM, which most tests do without
+    from tests.server.launch import make_tiny_world
 
     return make_tiny_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="session")
+def served(world: World) -> Iterator[Served]:
+    """An engine of that model in this process: see `serve_world`."""
+    from tests.inducekv_vllm.engine.served import serve_world
+
+    with serve_world(world) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
 def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a real server of that model, with few KV blocks, on the CPU: see `serving_bundles`."""
+    """Base URL of a server of that model, with few KV blocks: see `serving_bundles`."""
     from tests.server.launch import serving_bundles
 
     with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log") as url:
@@ -43,7 +56,7 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    """A real server with LoRA: see `serving_adapter`."""
+    """A server with LoRA: see `serving_adapter`."""
     from tests.server.launch import serving_adapter
 
     with serving_adapter(tmp_path_factory.mktemp("lora")) as adapted:

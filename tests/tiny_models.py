@@ -1,9 +1,9 @@
-"""Tiny random models for tests, made on the spot: nothing is downloaded, and they load in transformers and in vLLM.
+"""Tiny random models for tests, generated without a download. They load in transformers and in vLLM.
 
     python -m tests.tiny_models llava /tmp/tiny-llava
 
-The weights are drawn wide enough that outputs differ between inputs and attention is neither flat nor one-hot:
-a parity test on a model whose logits are all alike would pass on wrong code.
+The weights are wide enough that outputs differ between inputs and attention is neither flat nor one-hot. A parity test
+on a model with uniform logits would pass on wrong code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,23 +52,10 @@ _TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 
 
 def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, seed: int = 0) -> Path:
-    """A LLaVA with a CLIP tower and a Qwen3 text model, or a Llama text model where `k_norm` is false."""
+    """A LLaVA with a CLIP tower and a Qwen3 text model, or a Llama text model without `k_norm`."""
     folder = Path(folder)
     tokenizer = _tokenizer(["<image>"], _TEMPLATE.replace("IMAGE", "<image>"))
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    text = _text_config(tokenizer) | {"tie_word_embeddings": False}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=64,
@@ -107,24 +95,14 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
     tokenizer = _tokenizer(specials, _TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"))
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
     config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "max_position_embeddings": 4096,
+        text_config=_text_config(tokenizer)
+        | {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
                 "mrope_section": [12, 10, 10],
                 "mrope_interleaved": True,
-            },
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
+            }
         },
         vision_config={
             "depth": 2,
@@ -170,13 +148,29 @@ TINY_MODELS: dict[str, Callable[[str | Path], Path]] = {
 
 
 def picture(seed: int, width: int = PICTURE_SIZE, height: int = PICTURE_SIZE) -> Image.Image:
-    """A picture of random coloured blocks, different for every seed."""
+    """An image of random coloured blocks, different for every seed."""
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
 
 
+def _text_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
 def _tokenizer(specials: list[str], chat_template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: every text can be encoded, and a few words of the corpus are tokens of their own."""
+    """A byte-level BPE that encodes every text and has single tokens for a few words of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

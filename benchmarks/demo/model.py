@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from benchmarks.demo.scenes import PICTURE
+from server.demo import CHECKPOINT as CHECKPOINT
 
-CHECKPOINT = Path(__file__).parent / "checkpoint"
 PATCH = 8
 IMAGE_TOKENS = (PICTURE // PATCH) ** 2
 VOCABULARY = 1024

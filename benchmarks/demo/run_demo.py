@@ -22,11 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.chat import Message, question_of, same_answer, user_turn
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.demo.world import TASKS, examples
 from benchmarks.server_process import ServerFailed, serving
+from server.demo import BUNDLE, CHECKPOINT
 
-BUNDLE = Path(__file__).parent / "bundles" / "demo.safetensors"
 MEMORY = "demo-memory"
 SHOWN_ENTRIES = 3
 MAX_TOKENS = 16

@@ -7,7 +7,8 @@ from statistics import median
 
 import numpy as np
 
-from inducekv_vllm.retrieval import PrefixIndex, page_terms
+from inducekv_vllm.page_terms import page_terms
+from inducekv_vllm.retrieval import PrefixIndex
 
 ENTRIES = 512
 WIDTHS = (256, 768, 4096)  # hidden sizes: the demo model's, the 80M model's, an 8B model's

@@ -1,18 +1,19 @@
 """Attention over [memory ; self] inside vLLM.
 
-    backend.py    the vLLM backend: the platform's own, plus the memory part for the rows that have memory
-    pages.py      a bundle's pages, resident once for all requests, and what one request makes of them
-    step.py       which rows of a scheduler step attend to which pages: computed once, used by every layer
-    cpu.py        the device's two functions: memory attention, and the log-sum-exp of the self-attention
-    merge.py      the two parts become one softmax
-    reference.py  the same in thirty plain lines, for the tests
+    backend.py        the vLLM backend: the platform's own, plus memory attention for rows with memory
+    cpu.py            memory attention on the CPU, and the log-sum-exp of self-attention
+    merge.py          merges self-attention and memory attention into one softmax
+    pages.py          a bundle's pages, shared by all requests, and one request's view of them
+    step.py           the rows of a scheduler step and the pages they attend to
+    request_table.py  the memory of each running request, found by its first KV-cache block
+    slots.py          reference-counted slots of the request table
 
-Letters: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
-B entries of a memory, m payload tokens, S = B m memory tokens (or k m, of the k pages retrieved), L layers,
+Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
+B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved pages), L layers,
 C tokens of a KV-cache block.
 
-The base implementation writes the self-attention output of every row, untouched for rows without memory. For rows
-with memory, memory attention gives an output and a log-sum-exp over the S memory tokens, and the two are merged:
+The base implementation computes the self-attention output of every row. For rows with memory, memory attention computes
+an output and a log-sum-exp over the S memory tokens, and `merge_memory` combines the two:
 
     w = sigmoid(lse_memory + layer_bias - lse_self)        output = (1 - w) self + w gate memory
 """

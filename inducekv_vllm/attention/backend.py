@@ -1,7 +1,7 @@
-"""vLLM's CPU attention backend, plus the memory part for the rows that have memory.
+"""vLLM's CPU attention backend with memory attention for rows that have memory.
 
-Registered in place of the built-in one, because vLLM's CPU platform ignores `--attention-backend`. Without memory it
-calls the built-in implementation and does nothing else.
+It replaces the built-in backend, because vLLM's CPU platform ignores `--attention-backend`. Without memory it only
+calls the built-in implementation.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .pages import LayerPages
 from .request_table import MemoryOfRequests
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
-# The kernels whose K blocks are plain [D, C]; the others interleave (VNNI, BFMMLA) and are not read here.
+# Kernels whose K blocks are plain [D, C]; this backend cannot read the interleaved ones (VNNI, BFMMLA).
 READABLE_ISAS = ("vec", "vec16")
 
 
 @dataclass
 class MemoryAttentionMetadata(CPUAttentionMetadata):
-    """The platform's metadata, and which rows of this step have memory; None when none has."""
+    """The platform's metadata plus the rows with memory in this step; None if there are none."""
 
     memory: StepMemory | None = None
 
@@ -53,7 +53,7 @@ class InduceKVCPUBackend(CPUAttentionBackend):
 
 
 class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Adds the step's memory to the platform's metadata; `memory_of_requests` is set by the worker that owns it."""
+    """Adds the step's memory to the platform's metadata. The worker sets `memory_of_requests`."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -61,7 +61,7 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.memory_of_requests: MemoryOfRequests | None = None
         if InduceKVConfig.from_vllm(vllm_config) is not None and self.isa not in READABLE_ISAS:
-            # Set before the first key is written, so that every block of this cache is packed the readable way.
+            # Set before the first key is written, so that every block of this cache is readable.
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
 
@@ -100,7 +100,7 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """The base's output [rows, H, D] in place, with memory merged in for the rows that have it."""
+        """Compute the base output [rows, H, D] in place, then merge memory into the rows that have it."""
         result = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
@@ -144,10 +144,10 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
 
 
 def probe_packed_layout(isa: str, dtype: torch.dtype, head_size: int, block_size: int) -> None:
-    """Write known keys with the kernel's own function and read them back through `cpu.packed_keys`.
+    """Write test keys with the kernel's own function and read them back through `cpu.packed_keys`.
 
     Raises:
-        UnsupportedModel: this kernel packs its blocks in a way this backend does not read.
+        UnsupportedModel: the kernel packs its blocks in a layout that this backend cannot read.
     """
     kv_cache = torch.zeros(2, 1, block_size, 2 * head_size, dtype=dtype)  # [blocks, J, C, 2 D]
     key_cache, value_cache = kv_cache.view(2, 1, 2 * block_size, head_size).chunk(2, dim=2)

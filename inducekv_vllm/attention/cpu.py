@@ -1,8 +1,8 @@
-"""The CPU's memory attention, and the log-sum-exp of the self-attention that its kernel does not return.
+"""Memory attention on the CPU, and the log-sum-exp of self-attention, which the CPU kernel does not return.
 
-Prefill uses PyTorch's fused CPU attention, which returns a log-sum-exp; folding the G query heads of a KV head into
-the row axis spares it a repeated K. Decode is a matrix product over all rows of a batch. Softmax sums are float32.
-Another device replaces the four functions of this module and nothing else.
+Prefill uses PyTorch's fused CPU attention, which returns a log-sum-exp. The G query heads of a KV head are folded into
+the row axis, so K is not repeated. Decode is one matrix product over all rows of a batch. Softmax sums are float32.
+Another device only has to replace the four functions of this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
 
 
 def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Attended:
-    """All rows of one request over its memory tokens; query [R, H, D]."""
+    """Attend from all rows of one request, query [R, H, D], to its memory tokens."""
     keys, values = pages.keys, pages.values  # [J, S, D]
     if memory.token_index is not None:
         keys, values = keys[:, memory.token_index], values[:, memory.token_index]
@@ -30,7 +30,7 @@ def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMe
 
 
 def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
-    """One row of each of n requests over its memory tokens; query [n, H, D]."""
+    """Attend from one row of each of n requests, query [n, H, D], to its memory tokens."""
     if batch.token_index is None and batch.key_scale is None:
         mask = None if batch.log_weight is None else batch.log_weight[None, None]  # [1, 1, n G, S]
         return _attend_folded(query, pages.keys, pages.values, mask, scale, rows_first=True)
@@ -63,12 +63,12 @@ def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch
 
 
 def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: PrefillSpan, scale: float) -> Tensor:
-    """Log-sum-exp [R, H] float32 of one request's causal self-attention.
+    """Compute the log-sum-exp [R, H] float32 of one request's causal self-attention.
 
     Args:
         query: [R, H, D], the span's rows, rotated.
-        key: [R, J, D], the span's own keys, rotated: all there is when no token came before.
-        kv_cache: [blocks, J, C, 2 D] as the CPU backend packs it.
+        key: [R, J, D], the span's own keys, rotated; these are all keys if there is no earlier token.
+        kv_cache: [blocks, J, C, 2 D], as packed by the CPU backend.
     """
     R, H, D = query.shape
     J = key.shape[1]
@@ -88,7 +88,7 @@ def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: Prefill
 
 
 def decode_self_lse(query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
-    """Log-sum-exp [n, H] float32 of each request's self-attention; query [n, H, D], rotated."""
+    """Compute the log-sum-exp [n, H] float32 of each request's self-attention; query [n, H, D], rotated."""
     n, H, D = query.shape
     J = kv_cache.shape[1]
     keys = packed_keys(kv_cache)[batch.blocks].float()  # [n, K, J, D, C]
@@ -97,7 +97,7 @@ def decode_self_lse(query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: 
 
 
 def packed_keys(kv_cache: Tensor) -> Tensor:
-    """A view [blocks, J, D, C] of the keys in a cache [blocks, J, C, 2 D] that the CPU kernel packed block by block."""
+    """View the keys in a cache [blocks, J, C, 2 D], which the CPU kernel packs block by block, as [blocks, J, D, C]."""
     blocks, J, C, two_d = kv_cache.shape
     return kv_cache.as_strided((blocks, J, two_d // 2, C), (kv_cache.stride(0), kv_cache.stride(1), C, 1))
 
@@ -105,9 +105,9 @@ def packed_keys(kv_cache: Tensor) -> Tensor:
 def _attend_folded(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rows_first: bool = False
 ) -> Attended:
-    """Attention of query [R, H, D] over keys and values [J, S, D] with the heads of a KV head as rows.
+    """Attend from query [R, H, D] to keys and values [J, S, D], with the G heads of a KV head folded into rows.
 
-    The folded rows are ordered (head, row), or (row, head) with `rows_first`; the mask is [1, 1, 1 or G R, S].
+    Folded rows are in (head, row) order, or (row, head) with `rows_first`; the mask is [1, 1, 1 or G R, S].
     """
     R, H, D = query.shape
     J = keys.shape[0]
@@ -125,8 +125,8 @@ def _attend_folded(
 def _fused_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output [N, h, R, D] and log-sum-exp [N, h, R] of query [N, h, R, D] over keys and values [N, h, S, D]."""
-    # The kernel reads each head vector as contiguous, and does not check.
+    """Return output [N, h, R, D] and log-sum-exp [N, h, R] for query [N, h, R, D], keys and values [N, h, S, D]."""
+    # The kernel assumes contiguous head vectors without a check.
     assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale

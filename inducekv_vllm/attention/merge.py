@@ -1,4 +1,4 @@
-"""Two attentions over disjoint tokens become the attention over both."""
+"""Merges two attentions over disjoint tokens into the attention over both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def merge_memory(
     layer_bias: float,
     log_remainder: Tensor | float | None,
 ) -> Tensor:
-    """The output over [memory ; self] of rows whose two parts are known.
+    """Compute the attention output over [memory ; self] from its two parts.
 
     Args:
         self_output: [R, H, D], any float type.
         self_lse: [R, H] float32.
         memory_output: [R, H, D], any float type, before the value gate.
         memory_lse: [R, H] float32, before the layer bias.
-        gate: scales memory values.
-        layer_bias: added to every memory logit, the remainder's too.
-        log_remainder: logit of one more memory token of value 0, [R] or one number; None where there is none.
+        gate: scale of the memory values.
+        layer_bias: added to every memory logit, including the remainder's.
+        log_remainder: logit of one more memory token with value 0, [R] or a number; None if there is none.
 
     Returns:
         [R, H, D] float32.

@@ -1,4 +1,4 @@
-"""A bundle's pages, resident once for all requests, and the numbers with which one request reads them."""
+"""A bundle's pages, resident once for all requests, and one request's view of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..bundle import Bundle
 from ..errors import UnsupportedModel
-from ..retrieval import PageTerms, Weighting
+from ..page_terms import PageTerms, Weighting
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """One layer's memory tokens on this rank; token i m + t is payload token t of entry i."""
+    """One layer's memory tokens on this rank; payload token t of entry i is at index i m + t."""
 
-    keys: Tensor  # [J, B m, D], before RoPE: as if at position 0
+    keys: Tensor  # [J, B m, D], before RoPE, as at position 0
     values: Tensor  # [J, B m, D]
     gate: float
     bias: float
@@ -27,7 +27,7 @@ class LayerPages:
 
 @dataclass(frozen=True, eq=False)
 class ResidentBundle:
-    """The part of a bundle that a worker needs to serve it."""
+    """The part of a bundle that a worker needs."""
 
     digest: str
     num_entries: int  # B
@@ -43,13 +43,13 @@ class ResidentBundle:
     def from_bundle(
         cls, bundle: Bundle, *, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device
     ) -> ResidentBundle:
-        """Take this tensor-parallel rank's KV heads, in the model's dtype (which rounds the stored float16 to it)."""
+        """Select the KV heads of a tensor-parallel rank and convert the stored float16 to `dtype`."""
         L, B, J, m, D = bundle.payload_keys.shape
         heads = kv_heads_of_rank(J, tp_rank, tp_size)
 
         def tokens(payload: Tensor) -> Tensor:  # [B, J, m, D] -> [J of this rank, B m, D]
-            mine = payload[:, heads].to(device=device, dtype=dtype)
-            return mine.transpose(0, 1).reshape(-1, B * m, D).contiguous()
+            of_rank = payload[:, heads].to(device=device, dtype=dtype)
+            return of_rank.transpose(0, 1).reshape(-1, B * m, D).contiguous()
 
         layers = tuple(
             LayerPages(
@@ -64,10 +64,10 @@ class ResidentBundle:
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
-    """The KV heads vLLM gives a tensor-parallel rank: an equal share, or one replicated head where there are fewer.
+    """Return the KV heads of a tensor-parallel rank as in vLLM: an equal share, or one replicated head.
 
     Raises:
-        UnsupportedModel: the heads cannot be shared out evenly.
+        UnsupportedModel: the heads cannot be split evenly.
     """
     if num_kv_heads >= tp_size:
         if num_kv_heads % tp_size:
@@ -82,9 +82,9 @@ def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
 
 @dataclass(frozen=True, eq=False)
 class RequestMemory:
-    """What a request reads of a resident bundle: the terms of `retrieval.PageTerms`, spread over memory tokens.
+    """One request's view of a resident bundle: its `PageTerms`, repeated for each memory token.
 
-    None stands for the neutral value (all tokens in order, ones, zeros), which the kernels then leave out.
+    None stands for the neutral value (all tokens in order, ones, zeros); the kernels then skip that term.
     """
 
     bundle: ResidentBundle
@@ -96,7 +96,7 @@ class RequestMemory:
 
     @classmethod
     def from_terms(cls, bundle: ResidentBundle, terms: PageTerms, device: torch.device) -> RequestMemory:
-        """Bring the terms into the order of the memory, so that requests that read all of it share its tensors."""
+        """Sort the terms into the order of the memory, so that requests that read all of it share its tensors."""
         order = np.argsort(terms.entries)  # [k]
         entries = terms.entries[order]  # [k]
         m = bundle.payload_tokens

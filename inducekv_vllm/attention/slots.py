@@ -1,8 +1,7 @@
-"""Which request uses which memory slot, without torch: accounting only.
+"""Reference-counted memory slots.
 
 A slot holds what the attention backend needs to inject one memory with one set of weights. Slots are keyed by content,
-so that the samples of one request (`n > 1`) and requests that repeat a prompt share one. Slot 0 is never handed out:
-it means "no memory".
+so the samples of one request (`n > 1`) and requests that repeat a prompt share a slot. Slot 0 means "no memory".
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class SlotTable:
         return self._slot_of_request.get(request_id, NO_MEMORY)
 
     def acquire(self, request_id: str, content: Hashable) -> tuple[int, bool]:
-        """Give the request a slot for this content; returns the slot and whether it is new and has to be filled.
+        """Assign a slot for this content to the request; return the slot and whether it is new and must be filled.
 
         Raises:
-            CapacityError: no slot is free; nothing has changed.
+            CapacityError: no slot is free. The table does not change.
         """
         assert request_id not in self._slot_of_request, f"request {request_id} has a slot already"
         slot = self._slot_of_content.get(content)
@@ -56,7 +55,7 @@ class SlotTable:
         return slot, is_new
 
     def release(self, request_id: str) -> int | None:
-        """Take the request's slot back, if it has one; returns the slot when this was its last reference."""
+        """Release the request's slot, if it has one; return the slot if this was its last reference."""
         slot = self._slot_of_request.pop(request_id, None)
         if slot is None:
             return None
@@ -69,7 +68,7 @@ class SlotTable:
         return slot
 
     def check(self) -> None:
-        """Recompute every invariant; tests call it after each mutation."""
+        """Assert every invariant; tests call this after each change."""
         counted: dict[int, int] = {}
         for slot in self._slot_of_request.values():
             counted[slot] = counted.get(slot, 0) + 1

@@ -1,7 +1,7 @@
-"""Which rows of a scheduler step attend to which pages.
+"""The rows of a scheduler step and the pages they attend to.
 
-Computed once per step by the metadata builder and used by every layer. Rows that prefill are attended request by
-request; rows that decode are batched by the shape of their memory, so that no layer loops over requests.
+The metadata builder computes this once per step, and every layer uses it. Prefill rows are handled request by request.
+Decode rows are batched by the shape of their memory, so that no layer loops over requests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .pages import RequestMemory, ResidentBundle
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """What the scheduler put into one step, for n requests."""
+    """One scheduler step with n requests."""
 
     memories: Sequence[RequestMemory | None]  # [n]
     query_starts: Sequence[int]  # [n + 1], the first row of each request
-    seq_lens: Sequence[int]  # [n], tokens of each request when this step is done
+    seq_lens: Sequence[int]  # [n], tokens of each request after this step
     block_table: Tensor  # [n, at least ceil(max(seq_lens) / C)] KV-cache blocks
     block_size: int  # C
     heads_per_kv_head: int  # G
@@ -33,39 +33,39 @@ class ScheduledStep:
 
 @dataclass(frozen=True, eq=False)
 class PrefillSpan:
-    """The rows of one request that computes several tokens in this step."""
+    """The rows of one request that computes several tokens in this step; T tokens so far."""
 
     memory: RequestMemory
     rows: slice  # R rows of the step's query tensor
-    blocks: Tensor | None  # [ceil(T / C)] KV-cache blocks of all T tokens so far; None where there is no earlier token
-    causal_mask: Tensor | None  # [R, T] float32, 0 or -inf; None where there is no earlier token
+    blocks: Tensor | None  # [ceil(T / C)] KV-cache blocks; None if there is no earlier token
+    causal_mask: Tensor | None  # [R, T] float32, 0 or -inf; None if there is no earlier token
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """One row each of n requests that read equally many tokens of the same bundle."""
+    """One row each of n requests that read the same number of tokens of the same bundle."""
 
     bundle: ResidentBundle
     rows: slice | Tensor  # [n] rows of the step's query tensor
     token_index: Tensor | None  # [n, S]
     key_scale: Tensor | None  # [n, S]
-    log_weight: Tensor | None  # [n G, S], every request's row for each of the G query heads of a KV head
+    log_weight: Tensor | None  # [n G, S], each request's row repeated for the G query heads of a KV head
     value_scale: Tensor | None  # [n, S]
     log_remainder: Tensor | None  # [n]
-    blocks: Tensor  # [n, K] KV-cache blocks of each request, of the longest one K
+    blocks: Tensor  # [n, K] KV-cache blocks of each request; K blocks for the longest
     self_mask: Tensor  # [n, K, 1, 1, C] float32, 0 up to each request's own length, -inf beyond
 
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """Every row of the step that has memory, exactly once."""
+    """Every row of the step that has memory, each exactly once."""
 
     prefills: tuple[PrefillSpan, ...]
     decodes: tuple[DecodeBatch, ...]
 
 
 def plan_step(step: ScheduledStep) -> StepMemory | None:
-    """Sort the step's rows by what they need; None when no row has memory."""
+    """Group the step's rows with memory; None if there are none."""
     prefills: list[PrefillSpan] = []
     decoding: dict[tuple[int, int | None], list[int]] = {}  # (bundle, S if pages are picked) -> requests
     for request, memory in enumerate(step.memories):

@@ -1,6 +1,6 @@
-"""A bundle as the API process holds it: keys and what a request must know of it, no payload.
+"""The API process's part of a bundle: retrieval keys, gate and metadata, without the payload.
 
-Letters: B entries, d hidden size. The payload lives once on every worker; the two halves meet by the bundle's digest.
+Shapes: B entries, d hidden size. Every worker holds the payload; the digest identifies the bundle on both sides.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bundle import Bundle, EntryRecord, Gate
-from ..gate import Relevance, RelevanceGate
-from ..retrieval import FloatArray, PrefixIndex, Retrieval, Weighting
+from ..bundle import Bundle, EntryRecord
+from ..gate import GateDecision, RelevanceGate
+from ..page_terms import FloatArray, Retrieval, Weighting
+from ..retrieval import PrefixIndex
 
 
 @dataclass(frozen=True)
-class Recall:
-    """What a memory has for one request."""
+class MemoryLookup:
+    """The result of a lookup for one request."""
 
-    retrieval: Retrieval | None  # None: the gate is closed, and the request runs on the untouched model
-    relevance: Relevance | None  # the gate's verdict; None for a memory without a gate
+    retrieval: Retrieval | None  # None if the gate is closed; the request then runs without memory
+    gate_decision: GateDecision | None  # None for a memory without a gate
 
 
 @dataclass(frozen=True)
-class Memory:
-    """One version of a memory; a changed file is another one, with another digest."""
+class MemoryIndex:
+    """One version of a memory. A changed file is another version with another digest."""
 
     digest: str
-    path: str  # where the workers read the same file
+    path: str  # the workers read the same file
     file_bytes: int
     index: PrefixIndex  # over the retrieval keys [B, d]
     temperature: float
@@ -36,12 +37,13 @@ class Memory:
     entries: tuple[EntryRecord, ...]  # [B], in the order of the index
     budget: int
     payload_tokens: int
-    adapter: str | None  # the LoRA adapter both passes run with, whether the gate is open or closed
+    adapter: str | None  # the LoRA adapter for both passes, whether the gate is open or closed
     gate: RelevanceGate | None = None
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle, path: str) -> Memory:
-        """Raises OSError when the file the bundle was read from is gone."""
+    def from_bundle(cls, bundle: Bundle, path: str) -> MemoryIndex:
+        """Raises OSError if the file at `path` has been removed."""
+        gate = bundle.gate
         return cls(
             digest=bundle.digest,
             path=path,
@@ -53,26 +55,22 @@ class Memory:
             budget=bundle.metadata.budget,
             payload_tokens=bundle.payload_tokens,
             adapter=bundle.metadata.adapter,
-            gate=_relevance_gate(bundle.gate) if bundle.gate is not None else None,
+            gate=RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks) if gate is not None else None,
         )
 
     @property
     def num_entries(self) -> int:
         return len(self.entries)
 
-    def recall(self, key: FloatArray, top_k: int | None) -> Recall:
-        """Entries and weights for a query key [2, d]; `top_k` None means all there are.
+    def lookup(self, key: FloatArray, top_k: int | None) -> MemoryLookup:
+        """Find the entries and weights for a query key [2, d]; `top_k` None means all entries.
 
-        Without a gate the full-prefix part searches all B entries. A gate names the task whose entries are searched.
+        The prefix part of the key searches the entries of the task that the gate chooses, or all B without a gate.
         """
-        relevance = self.gate.judge(key) if self.gate is not None else None
-        if relevance is not None and relevance.task is None:
-            return Recall(None, relevance)
+        gate_decision = self.gate.decide(key) if self.gate is not None else None
+        if gate_decision is not None and gate_decision.task is None:
+            return MemoryLookup(None, gate_decision)
         among = None
-        if relevance is not None:
-            among = np.array([i for i, entry in enumerate(self.entries) if entry.task == relevance.task])
-        return Recall(self.index.search(key[0], self.temperature, top_k, among), relevance)
-
-
-def _relevance_gate(gate: Gate) -> RelevanceGate:
-    return RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
+        if gate_decision is not None:
+            among = np.array([i for i, entry in enumerate(self.entries) if entry.task == gate_decision.task])
+        return MemoryLookup(self.index.search(key[0], self.temperature, top_k, among), gate_decision)

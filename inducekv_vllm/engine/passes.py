@@ -1,6 +1,6 @@
-"""What the two passes of a request with memory carry: options in, sampling parameters and prompts out.
+"""The two passes of a request with memory: its options, and the sampling parameters and prompt of each pass.
 
-Shared by the HTTP server's engine client (`engine.py`) and the offline helper (`offline.py`).
+The engine client (`two_pass.py`) and the offline helper (`offline.py`) share this module.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.inputs import EngineInput
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ..retrieval import FloatArray
-from .memory_index import Memory, Recall
-from .wire import EXTRA_ARGS_KEY, KeyOrder, MemoryOrder
+from ..page_terms import FloatArray
+from .memory_index import MemoryIndex, MemoryLookup
+from .wire import EXTRA_ARGS_KEY, InjectionSpec, KeyPassSpec
 
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
@@ -28,26 +28,26 @@ TOP_K_OPTION = "inducekv_top_k"
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What one request asks of its memory, through OpenAI's extra body field `vllm_xargs`."""
+    """A request's options for its memory, from the extra body field `vllm_xargs`."""
 
     trace: bool = False
-    top_k: int | None = None  # None: the server's setting
+    top_k: int | None = None  # None for the server's setting
 
 
 def read_options(params: SamplingParams, num_entries: int) -> MemoryOptions:
-    """The options of a request to a memory of B = `num_entries`.
+    """Read and check the options of a request to a memory with B = `num_entries`.
 
     Raises:
-        VLLMValidationError: an unknown option, a value out of range, or use of the worker's reserved key.
+        VLLMValidationError: an option is unknown or out of range, or the worker's reserved key is used.
     """
-    given = _own_arguments(params)
-    known = {TRACE_OPTION, TOP_K_OPTION}
-    if unknown := sorted(given.keys() - known):
+    options = _own_arguments(params)
+    supported = {TRACE_OPTION, TOP_K_OPTION}
+    if unknown := sorted(options.keys() - supported):
         raise VLLMValidationError(
-            f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(known))}",
+            f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(supported))}",
             parameter="vllm_xargs",
         )
-    trace, top_k = given.get(TRACE_OPTION, 0), given.get(TOP_K_OPTION)
+    trace, top_k = options.get(TRACE_OPTION, 0), options.get(TOP_K_OPTION)
     if not isinstance(trace, int) or trace not in (0, 1):
         raise VLLMValidationError(f"{TRACE_OPTION} must be 0 or 1, found {trace!r}", parameter="vllm_xargs")
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_entries):
@@ -59,10 +59,10 @@ def read_options(params: SamplingParams, num_entries: int) -> MemoryOptions:
 
 
 def refuse_options(params: object) -> None:
-    """For a request without memory: raises VLLMValidationError where it carries an argument of ours."""
-    if isinstance(params, SamplingParams) and (given := _own_arguments(params)):
+    """Raise VLLMValidationError if a request without memory has options for one."""
+    if isinstance(params, SamplingParams) and (options := _own_arguments(params)):
         raise VLLMValidationError(
-            f"{min(given)!r} in vllm_xargs is an argument for a memory bundle, but the request's model has no memory",
+            f"{min(options)!r} in vllm_xargs is an argument for a memory bundle, but the request's model has no memory",
             parameter="vllm_xargs",
         )
 
@@ -75,10 +75,10 @@ def _own_arguments(params: SamplingParams) -> dict[str, Any]:
 
 
 def require_rendered(prompt: object) -> EngineInput:
-    """The prompt as vLLM's renderer leaves it.
+    """Check that the prompt has been rendered by vLLM.
 
     Raises:
-        VLLMValidationError: a raw prompt, streamed input, or a prompt of another kind than tokens and media.
+        VLLMValidationError: the prompt is raw, streamed, or consists of anything but tokens and media.
     """
     if not isinstance(prompt, dict) or "type" not in prompt:
         raise VLLMValidationError(
@@ -90,9 +90,9 @@ def require_rendered(prompt: object) -> EngineInput:
 
 
 def prompt_identity(prompt: EngineInput, adapter: str | None) -> bytes:
-    """A digest that two prompts share only when their query keys are the same.
+    """Compute a digest that two prompts share only if their query keys are equal.
 
-    The user's cache salt is part of it: who may not share prefix blocks may not learn of a shared key either.
+    It includes the user's cache salt, because users who must not share prefix blocks must not share keys either.
     """
     fields = cast(Mapping[str, Any], prompt)
     sha = hashlib.sha256(array("q", fields["prompt_token_ids"]).tobytes())
@@ -104,16 +104,16 @@ def prompt_identity(prompt: EngineInput, adapter: str | None) -> bytes:
 
 
 def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
-    """(modality, index) of every picture and so on, in the order in which vLLM sends them to the engine."""
+    """List (modality, index) of every multimodal item in the order in which vLLM sends them to the engine."""
     if prompt["type"] != "multimodal":
         return []
     return argsort_mm_positions(prompt["mm_placeholders"])
 
 
 def key_pass_params(key_id: str) -> SamplingParams:
-    """The first pass: prefill the whole prompt, leave its query key with the worker under `key_id`, answer nothing.
+    """Parameters of the first pass: prefill the prompt; the worker keeps the query key under `key_id`.
 
-    It does not read the prefix cache, because the key is a mean over the states of *all* prompt tokens, but fills it.
+    The pass fills the prefix cache but does not read it, because the key is a mean over *all* prompt tokens.
     """
     return SamplingParams(
         n=1,
@@ -123,52 +123,52 @@ def key_pass_params(key_id: str) -> SamplingParams:
         watermarking=False,
         skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA_ARGS_KEY: KeyOrder(key_id).to_extra_args()},
+        extra_args={EXTRA_ARGS_KEY: KeyPassSpec(key_id).to_extra_args()},
     )
 
 
-def order_memory(memory: Memory, recall: Recall, remainder: bool) -> MemoryOrder | None:
-    """What the second pass asks of the worker; None where the memory's gate is closed.
+def make_injection_spec(memory: MemoryIndex, lookup: MemoryLookup, remainder: bool) -> InjectionSpec | None:
+    """Create the spec of the second pass; None if the gate is closed.
 
-    `remainder` is whether entries that were not retrieved stay in the softmax with alpha = 0; it has no meaning, and
-    is not passed on, for the weighting "prior", in which alpha = 0 is absence.
+    With `remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
+    weighting "prior", in which alpha = 0 removes an entry.
     """
-    if (retrieval := recall.retrieval) is None:
+    if (retrieval := lookup.retrieval) is None:
         return None
-    return MemoryOrder(
+    return InjectionSpec(
         bundle=memory.digest,
         entries=tuple(retrieval.entries.tolist()),
-        weights=tuple(retrieval.weights.tolist()),  # float32 as float64: exact
+        weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
         remainder=remainder and memory.weighting == "sqrt",
     )
 
 
-def answer_pass_params(params: SamplingParams, order: MemoryOrder | None) -> SamplingParams:
-    """The second pass: the user's own parameters, and what to inject if anything. `params` is left as it is."""
-    mine = params.clone()
-    kept = {name: value for name, value in (params.extra_args or {}).items() if not name.startswith(OPTION_PREFIX)}
-    if order is not None:
-        kept[EXTRA_ARGS_KEY] = order.to_extra_args()
-    mine.extra_args = kept or None
-    return mine
+def answer_pass_params(params: SamplingParams, spec: InjectionSpec | None) -> SamplingParams:
+    """Parameters of the second pass: a copy of the user's, with the injection instead of our options."""
+    answer_params = params.clone()
+    extra = {name: value for name, value in (params.extra_args or {}).items() if not name.startswith(OPTION_PREFIX)}
+    if spec is not None:
+        extra[EXTRA_ARGS_KEY] = spec.to_extra_args()
+    answer_params.extra_args = extra or None
+    return answer_params
 
 
-def answer_pass_prompt(prompt: EngineInput, order: MemoryOrder | None) -> EngineInput:
-    """The same prompt under a prefix-cache salt of its own: every K and V depends on what is injected.
+def answer_pass_prompt(prompt: EngineInput, spec: InjectionSpec | None) -> EngineInput:
+    """The prompt of the second pass. An injection changes every K and V, so it gets its own prefix-cache salt.
 
-    Where nothing is, it is the prompt itself: its first pass has just filled the prefix cache for it.
+    Without an injection it is the same prompt, which reuses the prefix cache that the first pass has filled.
     """
-    if order is None:
+    if spec is None:
         return prompt
-    salt = hashlib.sha256(repr((prompt.get("cache_salt"), order.content)).encode())
+    salt = hashlib.sha256(repr((prompt.get("cache_salt"), spec.content)).encode())
     return cast(EngineInput, {**prompt, "cache_salt": salt.hexdigest()})
 
 
 def decode_key(answers: list[dict[str, Any]]) -> FloatArray:
-    """The query key [2, d] float32 from the workers' answers to `inducekv_pop_key`, one per rank.
+    """Decode the query key [2, d] float32 from the ranks' answers to `inducekv_pop_key`.
 
     Raises:
-        RuntimeError: a rank has no key, or the key is not finite: the model overflowed, or the worker is broken.
+        RuntimeError: a rank has no key, or the key is not finite because the model overflowed.
     """
     for rank, answer in enumerate(answers):
         if "error" in answer:

@@ -1,15 +1,15 @@
-"""The two-pass engine client: vLLM's own `generate`, with a memory in front of it.
+"""The two-pass engine client: vLLM's own `generate` with a memory in front of it.
 
-    pass one    the prompt without memory, for its query key          (skipped when the key is known)
-    recall      the key against the memory's gate and index: entries and weights, or nothing
+    pass one    the prompt without memory, for its query key          (skipped if the key is cached)
+    lookup      the key against the memory's gate and index: entries and weights, or nothing
     pass two    the prompt again, with the entries injected: the answer
 
-Where the gate is closed, pass two is the plain request, as it would have come without memory: the same prompt under no
-salt of ours, so that it reuses the prefix-cache blocks which pass one has filled. (A memory made with a LoRA adapter is
-a memory of the model with that adapter, so both passes run with it, the plain one too.)
+If the gate is closed, pass two is the plain request with the unchanged prompt, so it reuses the prefix-cache blocks
+that pass one has filled. If the memory was made with a LoRA adapter, both passes run with it, whether the gate is open
+or closed.
 
-`TwoPassEngine.generate` takes the place of the engine client's `generate`, so that every route of vLLM's server goes
-through it. A request for a memory carries a `MemoryRequest`; any other goes straight to the original, untouched.
+`TwoPassEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
+request for a memory carries a `MemoryRequest`; every other request goes straight to the original.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,53 +35,74 @@ from vllm.sampling_params import SamplingParams
 from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
 from ..metrics import count_request
-from ..retrieval import FloatArray
+from ..page_terms import FloatArray
 from .key_cache import KeyCache, KeyLookup
-from .memory_index import Memory
+from .memory_index import MemoryIndex
 from .passes import (
     MemoryOptions,
     answer_pass_params,
     answer_pass_prompt,
     decode_key,
     key_pass_params,
+    make_injection_spec,
     mm_items,
-    order_memory,
     prompt_identity,
     read_options,
     refuse_options,
     require_rendered,
 )
-from .trace import TraceLog, describe_order
+from .trace import TraceLog, describe_injection
 
 logger = init_logger(__name__)
 
 
 class MemoryRequest(LoRARequest):
-    """The handle of a bundle in vLLM's table of adapters: listed and chosen like one, never sent to the engine."""
+    """The handle of a bundle in vLLM's table of adapters. It is never sent to the engine."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One version of a memory, kept resident for the length of one request."""
+    """One version of a memory, kept resident for one request."""
 
-    memory: Memory
-    adapter: LoRARequest | None  # what both passes run with
+    memory: MemoryIndex
+    adapter: LoRARequest | None  # for both passes
 
 
 class MemorySource(Protocol):
-    """Where the engine finds memories by name."""
+    """Provides memories by name."""
 
     def lease(self, name: str) -> AbstractContextManager[Lease]:
-        """Raises UnknownBundle, or another InduceKVError where the memory cannot be used now."""
+        """Raises UnknownBundle, or another InduceKVError if the memory cannot be used now."""
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class HeldLease:
+    """A lease on its way from `generate` to the generator it returns.
+
+    Only the generator's frame refers to this object. If the generator is dropped or closed before its first iteration,
+    its `finally` blocks never run; the lease then ends with this object. Create it on the event loop.
+    """
+
+    lease: Lease
+    stack: contextlib.ExitStack  # ends the lease
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_on_loop, asyncio.get_running_loop(), self.stack).atexit = False
+
+
+def _close_on_loop(loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack) -> None:
+    """Garbage collection may run in any thread, but leases belong to the event loop."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(stack.close)
+
+
 class TwoPassEngine:
-    """See the module's head. One per engine client; all state belongs to its event loop."""
+    """See the module docstring. There is one per engine client; all state belongs to its event loop."""
 
     def __init__(self, client: EngineClient, memories: MemorySource, config: InduceKVConfig) -> None:
         self._client = client
-        self._plain_generate = client.generate  # the original: `client.generate` itself is about to be replaced
+        self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
         self._keys = KeyCache(config.key_cache_entries)
@@ -96,50 +118,53 @@ class TwoPassEngine:
         lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`AsyncLLM.generate`, and for a `MemoryRequest` the two passes. `options` are vLLM's and go to the answer.
+        """`AsyncLLM.generate`, with two passes for a `MemoryRequest`. `options` are vLLM's, for the answer pass.
+
+        A request leases its memory at the call and keeps that version until the stream ends. Errors are raised at the
+        call, before the stream begins.
 
         Raises:
-            VLLMValidationError: at the call, so that a stream has not begun: arguments that do not fit a memory.
-            VLLMNotFoundError: likewise: the bundle has been unloaded since the request was accepted.
+            VLLMValidationError: the arguments do not fit the memory.
+            VLLMNotFoundError: the bundle has been unloaded since the server accepted the request.
         """
         if not isinstance(lora_request, MemoryRequest):
-            with self._forgetting_pictures(prompt):
+            with self._invalidating_mm_cache(prompt):
                 refuse_options(sampling_params)
             return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-        with self._forgetting_pictures(prompt):
+        name = lora_request.lora_name
+        with self._invalidating_mm_cache(prompt), contextlib.ExitStack() as stack:
             rendered = require_rendered(prompt)
-            with self._lease(lora_request.lora_name) as lease:
-                memory_options = read_options(sampling_params, lease.memory.num_entries)
-        return self._generate_with_memory(
-            lora_request.lora_name, rendered, sampling_params, memory_options, request_id, options
-        )
+            lease = stack.enter_context(self._lease(name))
+            memory_options = read_options(sampling_params, lease.memory.num_entries)
+            held = HeldLease(lease, stack.pop_all())
+        return self._generate_with_memory(name, held, rendered, sampling_params, memory_options, request_id, options)
 
     async def _generate_with_memory(
         self,
         name: str,
+        held: HeldLease,
         prompt: EngineInput,
         params: SamplingParams,
         memory_options: MemoryOptions,
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        with self._lease(name) as lease:
-            memory = lease.memory
+        lease, memory = held.lease, held.lease.memory
+        with held.stack:
             started = time.perf_counter()
-            with self._forgetting_pictures(prompt):
-                lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
+            with self._invalidating_mm_cache(prompt):
+                key_lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
-            top_k = memory_options.top_k or self._config.top_k
-            recall = memory.recall(lookup.key, top_k)
-            order = order_memory(memory, recall, self._config.remainder)
+            lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
+            spec = make_injection_spec(memory, lookup, self._config.remainder)
             retrieved = time.perf_counter()
-            count_request(name, recall.relevance)
+            count_request(name, lookup.gate_decision)
 
-            if lookup.source == "computed":
-                self._mirror_second_use(prompt)
+            if key_lookup.source == "computed":
+                self._sync_mm_lru(prompt)
             answer = self._plain_generate(
-                answer_pass_prompt(prompt, order),
-                answer_pass_params(params, order),
+                answer_pass_prompt(prompt, spec),
+                answer_pass_params(params, spec),
                 request_id,
                 lora_request=lease.adapter,
                 **options,
@@ -147,10 +172,10 @@ class TwoPassEngine:
             async with contextlib.aclosing(answer) as outputs:
                 async for output in outputs:
                     if output.finished and memory_options.trace:
-                        trace = describe_order(name, memory, order, recall.relevance)
+                        trace = describe_injection(name, memory, spec, lookup.gate_decision)
                         trace["timings"] = {
                             "key_pass_ms": 1e3 * (keyed - started),
-                            "key_source": lookup.source,
+                            "key_source": key_lookup.source,
                             "retrieval_ms": 1e3 * (retrieved - keyed),
                             "answer_pass_ms": 1e3 * (time.perf_counter() - retrieved),
                         }
@@ -160,7 +185,7 @@ class TwoPassEngine:
 
     @contextlib.contextmanager
     def _lease(self, name: str) -> Iterator[Lease]:
-        """The source's lease, with its errors as vLLM's, so that HTTP answers with the right status."""
+        """The source's lease, with its errors converted to vLLM's, which HTTP answers with the right status."""
         with contextlib.ExitStack() as stack:
             try:
                 lease = stack.enter_context(self._memories.lease(name))
@@ -173,7 +198,7 @@ class TwoPassEngine:
     async def _query_key(
         self, prompt: EngineInput, adapter: LoRARequest | None, request_id: str, priority: int
     ) -> KeyLookup:
-        """The key [2, d] of a prompt. Requests that share one computation share the priority of the first."""
+        """The key [2, d] of a prompt. Requests that share one computation run it at the priority of the first."""
 
         def compute() -> Awaitable[FloatArray]:
             return self._key_pass(prompt, adapter, request_id, priority)
@@ -184,7 +209,7 @@ class TwoPassEngine:
     async def _key_pass(
         self, prompt: EngineInput, adapter: LoRARequest | None, request_id: str, priority: int
     ) -> FloatArray:
-        """Pass one. Whatever ends it early, also a cancellation, leaves neither a request nor a key behind."""
+        """Pass one. An error or a cancellation leaves neither a request nor a key behind."""
         key_id = f"{request_id}-key-{uuid.uuid4().hex}"
         try:
             outputs = self._plain_generate(
@@ -204,7 +229,7 @@ class TwoPassEngine:
             raise
 
     def _drop_key_later(self, key_id: str) -> None:
-        """Not awaited in place: the caller is being cancelled, or has an error to report."""
+        """Drop a key in the background, because the caller is being cancelled or is raising an error."""
 
         async def drop() -> None:
             try:
@@ -216,11 +241,11 @@ class TwoPassEngine:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def forget_pictures(self, prompt: Any) -> None:
-        """For a rendered prompt that the engine never gets.
+    def invalidate_mm_cache(self, prompt: Any) -> None:
+        """Call this for a rendered prompt that the engine never receives.
 
-        Rendering has noted its new pictures as cached in the engine; another prompt with one of them would be sent
-        without the data, and fail. To forget a picture that did arrive costs one more transfer.
+        Rendering marks its new images as cached in the engine. Another prompt with one of them would be sent without
+        the data, and fail. Invalidating an image that did arrive only costs one more transfer.
         """
         cache = self._client.renderer.mm_processor_cache
         if cache is None or not isinstance(prompt, dict) or prompt.get("type") != "multimodal":
@@ -230,25 +255,25 @@ class TwoPassEngine:
                 cache.invalidate(prompt["mm_hashes"][modality][index])
 
     @contextlib.contextmanager
-    def _forgetting_pictures(self, prompt: Any) -> Iterator[None]:
-        """Forgets the prompt's pictures when the block ends by an error or a cancellation."""
+    def _invalidating_mm_cache(self, prompt: Any) -> Iterator[None]:
+        """Call `invalidate_mm_cache` if the block ends by an error or a cancellation."""
         try:
             yield
         except BaseException:
-            self.forget_pictures(prompt)
+            self.invalidate_mm_cache(prompt)
             raise
 
-    def _mirror_second_use(self, prompt: EngineInput) -> None:
-        """Keep vLLM's cache of processed pictures in step with its mirror in the engine process.
+    def _sync_mm_lru(self, prompt: EngineInput) -> None:
+        """Keep vLLM's cache of processed images in step with its mirror in the engine process.
 
-        Both evict by least use and must agree on the order, because a picture that this side believes cached is sent
-        without its data. The engine sees this prompt's pictures a second time, so this side must use them a second
-        time as well, in the same order.
+        Both are LRU caches and must evict in the same order, because an image that this side believes cached is sent
+        without its data. The engine sees this prompt's images a second time, so this side must touch them again too,
+        in the same order.
         """
         cache = self._client.renderer.mm_processor_cache
         if cache is None or prompt["type"] != "multimodal":
             return
         for modality, index in mm_items(prompt):
-            # The renderer's thread may evict the item between the cache's look-up and its move: then it is not used.
+            # The renderer's thread may evict the item between the cache's lookup and its move; then skip it.
             with contextlib.suppress(KeyError):
                 cache.touch_sender_cache_item(prompt["mm_hashes"][modality][index])

@@ -1,7 +1,4 @@
-"""What the API process asks of the worker for one request, as it travels in `SamplingParams.extra_args`.
-
-No vLLM import: both processes and the tests use it.
-"""
+"""What the API process tells the worker about one request, in `SamplingParams.extra_args`."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ EXTRA_ARGS_KEY = "inducekv"
 
 
 @dataclass(frozen=True)
-class KeyOrder:
-    """First pass: keep the query key under this id."""
+class KeyPassSpec:
+    """First pass: the worker keeps the query key under this id."""
 
     key_id: str
 
@@ -25,17 +22,17 @@ class KeyOrder:
 
 
 @dataclass(frozen=True)
-class MemoryOrder:
-    """Second pass: inject these entries of this bundle with these weights."""
+class InjectionSpec:
+    """Second pass: the worker injects k entries of a bundle."""
 
-    bundle: str  # digest
+    bundle: str  # its digest
     entries: tuple[int, ...]  # [k]
     weights: tuple[float, ...]  # [k], alpha
     remainder: bool
 
     @property
     def content(self) -> str:
-        """Digest of everything that changes a KV cache: names a memory slot, and salts the prefix cache."""
+        """Digest of everything that affects the KV cache; it identifies a memory slot and salts the prefix cache."""
         parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.remainder]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -48,18 +45,18 @@ class MemoryOrder:
         }
 
 
-def parse_order(extra_args: Mapping[str, Any] | None) -> KeyOrder | MemoryOrder | None:
-    """Read back what `to_extra_args` wrote under `EXTRA_ARGS_KEY`; None for a request without memory.
+def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionSpec | None:
+    """Parse the output of `to_extra_args` under `EXTRA_ARGS_KEY`; None for a request without memory.
 
     Raises:
-        ValueError: something under the key that neither order wrote.
+        ValueError: the value is neither of the two specs.
     """
     raw = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if raw is None:
         return None
     if isinstance(raw, Mapping) and raw.keys() == {"key_id"}:
-        return KeyOrder(str(raw["key_id"]))
+        return KeyPassSpec(str(raw["key_id"]))
     if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return MemoryOrder(str(raw["bundle"]), entries, weights, bool(raw["remainder"]))
-    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither a key order nor a memory order: {raw!r}")
+        return InjectionSpec(str(raw["bundle"]), entries, weights, bool(raw["remainder"]))
+    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither a key-pass spec nor an injection spec: {raw!r}")

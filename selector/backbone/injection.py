@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.retrieval import PageTerms, Weighting
+from inducekv_vllm.page_terms import PageTerms, Weighting
 
 ATTENTION_NAME = "inducekv"
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..runtime.settings import Flag, Settings
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 
 from ..data.choice import Policy
 from ..runtime.settings import Flag, Settings

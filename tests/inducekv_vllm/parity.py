@@ -1,4 +1,4 @@
-"""What the parity tests share: tiny models, bundles of them, prompts with pictures, engines, and the comparison.
+"""Shared by the parity tests: models, their bundles, prompts with images, engines, and the comparison.
 
 The reference is `selector.backbone.injection` in transformers, float32: it shares no attention code with the plugin.
 """
@@ -23,15 +23,18 @@ from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.config import WORKER_CLS
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.generation import reference_logprobs, score
 from selector.backbone.model import Backbone
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16
+# Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
+# tests, and a server's worker in the process of its engine.
+FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 QUESTIONS = (
     "What colour is the circle?",
     "How many squares are there?",
@@ -43,19 +46,19 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question about one random picture."""
+    """One question about one random image."""
 
     image: Image.Image
     question: str
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """In the form of a chat template, for transformers."""
+        """For the chat template in transformers."""
         return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.question}]}]
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """In OpenAI's form, for vLLM."""
+        """In OpenAI's format, for vLLM."""
         buffer = io.BytesIO()
         self.image.save(buffer, "PNG")
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -73,7 +76,7 @@ def prompts(count: int, seed: int) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class World:
-    """A model, its reference, and the bundles that were extracted with it."""
+    """A model, its reference, and bundles extracted with it."""
 
     model: Path
     backbone: Backbone
@@ -109,24 +112,24 @@ def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens:
     return World(model, backbone, bundles, paths)
 
 
-def gated_bundle(world: World, asked: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
-    """The bundle "prior" with its entries dealt out to two tasks, behind a gate fitted to N prompts.
+def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
+    """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
 
-    The gate opens for asked[i] with the task tasks[i], and is closed for it where that is None: these are the
-    least-norm gate keys of margin 0.5 for the task wanted and -0.5 for the other. Both parts of a query key count.
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its keys are the least-norm keys
+    with margin 0.5 for that task and -0.5 for the others. Both parts of a query key count.
     """
-    backbone, given = world.backbone, world.bundles["prior"]
-    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in asked])  # [N, 2, d]
+    backbone, ungated = world.backbone, world.bundles["prior"]
+    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in questions])  # [N, 2, d]
     names = ("a", "b")
     margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
     solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
     gate = Gate(solved.T.reshape(2, 2, -1), torch.zeros(2), names)
 
     facts = ("temperature", "value_gates", "layer_bias", "retrieval_keys", "payload_keys", "payload_values")
-    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(given.metadata.entries))
-    arguments: dict[str, Any] = {name: given.tensors()[name] for name in facts} | {
+    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(ungated.metadata.entries))
+    arguments: dict[str, Any] = {name: ungated.tensors()[name] for name in facts} | {
         "backbone": backbone.fingerprint,
-        "budget": given.metadata.budget,
+        "budget": ungated.metadata.budget,
         "entries": entries,
         "weighting": "prior",
         "recipe": "refined",
@@ -135,7 +138,7 @@ def gated_bundle(world: World, asked: Sequence[Prompt], tasks: Sequence[str | No
     }
     bundle = Bundle.create(**(arguments | changes))
     assert bundle.gate is not None
-    # Rounding to float16 decides nothing, and neither part alone would do.
+    # Rounding to float16 changes no decision, and neither part alone decides.
     stored = torch.einsum("npd,cpd->nc", keys, bundle.gate.keys.float())
     torch.testing.assert_close(stored, margins, rtol=0, atol=0.25)
     assert all(bundle.gate.keys[:, part].norm() > 0.1 for part in (0, 1))
@@ -189,7 +192,7 @@ def deviation(
 
 def check_answers(
     world: World,
-    asked: Sequence[Prompt],
+    questions: Sequence[Prompt],
     answers: Sequence[MemoryAnswer],
     bundles: Sequence[Bundle | None],
     *,
@@ -197,12 +200,25 @@ def check_answers(
     remainder: bool = False,
     new_tokens: int = NEW_TOKENS,
 ) -> None:
-    for prompt, answer, bundle in zip(asked, answers, bundles, strict=True):
+    for prompt, answer, bundle in zip(questions, answers, bundles, strict=True):
         for completion in answer.output.outputs:
             assert len(completion.token_ids) >= new_tokens
             assert deviation(world, prompt, completion, bundle, top_k=top_k, remainder=remainder) <= TOLERANCE
 
 
-def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, Memory]]:
+@contextmanager
+def loaded_gated(
+    world: World, offline: MemoryLLM, questions: Sequence[Prompt], tasks: Sequence[str | None]
+) -> Iterator[tuple[Bundle, MemoryIndex]]:
+    """The bundle of `gated_bundle`, loaded into the engine."""
+    bundle = gated_bundle(world, questions, tasks)
+    path = world.paths["prior"].with_name("gated.safetensors")
+    write_bundle(bundle, path)
+    memory = offline.load_bundle(path)
+    yield bundle, memory
+    offline.unload_bundle(memory)
+
+
+def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, MemoryIndex]]:
     offline = MemoryLLM(llm)
     return offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,7 @@ def test_every_part_of_a_gate_changes_the_digest() -> None:
     assert len(digests | {bundle.digest}) == 5
 
 
-NAN, INFINITE = float("nan"), float("inf")
+NAN, INFINITE = math.nan, math.inf
 BAD_GATES: dict[str, tuple[Callable[[Gate], dict[str, Any]], str]] = {
     "entry of another task": (
         lambda g: {"gate": Gate(g.keys, g.thresholds, ("a", "c"))},
@@ -170,17 +172,6 @@ def test_gate_tensors_and_metadata_that_do_not_belong_together(path: Path) -> No
             write_bundle(changed, path)
 
 
-def test_every_flipped_bit_of_a_gated_bundle_is_found(path: Path) -> None:
-    write_bundle(random_gated_bundle(payload_tokens=1), path)
-    content = path.read_bytes()
-    for position in range(0, len(content), 7):
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << (position % 8)
-        path.write_bytes(damaged)
-        with pytest.raises(BundleError, match=re.escape(str(path))):
-            read_bundle(path)
-
-
 def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
     write_bundle(random_bundle(), path)
     bundle = read_bundle(path)
@@ -221,8 +212,10 @@ def test_created_tensors_are_copies() -> None:
     assert torch.equal(bundle.payload_keys, before)
 
 
-def test_every_flipped_bit_is_found(path: Path) -> None:
-    write_bundle(random_bundle(num_entries=2, payload_tokens=1), path)
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_flipped_bit_is_found(path: Path, gated: bool) -> None:
+    make = random_gated_bundle if gated else partial(random_bundle, num_entries=2)
+    write_bundle(make(payload_tokens=1), path)
     content = path.read_bytes()
     for position in range(0, len(content), 7):
         damaged = bytearray(content)
@@ -328,17 +321,17 @@ def with_one(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 BAD_VALUES: dict[str, tuple[Callable[[Bundle], dict[str, torch.Tensor]], str]] = {
-    "NaN payload": (lambda b: {"payload_keys": with_one(b.payload_keys, float("nan"))}, "NaN or infinite"),
-    "infinite payload": (lambda b: {"payload_values": with_one(b.payload_values, -float("inf"))}, "NaN or infinite"),
-    "NaN key": (lambda b: {"retrieval_keys": with_one(b.retrieval_keys, float("nan"))}, "NaN or infinite"),
+    "NaN payload": (lambda b: {"payload_keys": with_one(b.payload_keys, NAN)}, "NaN or infinite"),
+    "infinite payload": (lambda b: {"payload_values": with_one(b.payload_values, -INFINITE)}, "NaN or infinite"),
+    "NaN key": (lambda b: {"retrieval_keys": with_one(b.retrieval_keys, NAN)}, "NaN or infinite"),
     "long key": (lambda b: {"retrieval_keys": b.retrieval_keys * 1.01}, "must have norm 1, found 1.01"),
     "zero key": (lambda b: {"retrieval_keys": b.retrieval_keys * torch.eye(5)[0][:, None].half()}, "norm 1, found 0"),
     "zero temperature": (lambda b: {"temperature": torch.tensor(0.0)}, "temperature must be above 0"),
     "negative temperature": (lambda b: {"temperature": torch.tensor(-0.1)}, "temperature must be above 0"),
-    "NaN temperature": (lambda b: {"temperature": torch.tensor(float("nan"))}, "NaN or infinite"),
+    "NaN temperature": (lambda b: {"temperature": torch.tensor(NAN)}, "NaN or infinite"),
     "gate of 0": (lambda b: {"value_gates": torch.tensor([0.5, 0.0, 0.5])}, "value_gates must be above 0"),
     "gate above 1": (lambda b: {"value_gates": torch.tensor([0.5, 1.1, 0.5])}, "at most 1"),
-    "infinite bias": (lambda b: {"layer_bias": torch.tensor([0.0, -float("inf"), 0.0])}, "NaN or infinite"),
+    "infinite bias": (lambda b: {"layer_bias": torch.tensor([0.0, -INFINITE, 0.0])}, "NaN or infinite"),
 }
 
 
@@ -359,7 +352,7 @@ def test_create_refuses_what_the_file_could_not_hold() -> None:
     with pytest.raises(BundleError, match="payload_values contains NaN or infinite"):
         random_bundle(payload_values=torch.full((L, 5, J, 4, D), 1e6))  # beyond float16
     with pytest.raises(BundleError, match="settings must be JSON values"):
-        random_bundle(settings={"rate": float("nan")})
+        random_bundle(settings={"rate": NAN})
     with pytest.raises(BundleError, match="5 entries exceed the budget of 4"):
         random_bundle(budget=4)
     with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):

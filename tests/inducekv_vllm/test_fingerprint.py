@@ -1,4 +1,4 @@
-"""Fingerprints agree for the same model however it is stored, and differ where it would matter."""
+"""Fingerprints do not depend on how a model is stored, and differ for every relevant change."""
 
 from __future__ import annotations
 

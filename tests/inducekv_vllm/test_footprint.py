@@ -35,23 +35,16 @@ def deepseek(layers: int, hidden_size: int, heads: int) -> dict[str, Any]:
     return {"model_type": "deepseek_vl_v2", "vision_config": {"model_type": "vision"}, "language_config": language}
 
 
+def wrapped(model_type: str, text_type: str, hidden_size: int) -> dict[str, Any]:
+    return {"model_type": model_type, "text_config": {"model_type": text_type} | qwen3_text(hidden_size)}
+
+
+MIB_4B, MIB_8B = (72.31, 144.62, 289.25, 578.50), (72.50, 145.00, 290.00, 580.00)
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "LLaVA-OneVision-1.5-4B": (
-        {"model_type": "llavaonevision1_5", "text_config": {"model_type": "LLaVAOneVision1_5_text"} | qwen3_text(2560)},
-        (72.31, 144.62, 289.25, 578.50),
-    ),
-    "LLaVA-OneVision-1.5-8B": (
-        {"model_type": "llavaonevision1_5", "text_config": qwen3_text(4096)},
-        (72.50, 145.00, 290.00, 580.00),
-    ),
-    "Qwen3-VL-4B": (
-        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | qwen3_text(2560)},
-        (72.31, 144.62, 289.25, 578.50),
-    ),
-    "Qwen3-VL-8B": (
-        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | qwen3_text(4096)},
-        (72.50, 145.00, 290.00, 580.00),
-    ),
+    "LLaVA-OneVision-1.5-4B": (wrapped("llavaonevision1_5", "LLaVAOneVision1_5_text", 2560), MIB_4B),
+    "LLaVA-OneVision-1.5-8B": (wrapped("llavaonevision1_5", "LLaVAOneVision1_5_text", 4096), MIB_8B),
+    "Qwen3-VL-4B": (wrapped("qwen3_vl", "qwen3_vl_text", 2560), MIB_4B),
+    "Qwen3-VL-8B": (wrapped("qwen3_vl", "qwen3_vl_text", 4096), MIB_8B),
     "DeepSeek-VL2-tiny": (deepseek(12, 1280, 10), (30.16, 60.31, 120.62, 241.25)),
     "DeepSeek-VL2-small": (deepseek(27, 2048, 16), (108.25, 216.50, 433.00, 866.00)),
 }

@@ -13,7 +13,7 @@ TASKS = ("colours", "counts", "shapes")
 
 def test_the_rule_is_its_definition() -> None:
     rng = np.random.default_rng(0)
-    verdicts = set()
+    decided = set()
     for _ in range(300):
         keys = rng.standard_normal((3, 2, 5)).astype(np.float16)
         thresholds = rng.standard_normal(3).astype(np.float32) + 1
@@ -23,19 +23,19 @@ def test_the_rule_is_its_definition() -> None:
             prefix = sum(float(a) * b for a, b in zip(query[0], key[0], strict=True))
             text = sum(float(a) * b for a, b in zip(query[1], key[1], strict=True))
             margins.append(prefix + text - threshold)
-        relevance = RelevanceGate(keys, thresholds, TASKS).judge(query)
-        np.testing.assert_allclose(relevance.margins, margins, rtol=0, atol=1e-12)
-        assert relevance.task == (TASKS[margins.index(max(margins))] if max(margins) >= 0 else None)
-        verdicts.add(relevance.task)
-    assert verdicts == {*TASKS, None}
+        gate_decision = RelevanceGate(keys, thresholds, TASKS).decide(query)
+        np.testing.assert_allclose(gate_decision.margins, margins, rtol=0, atol=1e-12)
+        assert gate_decision.task == (TASKS[margins.index(max(margins))] if max(margins) >= 0 else None)
+        decided.add(gate_decision.task)
+    assert decided == {*TASKS, None}
 
 
 def test_a_margin_of_exactly_0_is_open_and_the_first_of_equal_tasks_wins() -> None:
     keys = np.zeros((3, 2, 4))
     keys[1:, 1, 0] = 1
     query = np.eye(4)[[1, 0]]
-    assert RelevanceGate(keys, [1, 1, 1], TASKS).judge(query).task == "counts"
-    assert RelevanceGate(keys, [1, np.nextafter(1, 2), np.nextafter(1, 2)], TASKS).judge(query).task is None
+    assert RelevanceGate(keys, [1, 1, 1], TASKS).decide(query).task == "counts"
+    assert RelevanceGate(keys, [1, np.nextafter(1, 2), np.nextafter(1, 2)], TASKS).decide(query).task is None
 
 
 def test_each_row_meets_its_own_part() -> None:
@@ -43,8 +43,8 @@ def test_each_row_meets_its_own_part() -> None:
     keys[0, 0, 0] = keys[1, 1, 0] = 1
     gate = RelevanceGate(keys, [0.5, 0.5], TASKS[:2])
     unit, other = np.eye(3)[0], np.eye(3)[1]
-    assert gate.judge(np.stack([unit, other])).task == "colours"
-    assert gate.judge(np.stack([other, unit])).task == "counts"
+    assert gate.decide(np.stack([unit, other])).task == "colours"
+    assert gate.decide(np.stack([other, unit])).task == "counts"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_a_gate_without_tasks() -> None:
 
 
 @pytest.mark.parametrize("query", [np.zeros(5), np.zeros((2, 4)), np.zeros((1, 5)), np.full((2, 5), np.nan)])
-def test_queries_that_cannot_be_judged(query: np.ndarray) -> None:
+def test_queries_that_cannot_be_used(query: np.ndarray) -> None:
     with pytest.raises(ConfigError, match=r"query key must be finite, of shape \[2, 5\]"):
-        RelevanceGate(np.zeros((3, 2, 5)), np.zeros(3), TASKS).judge(query)
+        RelevanceGate(np.zeros((3, 2, 5)), np.zeros(3), TASKS).decide(query)

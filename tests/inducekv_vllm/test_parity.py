@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from vllm import LLM
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
-from benchmarks.demo.model import CHECKPOINT
-from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryLLM
 from selector.backbone.generation import reference_logprobs
+from server.demo import CHECKPOINT
 from tests.inducekv_vllm.parity import (
+    FEWER_PROCESSES,
     TOLERANCE,
     World,
     check_answers,
     deviation,
     engine,
-    gated_bundle,
     greedy,
     load_all,
+    loaded_gated,
     make_world,
     prompts,
     served_logprobs,
 )
-from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
+from tests.tiny_models import save_tiny_qwen3_vl
 
-Served = tuple[World, MemoryLLM, dict[str, Memory]]
+Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]
 CONDITIONS = [("sqrt", None, False), ("sqrt", 3, False), ("sqrt", 3, True), ("prior", None, False), ("prior", 3, False)]
 
 
@@ -53,10 +54,46 @@ def compiled(llava: World) -> Iterator[Served]:
         yield llava, *load_all(llava, llm)
 
 
-@pytest.fixture(scope="class")
+@pytest.fixture(scope="module")
 def eager_qwen(qwen: World) -> Iterator[Served]:
-    with engine(qwen.model, enforce_eager=True) as llm:
+    with engine(qwen.model, environment=FEWER_PROCESSES, enforce_eager=True, block_size=32) as llm:
         yield qwen, *load_all(qwen, llm)
+
+
+@pytest.fixture(scope="module")
+def plain_qwen(qwen: World) -> Iterator[LLM]:
+    """vLLM without the plugin."""
+    with engine(qwen.model, memory=False, environment=FEWER_PROCESSES, enforce_eager=True, block_size=32) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def uncached(world: World) -> Iterator[Served]:
+    """Without prefix caching."""
+    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, enable_prefix_caching=False) as llm:
+        yield world, *load_all(world, llm)
+
+
+@pytest.fixture(scope="module")
+def plain_uncached(world: World) -> Iterator[LLM]:
+    options = {"enforce_eager": True, "enable_prefix_caching": False}
+    with engine(world.model, memory=False, environment=FEWER_PROCESSES, **options) as llm:
+        yield llm
+
+
+def check_parity(served: Served, count: int, name: str, top_k: int | None, remainder: bool) -> None:
+    world, offline, memories = served
+    questions = prompts(count, seed=1)
+    conversations = [p.messages for p in questions]
+    answers = offline.chat(conversations, greedy(), memory=memories[name], top_k=top_k, remainder=remainder)
+    check_answers(world, questions, answers, [world.bundles[name]] * count, top_k=top_k, remainder=remainder)
+
+
+def check_equal(output: RequestOutput, plain: RequestOutput) -> None:
+    """To the bit."""
+    (tokens, logprobs), (plain_tokens, plain_logprobs) = (served_logprobs(o.outputs[0]) for o in (output, plain))
+    assert tokens == plain_tokens
+    assert torch.equal(logprobs, plain_logprobs)
 
 
 class TestCompiled:
@@ -64,54 +101,49 @@ class TestCompiled:
 
     @pytest.mark.parametrize(("name", "top_k", "remainder"), CONDITIONS)
     def test_parity(self, compiled: Served, name: str, top_k: int | None, remainder: bool) -> None:
-        world, offline, memories = compiled
-        asked = prompts(8, seed=1)
-        assert max(len(world.backbone.encode(p.chat_messages, [p.image])["input_ids"][0]) for p in asked) > 40  # chunks
-        answers = offline.chat(
-            [p.messages for p in asked], greedy(), memory=memories[name], top_k=top_k, remainder=remainder
-        )
-        check_answers(world, asked, answers, [world.bundles[name]] * 8, top_k=top_k, remainder=remainder)
+        backbone = compiled[0].backbone
+        lengths = [len(backbone.encode(p.chat_messages, [p.image])["input_ids"][0]) for p in prompts(8, seed=1)]
+        assert max(lengths) > 40  # chunks
+        check_parity(compiled, 8, name, top_k, remainder)
 
     def test_bundles_and_none_in_one_batch_under_preemption(self, compiled: Served) -> None:
         world, offline, memories = compiled
         names = [("sqrt", "prior", None, "other")[i % 4] for i in range(24)]
-        asked = prompts(24, seed=2)
+        questions = prompts(24, seed=2)
         answers = offline.chat(
-            [p.messages for p in asked], greedy(max_tokens=40), memory=[n and memories[n] for n in names]
+            [p.messages for p in questions], greedy(max_tokens=40), memory=[n and memories[n] for n in names]
         )
-        check_answers(world, asked, answers, [n and world.bundles[n] for n in names])
+        check_answers(world, questions, answers, [n and world.bundles[n] for n in names])
         preempted = next(m for m in offline.llm.get_metrics() if m.name == "vllm:num_preemptions")
         assert preempted.value > 0  # type: ignore[union-attr]
 
     def test_prefix_cache_is_reused_and_never_crossed(self, compiled: Served) -> None:
         world, offline, memories = compiled
-        asked = [p for p in prompts(5, seed=3) if len(p.question) > 80]
+        questions = [p for p in prompts(5, seed=3) if len(p.question) > 80]
         for name, cached in (("sqrt", False), ("sqrt", True), ("prior", False), (None, True), ("other", False)):
-            # Without memory it is the key passes of the earlier rounds that filled the cache.
-            memory = name and memories[name]
-            answers = offline.chat([p.messages for p in asked], greedy(), memory=memory)
-            check_answers(world, asked, answers, [name and world.bundles[name]] * len(asked))
-            assert [bool(a.output.num_cached_tokens) for a in answers] == [cached] * len(asked)
+            # Without memory, the key passes of the earlier rounds have filled the cache.
+            answers = offline.chat([p.messages for p in questions], greedy(), memory=name and memories[name])
+            check_answers(world, questions, answers, [name and world.bundles[name]] * len(questions))
+            assert [bool(a.output.num_cached_tokens) for a in answers] == [cached] * len(questions)
 
     def test_samples_of_one_request(self, compiled: Served) -> None:
         world, offline, memories = compiled
-        asked = prompts(5, seed=4)
+        questions = prompts(5, seed=4)
         # No seed: vLLM on the CPU cannot resume a seeded request that was preempted.
         params = greedy(n=3, temperature=2.0)
-        answers = offline.chat([p.messages for p in asked], params, memory=memories["sqrt"])
+        answers = offline.chat([p.messages for p in questions], params, memory=memories["sqrt"])
         # The demo model is sure of itself: not every sample differs.
         assert any(len({tuple(c.token_ids) for c in a.output.outputs}) > 1 for a in answers)
-        check_answers(world, asked, answers, [world.bundles["sqrt"]] * 5)
+        check_answers(world, questions, answers, [world.bundles["sqrt"]] * 5)
 
     def test_structured_output(self, compiled: Served) -> None:
         """vLLM normalises over the tokens a grammar allows, so ratios between two of them are compared."""
         world, offline, memories = compiled
-        asked = prompts(2, seed=6)
+        questions = prompts(2, seed=6)
         constraint = StructuredOutputsParams(regex="[a-z ]{60,80}")
         params = greedy(structured_outputs=constraint, ignore_eos=False, logprobs=2)
-        for prompt, answer in zip(
-            asked, offline.chat([p.messages for p in asked], params, memory=memories["prior"]), strict=True
-        ):
+        answers = offline.chat([p.messages for p in questions], params, memory=memories["prior"])
+        for prompt, answer in zip(questions, answers, strict=True):
             (completion,) = answer.output.outputs
             assert set(completion.text) <= set("abcdefghijklmnopqrstuvwxyz ")
             inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
@@ -124,48 +156,42 @@ class TestCompiled:
                         reference_logprobs(world.backbone, world.bundles["prior"], inputs, [*before, token])[-1]
                         for token in pair
                     )
-                    served = step[pair[0]].logprob - step[pair[1]].logprob
-                    assert abs(served - float(first - second)) <= 2 * TOLERANCE
+                    difference = step[pair[0]].logprob - step[pair[1]].logprob
+                    assert abs(difference - float(first - second)) <= 2 * TOLERANCE
                     compared += 1
             assert compared >= 5
 
-    def test_gates_open_and_closed_in_one_batch(self, compiled: Served, tmp_path: Path) -> None:
-        """Chunks, preemption, several samples of a request; other memories and none in between."""
+    def test_gates_open_and_closed_in_one_batch(self, compiled: Served) -> None:
+        """With chunks, preemption, several samples of a request, and other memories and none in between."""
         world, offline, memories = compiled
-        asked = prompts(20, seed=11)
+        questions = prompts(20, seed=11)
         tasks = [("a", None, "b", None, "a")[i % 5] for i in range(20)]
-        bundle = gated_bundle(world, asked, tasks)
-        write_bundle(bundle, tmp_path / "gated.safetensors")
-        gated = offline.load_bundle(tmp_path / "gated.safetensors")
         names = ["gated" if i < 16 else ("sqrt", None)[i % 2] for i in range(20)]
-        choice = {"gated": gated, **memories}
-        conversations = [p.messages for p in asked]
-        for top_k, params in ((None, greedy(max_tokens=40)), (2, greedy(n=2, temperature=2.0))):
-            answers = offline.chat(conversations, params, memory=[n and choice[n] for n in names], top_k=top_k)
-            bundles = {"gated": bundle, **world.bundles}
-            check_answers(world, asked, answers, [n and bundles[n] for n in names], top_k=top_k, remainder=True)
-            for answer, task in zip(answers[:16], tasks, strict=False):
-                assert answer.relevance is not None
-                assert answer.relevance.task == task
-                assert (answer.retrieval is None) == (task is None)
-                if answer.retrieval is not None:
-                    used = {bundle.metadata.entries[i].task for i in answer.retrieval.entries}
-                    assert used == {task}
-                    assert len(answer.retrieval.entries) == (top_k or 6)
-            assert all(answer.relevance is None for answer in answers[16:])
-        offline.unload_bundle(gated)
+        with loaded_gated(world, offline, questions, tasks) as (bundle, gated):
+            loaded, bundles = {"gated": gated, **memories}, {"gated": bundle, **world.bundles}
+            for top_k, params in ((None, greedy(max_tokens=40)), (2, greedy(n=2, temperature=2.0))):
+                conversations = [p.messages for p in questions]
+                answers = offline.chat(conversations, params, memory=[n and loaded[n] for n in names], top_k=top_k)
+                expected = [n and bundles[n] for n in names]
+                check_answers(world, questions, answers, expected, top_k=top_k, remainder=True)
+                for answer, task in zip(answers[:16], tasks, strict=False):
+                    assert answer.gate_decision is not None
+                    assert answer.gate_decision.task == task
+                    assert (answer.retrieval is None) == (task is None)
+                    if answer.retrieval is not None:
+                        assert {bundle.metadata.entries[i].task for i in answer.retrieval.entries} == {task}
+                        assert len(answer.retrieval.entries) == (top_k or 6)
+                assert all(answer.gate_decision is None for answer in answers[16:])
 
-    def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: Served, tmp_path: Path) -> None:
+    def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: Served) -> None:
         world, offline, _ = compiled
-        asked = [p for p in prompts(10, seed=12) if len(p.question) > 80]
-        write_bundle(gated_bundle(world, asked, [None, "a"]), tmp_path / "gated.safetensors")
-        gated = offline.load_bundle(tmp_path / "gated.safetensors")
-        for prompt, hits in zip(asked, (True, False), strict=True):  # an open gate's K and V are others
-            (answer,) = offline.chat([prompt.messages], greedy(), memory=gated)
-            length = len(answer.output.prompt_token_ids or ())
-            assert length > 64
-            assert answer.output.num_cached_tokens == ((length - 1) // 32 * 32 if hits else 0)
-        offline.unload_bundle(gated)
+        questions = [p for p in prompts(10, seed=12) if len(p.question) > 80]
+        with loaded_gated(world, offline, questions, [None, "a"]) as (_, gated):
+            for prompt, hits in zip(questions, (True, False), strict=True):  # an open gate changes K and V
+                (answer,) = offline.chat([prompt.messages], greedy(), memory=gated)
+                length = len(answer.output.prompt_token_ids or ())
+                assert length > 64
+                assert answer.output.num_cached_tokens == ((length - 1) // 32 * 32 if hits else 0)
 
     def test_nothing_is_left_behind(self, compiled: Served) -> None:
         world, offline, _ = compiled
@@ -182,91 +208,81 @@ class TestEagerQwen:
 
     @pytest.mark.parametrize(("name", "top_k", "remainder"), CONDITIONS)
     def test_parity(self, eager_qwen: Served, name: str, top_k: int | None, remainder: bool) -> None:
-        world, offline, memories = eager_qwen
-        asked = prompts(5, seed=1)
-        answers = offline.chat(
-            [p.messages for p in asked], greedy(), memory=memories[name], top_k=top_k, remainder=remainder
-        )
-        check_answers(world, asked, answers, [world.bundles[name]] * 5, top_k=top_k, remainder=remainder)
+        check_parity(eager_qwen, 5, name, top_k, remainder)
 
-    def test_gates_open_and_closed(self, eager_qwen: Served, tmp_path: Path) -> None:
+    def test_gates_open_and_closed(self, eager_qwen: Served) -> None:
         world, offline, _ = eager_qwen
-        asked, tasks = prompts(5, seed=14), [None, "a", "b", None, "b"]
-        bundle = gated_bundle(world, asked, tasks)
-        write_bundle(bundle, tmp_path / "gated.safetensors")
-        gated = offline.load_bundle(tmp_path / "gated.safetensors")
-        answers = offline.chat([p.messages for p in asked], greedy(), memory=gated)
-        check_answers(world, asked, answers, [bundle] * 5)
-        assert [answer.relevance and answer.relevance.task for answer in answers] == tasks
-        for prompt, answer in zip(asked, answers, strict=True):
+        questions, tasks = prompts(5, seed=14), [None, "a", "b", None, "b"]
+        with loaded_gated(world, offline, questions, tasks) as (bundle, gated):
+            answers = offline.chat([p.messages for p in questions], greedy(), memory=gated)
+        check_answers(world, questions, answers, [bundle] * 5)
+        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+        for prompt, answer in zip(questions, answers, strict=True):
             keys = world.backbone.query_keys(world.backbone.encode(prompt.chat_messages, [prompt.image]))[0]
             torch.testing.assert_close(torch.tensor(answer.key), keys, rtol=0, atol=1e-5)
-        offline.unload_bundle(gated)
 
-    def test_no_memory_is_vllm_to_the_bit(self, eager_qwen: Served) -> None:
-        world, offline, _ = eager_qwen
+    def test_no_memory_is_vllm_to_the_bit(self, eager_qwen: Served, plain_qwen: LLM) -> None:
         conversations = [p.messages for p in prompts(6, seed=8)]
-        mine = offline.llm.chat(conversations, greedy(), use_tqdm=False)
-        with engine(world.model, memory=False, enforce_eager=True) as plain:
-            theirs = plain.chat(conversations, greedy(), use_tqdm=False)
-        for a, b in zip(mine, theirs, strict=True):
-            assert served_logprobs(a.outputs[0])[0] == served_logprobs(b.outputs[0])[0]
-            assert torch.equal(served_logprobs(a.outputs[0])[1], served_logprobs(b.outputs[0])[1])
+        answers = (llm.chat(conversations, greedy(), use_tqdm=False) for llm in (eager_qwen[1].llm, plain_qwen))
+        for output, plain in zip(*answers, strict=True):
+            check_equal(output, plain)
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
-def test_a_closed_gate_is_vllm_to_the_bit(llava: World, tmp_path: Path, caching: bool) -> None:
-    """What vLLM without the plugin answers when it has seen the prompt once before, as the key pass has."""
-    options = {"enforce_eager": True, "block_size": 32, "enable_prefix_caching": caching}
-    asked = prompts(5, seed=13)
-    conversations = [p.messages for p in asked]
-    write_bundle(gated_bundle(llava, asked, [None] * 4 + ["a"]), tmp_path / "gated.safetensors")
-    with engine(llava.model, **options) as llm:
-        offline = MemoryLLM(llm)
-        gated = offline.load_bundle(tmp_path / "gated.safetensors")
-        mine = [offline.chat([each], greedy(), memory=gated)[0] for each in conversations]
-    assert [answer.retrieval is None for answer in mine] == [True] * 4 + [False]
-    with engine(llava.model, memory=False, **options) as plain:
-        theirs = [[plain.chat([each], greedy(), use_tqdm=False)[0] for _ in range(2)][1] for each in conversations]
-    for a, b in zip(mine[:4], theirs, strict=False):
-        assert served_logprobs(a.output.outputs[0])[0] == served_logprobs(b.outputs[0])[0]
-        assert torch.equal(served_logprobs(a.output.outputs[0])[1], served_logprobs(b.outputs[0])[1])
-        assert a.output.num_cached_tokens == b.num_cached_tokens
-    assert any(b.num_cached_tokens for b in theirs) == caching
-    difference = served_logprobs(mine[4].output.outputs[0])[1] - served_logprobs(theirs[4].outputs[0])[1]
+@pytest.mark.parametrize(
+    ("memory_engine", "plain_engine", "caching"),
+    [("eager_qwen", "plain_qwen", True), ("uncached", "plain_uncached", False)],
+)
+def test_a_closed_gate_is_vllm_to_the_bit(
+    request: pytest.FixtureRequest, memory_engine: str, plain_engine: str, caching: bool
+) -> None:
+    """The answer of vLLM without the plugin when it has seen the prompt once before, as the key pass has."""
+    world, offline, _ = request.getfixturevalue(memory_engine)
+    questions = prompts(5, seed=13)
+    conversations = [p.messages for p in questions]
+    with loaded_gated(world, offline, questions, [None] * 4 + ["a"]) as (_, gated):
+        answers = [offline.chat([each], greedy(), memory=gated)[0] for each in conversations]
+    assert [answer.retrieval is None for answer in answers] == [True] * 4 + [False]
+    llm: LLM = request.getfixturevalue(plain_engine)
+    outputs = [[llm.chat([each], greedy(), use_tqdm=False)[0] for _ in range(2)][1] for each in conversations]
+    for answer, output in zip(answers[:4], outputs, strict=False):
+        check_equal(answer.output, output)
+        assert answer.output.num_cached_tokens == output.num_cached_tokens
+    assert any(output.num_cached_tokens for output in outputs) == caching
+    difference = served_logprobs(answers[4].output.outputs[0])[1] - served_logprobs(outputs[4].outputs[0])[1]
     assert difference.abs().max() > 100 * TOLERANCE
-
-
-def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """On a random LLaVA: the demo model's vision heads cannot be shared out over two ranks."""
-    llava = make_world(save_tiny_llava(tmp_path / "model"), tmp_path)
-    options = {"tensor_parallel_size": 2, "enforce_eager": True, "max_num_batched_tokens": 40}
-    with engine(llava.model, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **options) as llm:
-        offline, memories = load_all(llava, llm)
-        names = ["sqrt", "prior", None, "other"]
-        asked = prompts(4, seed=9)
-        for top_k in (None, 3):
-            answers = offline.chat(
-                [p.messages for p in asked], greedy(), memory=[n and memories[n] for n in names], top_k=top_k
-            )
-            check_answers(llava, asked, answers, [n and llava.bundles[n] for n in names], top_k=top_k, remainder=True)
 
 
 def test_bfloat16_is_as_close_as_it_is_without_memory(llava: World) -> None:
     """Against the float32 reference: no token more than twice as far off as the farthest token without memory."""
-    asked = prompts(8, seed=10)
-    with engine(llava.model, dtype="bfloat16", enforce_eager=True) as llm:
+    questions = prompts(5, seed=10)
+    with engine(llava.model, environment=FEWER_PROCESSES, dtype="bfloat16", enforce_eager=True) as llm:
         offline, memories = load_all(llava, llm)
 
         def worst(name: str | None, top_k: int | None = None) -> float:
-            answers = offline.chat([p.messages for p in asked], greedy(), memory=name and memories[name], top_k=top_k)
+            conversations = [p.messages for p in questions]
+            answers = offline.chat(conversations, greedy(), memory=name and memories[name], top_k=top_k)
             bundle = name and llava.bundles[name]
             return max(
                 deviation(llava, p, a.output.outputs[0], bundle, top_k=top_k, remainder=True)
-                for p, a in zip(asked, answers, strict=True)
+                for p, a in zip(questions, answers, strict=True)
             )
 
         bound = 2 * worst(None)
         assert TOLERANCE < bound < 0.5  # the plain model does round in bfloat16, and is not nonsense
         for name, top_k, _ in CONDITIONS:
             assert worst(name, top_k) <= bound, (name, top_k)
+
+
+def test_two_tensor_parallel_ranks(world: World) -> None:
+    """On a random LLaVA: the demo model's vision heads cannot be split over two ranks."""
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "max_num_batched_tokens": 40}
+    with engine(world.model, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **options) as llm:
+        offline, memories = load_all(world, llm)
+        names = ["sqrt", "prior", None, "other"]
+        questions = prompts(4, seed=9)
+        for top_k in (None, 3):
+            answers = offline.chat(
+                [p.messages for p in questions], greedy(), memory=[n and memories[n] for n in names], top_k=top_k
+            )
+            expected = [n and world.bundles[n] for n in names]
+            check_answers(world, questions, answers, expected, top_k=top_k, remainder=True)

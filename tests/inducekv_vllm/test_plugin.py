@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.config import InduceKVConfig
-from inducekv_vllm.engine.wire import KeyOrder, MemoryOrder, parse_order
+from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
 from inducekv_vllm.requirements import check_attention, check_engine
@@ -55,26 +56,26 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
         InduceKVConfig.parse(settings)
 
 
-def test_orders_survive_the_journey() -> None:
-    memory = MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True)
-    assert parse_order({"inducekv": memory.to_extra_args(), "other": 1}) == memory
-    assert parse_order({"inducekv": KeyOrder("k").to_extra_args()}) == KeyOrder("k")
-    assert parse_order(None) is parse_order({}) is parse_order({"other": 1}) is None
-    with pytest.raises(ValueError, match=r"neither a key order nor a memory order: \{'bundle': 'x'\}"):
-        parse_order({"inducekv": {"bundle": "x"}})
+def test_specs_survive_the_journey() -> None:
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
+    assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
+    assert parse_spec({"inducekv": KeyPassSpec("k").to_extra_args()}) == KeyPassSpec("k")
+    assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
+    with pytest.raises(ValueError, match=r"neither a key-pass spec nor an injection spec: \{'bundle': 'x'\}"):
+        parse_spec({"inducekv": {"bundle": "x"}})
 
 
-def test_orders_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
-    base = MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True)
+def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
+    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
     others = [
-        MemoryOrder("other", (3, 1), (0.75, 0.25), remainder=True),
-        MemoryOrder("digest", (3, 2), (0.75, 0.25), remainder=True),
-        MemoryOrder("digest", (3, 1), (0.75, 0.25 + 2**-40), remainder=True),
-        MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=False),
-        MemoryOrder("digest", (31,), (0.75, 0.25), remainder=True),
+        replace(spec, bundle="other"),
+        replace(spec, entries=(3, 2)),
+        replace(spec, weights=(0.75, 0.25 + 2**-40)),
+        replace(spec, remainder=False),
+        replace(spec, entries=(31,)),
     ]
-    assert len({base.content, *(other.content for other in others)}) == 6
-    assert base.content == MemoryOrder("digest", (3, 1), (0.75, 0.25), remainder=True).content
+    assert len({spec.content, *(other.content for other in others)}) == 6
+    assert spec.content == replace(spec).content
 
 
 def _engine(**changes: Any) -> Any:

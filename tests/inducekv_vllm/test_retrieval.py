@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.retrieval import PageTerms, PrefixIndex, Retrieval, page_terms
+from inducekv_vllm.page_terms import PageTerms, Retrieval, page_terms
+from inducekv_vllm.retrieval import PrefixIndex
 
 
 def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:
@@ -35,29 +36,29 @@ def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: flo
     index = PrefixIndex(keys)
     for query in queries:
         expected = brute_force(keys, query, temperature, top_k)
-        found = index.search(query, temperature, top_k)
-        assert found.entries.tolist() == list(expected)
-        assert found.entries.dtype == np.int64
-        assert found.weights.dtype == np.float32
-        np.testing.assert_allclose(found.weights, list(expected.values()), rtol=2e-7 / temperature, atol=1e-30)
-        assert math.isclose(found.weights.sum(), 1, rel_tol=1e-5)
+        retrieval = index.search(query, temperature, top_k)
+        assert retrieval.entries.tolist() == list(expected)
+        assert retrieval.entries.dtype == np.int64
+        assert retrieval.weights.dtype == np.float32
+        np.testing.assert_allclose(retrieval.weights, list(expected.values()), rtol=2e-7 / temperature, atol=1e-30)
+        assert math.isclose(retrieval.weights.sum(), 1, rel_tol=1e-5)
 
 
 def test_ties_go_to_the_first_entry() -> None:
     keys = np.repeat(unit_keys(1, 32, seed=3), 40, axis=0)
     index = PrefixIndex(keys)
     for top_k in (None, 1, 3, 17, 39):
-        found = index.search(keys[0], 0.07, top_k)
-        assert found.entries.tolist() == list(range(top_k or 40))
-        np.testing.assert_allclose(found.weights, 1 / (top_k or 40), rtol=1e-6)
+        retrieval = index.search(keys[0], 0.07, top_k)
+        assert retrieval.entries.tolist() == list(range(top_k or 40))
+        np.testing.assert_allclose(retrieval.weights, 1 / (top_k or 40), rtol=1e-6)
 
 
 def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
     keys = unit_keys(16, 8, seed=4)
-    found = PrefixIndex(keys).search(keys[5], 1e-6)
-    assert found.entries[0] == 5
-    assert found.weights[0] == 1
-    assert np.isfinite(found.weights).all()
+    retrieval = PrefixIndex(keys).search(keys[5], 1e-6)
+    assert retrieval.entries[0] == 5
+    assert retrieval.weights[0] == 1
+    assert np.isfinite(retrieval.weights).all()
 
 
 def test_float16_keys_are_searched_in_float32() -> None:
@@ -139,10 +140,10 @@ def scene() -> dict[str, npt.NDArray[Any]]:
 def test_sqrt_terms_are_scaled_cache_tokens(scene: dict[str, npt.NDArray[Any]], top_k: int | None) -> None:
     """Eq. inject_rewrite: the memory's keys and values times sqrt(alpha), appended; left-out entries have alpha 0."""
     keys = unit_keys(6, 16, seed=8)
-    found = PrefixIndex(keys).search(keys[2], 0.3, top_k)
-    terms = page_terms(found, "sqrt", payload_tokens=3, num_entries=6, remainder=top_k is not None)
+    retrieval = PrefixIndex(keys).search(keys[2], 0.3, top_k)
+    terms = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6, remainder=top_k is not None)
     alpha = np.zeros(6)
-    alpha[found.entries] = found.weights
+    alpha[retrieval.entries] = retrieval.weights
     scale = np.sqrt(alpha)[:, None, None]
     expected = attention(
         scene["query"],
@@ -151,17 +152,17 @@ def test_sqrt_terms_are_scaled_cache_tokens(scene: dict[str, npt.NDArray[Any]], 
     )
     np.testing.assert_allclose(injected(terms, **scene), expected, rtol=1e-6)
     if top_k:
-        without = page_terms(found, "sqrt", payload_tokens=3, num_entries=6)
+        without = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6)
         assert not np.allclose(injected(without, **scene), expected, rtol=1e-3)
 
 
 def test_prior_terms_weigh_the_softmax(scene: dict[str, npt.NDArray[Any]]) -> None:
     keys = unit_keys(6, 16, seed=8)
-    found = PrefixIndex(keys).search(keys[2], 0.3)
-    terms = page_terms(found, "prior", payload_tokens=3, num_entries=6)
+    retrieval = PrefixIndex(keys).search(keys[2], 0.3)
+    terms = page_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
     weights = [1.0] * 5
     tokens, values = list(scene["self_keys"]), list(scene["self_values"])
-    for entry, alpha in zip(found.entries, found.weights, strict=True):
+    for entry, alpha in zip(retrieval.entries, retrieval.weights, strict=True):
         weights += [float(alpha)] * 3
         tokens += list(scene["payload_keys"][entry])
         values += list(scene["payload_values"][entry])
@@ -170,19 +171,19 @@ def test_prior_terms_weigh_the_softmax(scene: dict[str, npt.NDArray[Any]]) -> No
 
 
 def test_prior_drops_entries_of_weight_zero() -> None:
-    found = Retrieval(np.array([3, 0, 1]), np.array([1, 1e-30, 0], dtype=np.float32))
-    terms = page_terms(found, "prior", payload_tokens=3, num_entries=6)
+    retrieval = Retrieval(np.array([3, 0, 1]), np.array([1, 1e-30, 0], dtype=np.float32))
+    terms = page_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
     assert terms.entries.tolist() == [3, 0]
     assert np.isfinite(terms.log_weight).all()
-    assert page_terms(found, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
+    assert page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
 
 
 def test_the_remainder_counts_the_tokens_left_out() -> None:
-    found = Retrieval(np.array([3, 0]), np.array([0.75, 0.25], dtype=np.float32))
-    terms = page_terms(found, "sqrt", payload_tokens=8, num_entries=10, remainder=True)
+    retrieval = Retrieval(np.array([3, 0]), np.array([0.75, 0.25], dtype=np.float32))
+    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=10, remainder=True)
     assert terms.log_remainder == pytest.approx(math.log((10 - 2) * 8))
-    assert page_terms(found, "sqrt", payload_tokens=8, num_entries=10).log_remainder == -math.inf
-    all_retrieved = page_terms(found, "sqrt", payload_tokens=8, num_entries=4, remainder=True)
+    assert page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=10).log_remainder == -math.inf
+    all_retrieved = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=4, remainder=True)
     assert all_retrieved.log_remainder == pytest.approx(math.log(16))
     pair = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
     assert page_terms(pair, "sqrt", payload_tokens=8, num_entries=2, remainder=True).log_remainder == -math.inf
@@ -205,9 +206,9 @@ def test_the_remainder_counts_the_tokens_left_out() -> None:
     ],
 )
 def test_bad_terms(entries: list[int], weights: list[float], keywords: dict[str, Any], problem: str) -> None:
-    found = Retrieval(np.array(entries, dtype=np.int64), np.array(weights, dtype=np.float32))
+    retrieval = Retrieval(np.array(entries, dtype=np.int64), np.array(weights, dtype=np.float32))
     with pytest.raises(ConfigError, match=problem):
-        page_terms(found, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
+        page_terms(retrieval, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
 
 
 def test_a_search_among_some_entries_is_a_search_of_a_memory_of_those() -> None:
@@ -215,9 +216,9 @@ def test_a_search_among_some_entries_is_a_search_of_a_memory_of_those() -> None:
     keys[7] = keys[2]  # equal scores
     among = np.array([7, 1, 2, 4])
     for top_k in (None, 1, 2, 3, 4, 20):
-        found = PrefixIndex(keys).search(query, 0.3, top_k, among)
+        retrieval = PrefixIndex(keys).search(query, 0.3, top_k, among)
         small = PrefixIndex(keys[sorted(among)]).search(query, 0.3, top_k)
-        np.testing.assert_array_equal(found.entries, np.sort(among)[small.entries])
-        np.testing.assert_array_equal(found.weights, small.weights)
+        np.testing.assert_array_equal(retrieval.entries, np.sort(among)[small.entries])
+        np.testing.assert_array_equal(retrieval.weights, small.weights)
     with pytest.raises(ConfigError, match="at least one entry"):
         PrefixIndex(keys).search(query, 0.3, None, np.array([], dtype=np.int64))

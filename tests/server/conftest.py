@@ -1,4 +1,4 @@
-"""How the HTTP tests ask the one server that all of them share (tests/conftest.py)."""
+"""The client of the server that all HTTP tests share (tests/conftest.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTTP tests share: asking, and reading answers."""
+"""Shared by the HTTP tests: requests and responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def deviation_of_tokens(
 
 
 def tokens_of_stream(parts: list[Any], choice: int = 0) -> tuple[list[int], list[float]]:
-    """Like `tokens_and_logprobs`, from all parts of a streamed answer."""
+    """Like `tokens_and_logprobs`, from all parts of a stream."""
     steps = [
         step
         for part in parts

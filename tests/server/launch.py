@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm.parity import World, make_world
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
-# What a test server needs to start at all beside other work on a small machine.
+# A test server must start beside other work on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
@@ -37,9 +37,8 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = load_file(model / "model.safetensors")
     factors: dict[str, torch.Tensor] = {}
-    for name in [
-        n for n in weights if n.startswith("language_model.") and n.endswith(("q_proj.weight", "v_proj.weight"))
-    ]:
+    adapted = ("q_proj.weight", "v_proj.weight")
+    for name in [n for n in weights if n.startswith("language_model.") and n.endswith(adapted)]:
         rows, columns = weights[name].shape
         a = 0.2 * torch.randn(RANK, columns, generator=generator)  # [r, in]
         b = 0.2 * torch.randn(rows, RANK, generator=generator)  # [out, r]
@@ -82,6 +81,6 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
-    environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, plain, merged, bundle)

@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_the_list_says_what_is_loaded(bundles: Bundles, world: World) -> None:
+def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
     cards = {card["name"]: card for card in bundles.list()["data"]}
     assert cards.keys() == {"sqrt", "prior"}
     card, bundle = cards["sqrt"], world.bundles["sqrt"]
@@ -111,16 +111,16 @@ def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
 def test_a_request_ends_on_the_bundle_it_began_with(
     bundles: Bundles, client: openai.OpenAI, world: World, tmp_path: Path
 ) -> None:
-    asked = prompts(6, seed=14)
+    questions = prompts(6, seed=14)
     bundles.load("moving", world.paths["other"])
-    streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in asked]
+    streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in questions]
 
     assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200
-    late = ask(client, "moving", asked[0], extra_body=TRACED)
+    late = ask(client, "moving", questions[0], extra_body=TRACED)
     received = [list(stream) for stream in streams]
 
     assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
-    for prompt, parts in zip(asked, received, strict=True):
+    for prompt, parts in zip(questions, received, strict=True):
         (trace,) = httpx.get(f"{client.base_url}memory_trace/{parts[0].id}").json()["traces"]
         assert trace["digest"] == world.bundles["other"].digest
         tokens, logprobs = tokens_of_stream(parts)

@@ -1,4 +1,4 @@
-"""A memory behind a relevance gate, over HTTP: open and closed, what the trace says, and what the counters count."""
+"""A memory behind a relevance gate, over HTTP: open and closed, the trace and the counters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ TASKS = ("a", None, "b", None)
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Prompt]:
+def questions() -> list[Prompt]:
     return prompts(4, seed=61)
 
 
 @pytest.fixture(scope="module")
-def gated(server: str, world: World, asked: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+def gated(
+    server: str, world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bundle]:
     """Served as "gated": open for the first and third prompt."""
-    bundle = gated_bundle(world, asked, TASKS)
+    bundle = gated_bundle(world, questions, TASKS)
     path: Path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
     write_bundle(bundle, path)
     loaded = Bundles(server).load("gated", path)
@@ -35,9 +37,9 @@ def gated(server: str, world: World, asked: list[Prompt], tmp_path_factory: pyte
 
 
 def test_answers_equal_the_reference_open_and_closed(
-    client: openai.OpenAI, world: World, gated: Bundle, asked: list[Prompt]
+    client: openai.OpenAI, world: World, gated: Bundle, questions: list[Prompt]
 ) -> None:
-    for prompt, task in zip(asked, TASKS, strict=True):
+    for prompt, task in zip(questions, TASKS, strict=True):
         response = ask(client, "gated", prompt, extra_body=TRACED)
         assert response.model == "gated"
         assert deviation(world, response, prompt, gated) <= TOLERANCE
@@ -54,33 +56,33 @@ def test_answers_equal_the_reference_open_and_closed(
 
 
 def test_a_closed_gate_answers_as_the_base_model_that_has_seen_the_prompt(
-    client: openai.OpenAI, gated: Bundle, asked: list[Prompt]
+    client: openai.OpenAI, gated: Bundle, questions: list[Prompt]
 ) -> None:
     """Untraced, streamed by others or not: the very same numbers as under the base model's name."""
-    ask(client, "gated", asked[1])  # from here on both have the same prefix cache
-    with_gate, plain = ask(client, "gated", asked[1]), ask(client, "base", asked[1])
+    ask(client, "gated", questions[1])  # from here on both have the same prefix cache
+    with_gate, plain = ask(client, "gated", questions[1]), ask(client, "base", questions[1])
     assert tokens_and_logprobs(with_gate) == tokens_and_logprobs(plain)
     assert with_gate.usage == plain.usage
 
 
 def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
-    client: openai.OpenAI, gated: Bundle, asked: list[Prompt]
+    client: openai.OpenAI, gated: Bundle, questions: list[Prompt]
 ) -> None:
-    for prompt in asked[:2]:
+    for prompt in questions[:2]:
         response = ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}})
         assert len(trace_of(response)["entries"]) == (2 if trace_of(response)["gate"]["open"] else 0)
         with pytest.raises(openai.BadRequestError, match="inducekv_unknown"):
             ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})
 
 
-def test_the_list_and_the_counters_tell_the_gate(
-    client: openai.OpenAI, server: str, gated: Bundle, asked: list[Prompt]
+def test_the_list_and_the_counters_show_the_gate(
+    client: openai.OpenAI, server: str, gated: Bundle, questions: list[Prompt]
 ) -> None:
     cards = {card["name"]: card for card in Bundles(server).list()["data"]}
     assert cards["gated"]["gate_tasks"] == ["a", "b"]
     assert cards["gated"]["tasks"] == {"a": 6, "b": 6}
     assert cards["sqrt"]["gate_tasks"] is None
-    assert trace_of(ask(client, "sqrt", asked[0], extra_body=TRACED))["gate"] is None
+    assert trace_of(ask(client, "sqrt", questions[0], extra_body=TRACED))["gate"] is None
 
     def counts() -> dict[str, float]:
         lines = httpx.get(f"{server}/metrics").text.splitlines()
@@ -91,9 +93,9 @@ def test_the_list_and_the_counters_tell_the_gate(
         }
 
     before = counts()
-    for prompt in asked[:3]:
+    for prompt in questions[:3]:
         ask(client, "gated", prompt, max_tokens=1)
-    ask(client, "sqrt", asked[0], max_tokens=1)
+    ask(client, "sqrt", questions[0], max_tokens=1)
     after = counts()
     assert {labels: count - before.get(labels, 0) for labels, count in after.items()} == {
         **dict.fromkeys(before, 0.0),

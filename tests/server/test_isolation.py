@@ -37,7 +37,7 @@ def moving(server: str, world: World) -> Any:
 
 
 def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, world: World, moving: Bundles) -> None:
-    asked, leaving = prompts(NUM_PROMPTS, seed=21), prompts(NUM_PROMPTS, seed=22)
+    questions, leaving = prompts(NUM_PROMPTS, seed=21), prompts(NUM_PROMPTS, seed=22)
     jobs = [(model, i) for model in MODELS for i in range(NUM_PROMPTS)] * REPEATS
     random.Random(0).shuffle(jobs)
     replaced_by = world.paths["other"].with_name("replacement.safetensors")
@@ -73,7 +73,7 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
                 task.cancel()
 
             async def answered(job: tuple[str, int]) -> Answered:
-                return job, await one(job[0], asked[job[1]].messages)
+                return job, await one(job[0], questions[job[1]].messages)
 
             def start(some: list[tuple[str, int]]) -> list[asyncio.Task[Answered]]:
                 return [asyncio.create_task(answered(job)) for job in some]
@@ -107,7 +107,7 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     digests = {"before": world.bundles["other"].digest, "after": world.bundles["prior"].digest}
     for model in ("base", "sqrt", "prior", "before"):
-        for index, prompt in enumerate(asked):
+        for index, prompt in enumerate(questions):
             alone[model, index] = tokens_and_logprobs(ask(client, model, prompt, max_tokens=NUM_TOKENS))
     moving.unload("before")
 

@@ -1,4 +1,4 @@
-"""`inducekv-serve`: what it hands to vLLM, and what it refuses before anything heavy starts."""
+"""`inducekv-serve`: the arguments it passes to vLLM, and what it refuses before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from inducekv_vllm.bundle import write_bundle
 from server import launcher
+from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, parser, plugin_list, set_environment, vllm_arguments
 from tests.inducekv_vllm.bundles import random_bundle
 
@@ -54,16 +55,16 @@ class TestArguments:
 
     @pytest.mark.parametrize("spelling", ["--additional-config", "--additional_config"])
     def test_a_users_additional_config_is_kept(self, bundle: Path, spelling: str) -> None:
-        theirs = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
-        for given in ([spelling, theirs], [f"{spelling}={theirs}"]):
-            found = additional(handed("MODEL", *given, "--memory", f"a={bundle}"))
-            assert found["other"] == 1
-            assert found["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
+        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
+        for flag in ([spelling, users], [f"{spelling}={users}"]):
+            merged = additional(handed("MODEL", *flag, "--memory", f"a={bundle}"))
+            assert merged["other"] == 1
+            assert merged["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
 
     def test_a_users_worker_is_kept(self) -> None:
-        arguments = handed("MODEL", "--worker-cls", "mine.Worker")
+        arguments = handed("MODEL", "--worker-cls", "my.Worker")
         assert WORKER_CLS not in arguments
-        assert "mine.Worker" in arguments
+        assert "my.Worker" in arguments
 
     def test_a_config_file(self, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
@@ -75,18 +76,17 @@ class TestArguments:
     def test_the_demo_stands_in_for_a_model(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path
     ) -> None:
-        monkeypatch.setattr(launcher, "demo_path", lambda *parts: tmp_path.joinpath("demo", *parts))
-        with pytest.raises(UsageError, match="demo model is not there"):
-            handed("--port", "1")
-        for name in ("checkpoint/config.json", "bundles/demo.safetensors"):
-            (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "demo" / name).touch()
-        demo = {"demo": str(tmp_path / "demo/bundles/demo.safetensors")}
         arguments = handed("--port", "1")
-        assert arguments[0] == str(tmp_path / "demo/checkpoint")
-        assert additional(arguments) == {"inducekv": {"bundles": demo}}
+        assert arguments[0] == str(CHECKPOINT)
+        assert additional(arguments) == {"inducekv": {"bundles": {"demo": str(BUNDLE)}}}
         assert additional(handed("--memory", f"a={bundle}")) == {"inducekv": {"bundles": {"a": str(bundle)}}}
         assert additional(handed("MODEL")) == {"inducekv": {"bundles": {}}}
+
+        monkeypatch.setattr(launcher, "BUNDLE", tmp_path / "none.safetensors")
+        assert additional(handed("--port", "1")) == {"inducekv": {"bundles": {}}}
+        monkeypatch.setattr(launcher, "CHECKPOINT", tmp_path)
+        with pytest.raises(UsageError, match="demo model is missing"):
+            handed("--port", "1")
 
 
 class TestRefusals:
@@ -127,6 +127,11 @@ class TestRefusals:
         assert ended.stdout == ""
 
 
+def test_print_demo_model() -> None:
+    command = [sys.executable, "-m", "server.launcher", "--print-demo-model"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{CHECKPOINT}\n"
+
+
 def test_checks_come_before_anything_heavy() -> None:
     code = (
         "import sys; from server.launcher import main\n"
@@ -152,16 +157,13 @@ class TestEnvironment:
 
     def test_without_a_list_every_plugin_stays(self) -> None:
         names = plugin_list({}).split(",")
-        assert names[-1] == "inducekv" or "inducekv" in names
-        assert "lora_filesystem_resolver" in names  # one that vLLM brings
+        assert {"inducekv", "lora_filesystem_resolver"} <= set(names)  # vLLM brings the second
 
-    def test_defaults_are_for_the_demo_and_only_where_nothing_is_set(self) -> None:
-        for before, is_demo, after in (
-            ({}, True, "1"),
-            ({}, False, None),
-            ({"VLLM_CPU_KVCACHE_SPACE": "8"}, True, "8"),
-        ):
-            environment = dict(before)
-            set_environment(environment, "inducekv", is_demo=is_demo)
-            assert environment["VLLM_PLUGINS"] == "inducekv"
-            assert environment.get("VLLM_CPU_KVCACHE_SPACE") == after
+    @pytest.mark.parametrize(("space", "is_demo", "after"), [(None, True, "1"), (None, False, None), ("8", True, "8")])
+    def test_defaults_are_for_the_demo_and_do_not_override(
+        self, space: str | None, is_demo: bool, after: str | None
+    ) -> None:
+        environment = {} if space is None else {"VLLM_CPU_KVCACHE_SPACE": space}
+        set_environment(environment, "inducekv", is_demo=is_demo)
+        assert environment["VLLM_PLUGINS"] == "inducekv"
+        assert environment.get("VLLM_CPU_KVCACHE_SPACE") == after

@@ -28,12 +28,12 @@ def test_answers_equal_the_merged_model_with_the_memory(adapted: Adapted) -> Non
 
 def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tmp_path: Path) -> None:
     """What the memory was made for: "closed" takes the memory away, not the adapter it belongs to."""
-    asked = prompts(2, seed=42)
-    bundle = gated_bundle(adapted.merged, asked, [None, "a"], adapter="style")
+    questions = prompts(2, seed=42)
+    bundle = gated_bundle(adapted.merged, questions, [None, "a"], adapter="style")
     write_bundle(bundle, tmp_path / "gated.safetensors")
     assert Bundles(adapted.url).load("gated", tmp_path / "gated.safetensors").status_code == 200
     with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
-        for prompt, is_open in zip(asked, (False, True), strict=True):
+        for prompt, is_open in zip(questions, (False, True), strict=True):
             response = ask(client, "gated", prompt, extra_body=TRACED)
             assert trace_of(response)["gate"]["open"] == is_open
             assert deviation(adapted.merged, response, prompt, bundle if is_open else None) <= TOLERANCE

@@ -39,7 +39,7 @@ def test_the_base_name_is_the_model_without_memory(client: openai.OpenAI, world:
 
 
 class TestTrace:
-    def test_says_what_was_used(self, client: openai.OpenAI, server: str, world: World) -> None:
+    def test_describes_the_injection(self, client: openai.OpenAI, server: str, world: World) -> None:
         (prompt,) = prompts(1, seed=2)
         response = ask(client, "sqrt", prompt, extra_body=TRACED)
         trace = trace_of(response)
@@ -96,7 +96,7 @@ class TestTrace:
 
 
 class TestEveryKindOfAnswer:
-    def test_a_stream_says_the_same(self, client: openai.OpenAI) -> None:
+    def test_a_stream_has_the_same_text(self, client: openai.OpenAI) -> None:
         for prompt in prompts(2, seed=5):
             whole = ask(client, "sqrt", prompt)
             parts = [part for part in ask(client, "sqrt", prompt, stream=True) if part.choices]
@@ -193,15 +193,15 @@ class TestRefusals:
     @pytest.mark.parametrize("length", [255, 256])
     def test_of_a_prompt_that_fills_the_context(self, client: openai.OpenAI, length: int) -> None:
         """One token may still be generated after 255; the engine refuses 256 in pass one as it does without memory."""
-        said = []
+        results = []
         for name in ("base", "sqrt"):
             try:
                 response = client.completions.create(model=name, prompt=[[5] * length], max_tokens=1)  # type: ignore[list-item]
-                said.append(response.usage.prompt_tokens)  # type: ignore[union-attr]
+                results.append(response.usage.prompt_tokens)  # type: ignore[union-attr]
             except openai.BadRequestError as error:
-                said.append(error.message)
-        assert said[0] == said[1]
-        assert (said[0] == 255) is (length == 255)
+                results.append(error.message)
+        assert results[0] == results[1]
+        assert (results[0] == 255) is (length == 255)
 
     @pytest.mark.parametrize(
         "picture",

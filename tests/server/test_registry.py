@@ -1,10 +1,10 @@
-"""The registry over a real engine: versions, leases and releases, step by step, down to the worker's memory."""
+"""The registry over a real engine: versions, leases and releases, down to the worker's memory."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +22,12 @@ from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from server.endpoint import check_server, guard_adapters
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.engine.test_two_pass import Served, handle, serve_world
+from tests.inducekv_vllm.engine.served import Served, handle, on_the_engines_loop
 from tests.inducekv_vllm.parity import World
 
 
 class Registered:
-    """A registry on a running engine, fresh for each test; the engine must be empty again afterwards."""
+    """A registry on a running engine, new for each test."""
 
     def __init__(self, served: Served, world: World) -> None:
         self.llm, self.world = served.llm, world
@@ -36,8 +36,9 @@ class Registered:
         self.engine = TwoPassEngine(served.llm, self.registry, InduceKVConfig())
         self.render = served.render
 
-    def stream(self, name: str, prompt: Any, max_tokens: int = 4) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"inducekv_trace": 1})
+    def stream(self, name: str, prompt: Any, max_tokens: int = 4, **options: Any) -> Any:
+        extra = {"inducekv_trace": 1, **options}
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra)
         return self.engine.generate(prompt, params, f"{name}-{id(prompt)}", lora_request=handle(name))
 
     async def resident(self) -> set[str]:
@@ -45,7 +46,7 @@ class Registered:
         return set(stats["resident"])
 
     async def released(self) -> set[str]:
-        """What is resident when all releases are done."""
+        """The resident bundles after all releases."""
         while self.registry._releases:
             await asyncio.gather(*self.registry._releases)
         return await self.resident()
@@ -57,111 +58,122 @@ class Registered:
         await self.registry.load(name, str(self.world.paths[content]), replace=replace)
 
 
-@pytest.fixture(scope="module")
-def served(world: World) -> Iterator[Served]:
-    with serve_world(world) as served:
-        yield served
-
-
 @pytest.fixture
 def registered(served: Served, world: World) -> Iterator[Registered]:
-    registered = served.run(_make(served, world))
-    before = served.run(registered.resident())
-    yield registered
+    """The engine must be empty again after each test."""
 
-    async def empty() -> None:
+    async def start() -> tuple[Registered, set[str]]:
+        registered = Registered(served, world)
+        return registered, await registered.resident()
+
+    async def check_empty() -> None:
         for card in registered.registry.list().data:
             await registered.registry.unload(card.name)
         assert await registered.released() == before
         assert registered.registry.list().draining == []
 
-    served.run(empty())
+    registered, before = served.run(start())
+    yield registered
+    served.run(check_empty())
 
 
-async def _make(served: Served, world: World) -> Registered:
-    return Registered(served, world)
+@on_the_engines_loop
+async def test_a_running_request_keeps_its_version_through_a_replacement(
+    served: Served, registered: Registered
+) -> None:
+    await registered.load("m", "other")
+    stream = registered.stream("m", await registered.render(seed=31), max_tokens=100)
+    await anext(stream)  # it now waits until it is iterated again
+    await registered.load("m", "prior", replace=True)
+    (old,) = registered.registry.list().draining
+    assert (old.digest, old.active_requests) == (registered.digest("other"), 1)
+    assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
+
+    new = [output async for output in registered.stream("m", await registered.render(seed=31))][-1]
+    assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
+    last = [output async for output in stream][-1]
+    assert last.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
+    assert last.finished
+    assert registered.digest("other") not in await registered.released()
+    assert registered.digest("prior") in await registered.resident()
 
 
-def run(served: Served, test: Coroutine[Any, Any, None]) -> None:
-    served.run(asyncio.wait_for(test, 240))  # type: ignore[arg-type]
+@on_the_engines_loop
+async def test_a_request_runs_on_the_version_its_options_were_checked_against(
+    served: Served, registered: Registered
+) -> None:
+    """The version is replaced, and its name removed, between the call and the first iteration."""
+    await registered.load("m", "other")
+    streams = [registered.stream("m", await registered.render(seed=34), inducekv_top_k=k) for k in (2, 12)]
+    await registered.load("m", "prior", replace=True)
+    (draining,) = registered.registry.list().draining
+    assert (draining.digest, draining.active_requests) == (registered.digest("other"), 2)
+    await registered.registry.unload("m")
+    for stream, k in zip(streams, (2, 12), strict=True):
+        trace = [output async for output in stream][-1].kv_transfer_params["inducekv"]
+        assert (trace["digest"], len(trace["entries"])) == (registered.digest("other"), k)
+    assert not {registered.digest("other"), registered.digest("prior")} & await registered.released()
 
 
-def test_a_running_request_keeps_its_version_through_a_replacement(served: Served, registered: Registered) -> None:
-    async def test() -> None:
-        await registered.load("m", "other")
-        stream = registered.stream("m", await registered.render(seed=31), max_tokens=100)
-        await anext(stream)  # and now it stands still for as long as we like
-        await registered.load("m", "prior", replace=True)
-        (old,) = registered.registry.list().draining
-        assert (old.digest, old.active_requests) == (registered.digest("other"), 1)
-        assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
-
-        new = [output async for output in registered.stream("m", await registered.render(seed=31))][-1]
-        assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
-        last = [output async for output in stream][-1]
-        assert last.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
-        assert last.finished
-        assert registered.digest("other") not in await registered.released()
-        assert registered.digest("prior") in await registered.resident()
-
-    run(served, test())
+@on_the_engines_loop
+async def test_a_request_that_never_begins_releases_its_version(served: Served, registered: Registered) -> None:
+    await registered.load("m", "other")
+    stream = registered.stream("m", {"type": "token", "prompt_token_ids": [5, 6]})
+    await registered.registry.unload("m")
+    assert registered.registry.list().draining[0].active_requests == 1
+    del stream
+    await asyncio.sleep(0.05)
+    assert registered.digest("other") not in await registered.released()
 
 
-def test_a_running_request_outlives_its_name(served: Served, registered: Registered) -> None:
-    async def test() -> None:
-        await registered.load("m", "other")
-        ends = registered.stream("m", await registered.render(seed=32), max_tokens=100)
-        is_left = registered.stream("m", await registered.render(seed=33), max_tokens=100)
-        await anext(ends)
-        await anext(is_left)
+@on_the_engines_loop
+async def test_a_running_request_outlives_its_name(served: Served, registered: Registered) -> None:
+    await registered.load("m", "other")
+    finishes = registered.stream("m", await registered.render(seed=32), max_tokens=100)
+    is_closed = registered.stream("m", await registered.render(seed=33), max_tokens=100)
+    await anext(finishes)
+    await anext(is_closed)
+    await registered.registry.unload("m")
+    assert "m" not in registered.models.lora_requests
+    assert registered.registry.list().draining[0].active_requests == 2
+    assert [output async for output in finishes][-1].finished
+    assert registered.digest("other") in await registered.released()
+    await is_closed.aclose()
+    assert registered.digest("other") not in await registered.released()
+    with pytest.raises(UnknownBundle, match="'m'"):
         await registered.registry.unload("m")
-        assert "m" not in registered.models.lora_requests
-        assert registered.registry.list().draining[0].active_requests == 2
-        assert [output async for output in ends][-1].finished
-        assert registered.digest("other") in await registered.released()
-        await is_left.aclose()
-        assert registered.digest("other") not in await registered.released()
-        with pytest.raises(UnknownBundle, match="'m'"):
-            await registered.registry.unload("m")
-
-    run(served, test())
 
 
-def test_a_version_comes_back_before_it_is_released(served: Served, registered: Registered) -> None:
-    async def test() -> None:
-        await registered.load("m", "other")
-        await registered.registry.unload("m")
-        await registered.load("n", "other")
-        assert registered.digest("other") in await registered.released()
-
-    run(served, test())
+@on_the_engines_loop
+async def test_a_version_comes_back_before_it_is_released(served: Served, registered: Registered) -> None:
+    await registered.load("m", "other")
+    await registered.registry.unload("m")
+    await registered.load("n", "other")
+    assert registered.digest("other") in await registered.released()
 
 
-def test_a_worker_that_refuses_leaves_everything_as_it_was(
+@on_the_engines_loop
+async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     served: Served, registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file changes between the check here and the reading there."""
+    """The file changes after the server has checked it and before the worker reads it."""
+    path = tmp_path / "m.safetensors"
+    shutil.copy(registered.world.paths["other"], path)
+    await registered.load("m", "prior")
+    read = registered.registry._read
 
-    async def test() -> None:
-        path = tmp_path / "m.safetensors"
+    def read_and_change(name: str, path: str) -> Any:
+        memory = read(name, path)
+        shutil.copy(registered.world.paths["sqrt"], path)
+        return memory
+
+    monkeypatch.setattr(registered.registry, "_read", read_and_change)
+    before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
+    for name, replacing in (("m", True), ("new", False)):
         shutil.copy(registered.world.paths["other"], path)
-        await registered.load("m", "prior")
-        read = registered.registry._read
-
-        def read_and_change(name: str, path: str) -> Any:
-            memory = read(name, path)
-            shutil.copy(registered.world.paths["sqrt"], path)
-            return memory
-
-        monkeypatch.setattr(registered.registry, "_read", read_and_change)
-        before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
-        for name, replacing in (("m", True), ("new", False)):
-            shutil.copy(registered.world.paths["other"], path)
-            with pytest.raises(CapacityError, match="changed while it was loaded"):
-                await registered.registry.load(name, str(path), replace=replacing)
-        assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
-
-    run(served, test())
+        with pytest.raises(CapacityError, match="changed while it was loaded"):
+            await registered.registry.load(name, str(path), replace=replacing)
+    assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
 
 
 class TestAdapters:
@@ -176,43 +188,37 @@ class TestAdapters:
         guard_adapters(registered.models, registered.registry)
         return registered
 
-    def test_a_bundle_runs_with_its_adapter(self, served: Served, adapted: Registered) -> None:
-        async def test() -> None:
+    @on_the_engines_loop
+    async def test_a_bundle_runs_with_its_adapter(self, served: Served, adapted: Registered) -> None:
+        await adapted.load("m", "other")
+        with adapted.registry.lease("m") as lease:
+            assert lease.adapter is adapted.models.lora_requests["style"]
+
+    @on_the_engines_loop
+    async def test_names_are_not_shared(self, served: Served, adapted: Registered) -> None:
+        with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
+            await adapted.load("style", "other")
+
+    @on_the_engines_loop
+    async def test_loras_routes_leave_bundles_and_their_adapters_alone(
+        self, served: Served, adapted: Registered
+    ) -> None:
+        await adapted.load("m", "other")
+        before = dict(adapted.models.lora_requests)
+        for name in ("m", "style"):
+            body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
+            for change in (adapted.models.load_lora_adapter, adapted.models.unload_lora_adapter):
+                answer = await change(body)
+                assert isinstance(answer, ErrorResponse)
+                assert answer.error.code == 400
+                assert name in answer.error.message
+        assert adapted.models.lora_requests == before
+
+    @on_the_engines_loop
+    async def test_a_bundle_without_its_adapter_is_refused(self, served: Served, adapted: Registered) -> None:
+        del adapted.models.lora_requests["style"]
+        with pytest.raises(UnsupportedModel, match="needs the LoRA adapter 'style'; loaded are: none"):
             await adapted.load("m", "other")
-            with adapted.registry.lease("m") as lease:
-                assert lease.adapter is adapted.models.lora_requests["style"]
-
-        run(served, test())
-
-    def test_names_are_not_shared(self, served: Served, adapted: Registered) -> None:
-        async def test() -> None:
-            with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
-                await adapted.load("style", "other")
-
-        run(served, test())
-
-    def test_loras_routes_leave_bundles_and_their_adapters_alone(self, served: Served, adapted: Registered) -> None:
-        async def test() -> None:
-            await adapted.load("m", "other")
-            before = dict(adapted.models.lora_requests)
-            for name in ("m", "style"):
-                body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
-                for change in (adapted.models.load_lora_adapter, adapted.models.unload_lora_adapter):
-                    answer = await change(body)
-                    assert isinstance(answer, ErrorResponse)
-                    assert answer.error.code == 400
-                    assert name in answer.error.message
-            assert adapted.models.lora_requests == before
-
-        run(served, test())
-
-    def test_a_bundle_without_its_adapter_is_refused(self, served: Served, adapted: Registered) -> None:
-        async def test() -> None:
-            del adapted.models.lora_requests["style"]
-            with pytest.raises(UnsupportedModel, match="needs the LoRA adapter 'style'; loaded are: none"):
-                await adapted.load("m", "other")
-
-        run(served, test())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ class TestAdapters:
         ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
     ],
 )
-def test_servers_that_cannot_keep_the_books_are_refused(parallel: dict[str, int], message: str) -> None:
+def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int], message: str) -> None:
     async def no_such_method(method: str) -> None:
         raise AttributeError(method)
 

@@ -2,7 +2,7 @@
 
 An answer is held to the very tokens whose NLL the selector measures. vLLM's log-probabilities are those before
 `allowed_token_ids`, `min_tokens` and `logit_bias`, but after constrained decoding, which therefore cannot hold it.
-So every known answer is one token, once or repeated, and then the token that ends the turn.
+So every example's answer is one token, once or repeated, and then the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.selector.conftest import record, write_task
 from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
 from tests.server.test_bundles import Bundles, wait_until
 
-# What is asked, and answered, by task; "base" is what the model needs no memory for.
+# Questions and answers by task; the model needs no memory for "base".
 QUESTIONS = {
     "colours": ("Which number has the colour of the circle?", ("1", "22", "333")),
     "counts": ("How many green stars are there? Answer in a sentence.", ("4444", "55", "6")),
@@ -133,7 +133,7 @@ def test_with_the_gate_of_the_refined_recipe(
     for example in selector.examples(task, "training"):
         gate = check_answer(client, selector, refined, example)["gate"]
         assert {name: gate[name] for name in expected} == expected
-    # Unseen ones may be judged either way, as long as the server judges as the selector does.
+    # The gate may decide either way for unseen ones, as long as the server and the selector agree.
     for example in selector.examples(task, "unseen"):
         check_answer(client, selector, refined, example)
 
@@ -161,7 +161,7 @@ def test_the_nll_is_the_one_that_the_selector_reported(
 
 
 def check_answer(client: openai.OpenAI, selector: Selector, published: Published, example: Example) -> dict[str, Any]:
-    """Compares one question's routing, its known answer and a free one with the selector's; returns the trace."""
+    """Compare the server's routing, the example's answer and a free answer with the selector's; return the trace."""
     deployed, backbone = published.deployed, selector.world.backbone
     bundle, inputs = deployed.bundle, deployed.scorer.prefix(example)
     assert bundle is not None
@@ -193,8 +193,8 @@ def check_answer(client: openai.OpenAI, selector: Selector, published: Published
 
 def mean_nll(client: openai.OpenAI, model: str, published: Published, examples: Sequence[Example]) -> float:
     """Of the examples' answers, over HTTP."""
-    found = [tokens_and_logprobs(ask_for_the_answer(client, model, published, example))[1] for example in examples]
-    return -sum(map(sum, found)) / len(found)
+    answers = [ask_for_the_answer(client, model, published, example) for example in examples]
+    return -sum(sum(tokens_and_logprobs(answer)[1]) for answer in answers) / len(answers)
 
 
 def ask_for_the_answer(

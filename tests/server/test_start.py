@@ -1,31 +1,32 @@
-"""Servers that must not start: each ends, and its last words name the reason."""
+"""Servers that must not start: each ends, and the end of its log names the reason."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from benchmarks.server_process import ServerFailed, serving
+from benchmarks.server_process import ServerFailed, starting
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import World
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, World
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 
-@pytest.mark.parametrize(
-    ("foreign", "flags", "reason"),
-    [
-        (False, ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"], "add --worker-cls"),
-        (True, [], "was made for another backbone: .*hidden_size"),
-    ],
-    ids=["without the worker", "with a bundle of another backbone"],
-)
-def test_the_reason_is_named(world: World, tmp_path: Path, foreign: bool, flags: list[str], reason: str) -> None:
-    bundle = world.paths["sqrt"]
-    if foreign:
-        bundle = tmp_path / "foreign.safetensors"
-        write_bundle(random_bundle(), bundle)
-    arguments = [str(world.model), f"--memory=m={bundle}", *FLAGS, *flags]
-    with pytest.raises(ServerFailed, match=f"(?s){reason}"), serving(arguments, tmp_path / "log", ENVIRONMENT):
-        pass
+def test_the_reason_is_named(world: World, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.safetensors"
+    write_bundle(random_bundle(), foreign)
+    servers = {
+        "add --worker-cls": (world.paths["sqrt"], ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"]),
+        "was made for another backbone: .*hidden_size": (foreign, []),
+    }
+    with ExitStack() as stack:  # at the same time
+        starts = {}
+        for number, (reason, (bundle, flags)) in enumerate(servers.items()):
+            arguments = [str(world.model), f"--memory=m={bundle}", *FLAGS, *flags]
+            environment = {**ENVIRONMENT, **FEWER_PROCESSES}
+            starts[reason] = stack.enter_context(starting(arguments, tmp_path / f"log-{number}", environment))
+        for reason, wait_until_healthy in starts.items():
+            with pytest.raises(ServerFailed, match=f"(?s){reason}"):
+                wait_until_healthy()

@@ -116,7 +116,7 @@ class Gated:
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
         queries = extract_query_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, 2, d]
-        tasks = [self.gate.judge(query).task for query in queries.numpy()]
+        tasks = [self.gate.decide(query).task for query in queries.numpy()]
         return [
             Ask(example, with_artifact=task is not None, adapter=task if self.one_for_each_task else None)
             for example, task in zip(examples, tasks, strict=True)

@@ -11,7 +11,7 @@ from benchmarks.continual.methods.known_keys import KnownKeys
 from benchmarks.continual.methods.memory import learn_memory, selector_settings
 from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
 from benchmarks.continual.suites import TaskData
-from inducekv_vllm.retrieval import Weighting
+from inducekv_vllm.page_terms import Weighting
 from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES
 from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings

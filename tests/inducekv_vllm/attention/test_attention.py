@@ -16,10 +16,10 @@ from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import probe_packed_layout
 from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
-from inducekv_vllm.attention.reference import attention_with_memory
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.retrieval import Retrieval, Weighting, page_terms
+from inducekv_vllm.page_terms import Retrieval, Weighting, page_terms
+from tests.inducekv_vllm.attention.reference import attention_with_memory
 
 current_platform.import_kernels()
 
@@ -104,7 +104,10 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
         ).double()
         touched += torch.arange(len(query))[batch.rows].tolist()
     expected_rows = [
-        row for (R, _, mine), start in zip(requests, starts, strict=False) if mine for row in range(start, start + R)
+        row
+        for (R, _, memory), start in zip(requests, starts, strict=False)
+        if memory
+        for row in range(start, start + R)
     ]
     assert sorted(touched) == expected_rows
 
@@ -124,18 +127,18 @@ def test_a_mixed_step_equals_one_softmax(
     dtype: torch.dtype, tolerance: float, weighting: Weighting, top_k: int | None, remainder: bool
 ) -> None:
     bundle, other = _bundle(dtype, weighting, 0), _bundle(dtype, "prior", 1)
-    mine = [_memory(bundle, top_k, remainder, seed) for seed in range(4)]
-    theirs = _memory(other, None, False, 9)
+    memories = [_memory(bundle, top_k, remainder, seed) for seed in range(4)]
+    other_memory = _memory(other, None, False, 9)
     requests = [
-        (40, 40, mine[0]),  # a whole prompt
-        (1, 70, mine[1]),  # decode, several blocks
+        (40, 40, memories[0]),  # a whole prompt
+        (1, 70, memories[1]),  # decode, several blocks
         (1, 5, None),
-        (17, 80, mine[2]),  # a later chunk of a prompt
-        (1, 33, mine[3]),  # decode, not beside the first one
+        (17, 80, memories[2]),  # a later chunk of a prompt
+        (1, 33, memories[3]),  # decode, not beside the first one
         (3, 3, None),
-        (1, 1, theirs),
-        (2, 50, theirs),
-        (14, 30, theirs),  # a later chunk, within one block
+        (1, 1, other_memory),
+        (2, 50, other_memory),
+        (14, 30, other_memory),  # a later chunk, within one block
     ]
     assert _run_step(dtype, requests) < tolerance
 

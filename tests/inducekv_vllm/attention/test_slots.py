@@ -66,23 +66,23 @@ def _memory() -> RequestMemory:
 
 def test_rows_find_their_memory_by_their_first_block() -> None:
     requests = MemoryOfRequests(num_blocks=8, capacity=3, device=torch.device("cpu"))
-    mine, theirs = _memory(), _memory()
-    requests.start("a", 3, "x", mine)
+    first, second = _memory(), _memory()
+    requests.start("a", 3, "x", first)
     requests.start("b", 5, None, None)
-    requests.start("c", 7, "y", theirs)
-    assert requests.of_rows(torch.tensor([7, 5, 3])) == [theirs, None, mine]
+    requests.start("c", 7, "y", second)
+    assert requests.of_rows(torch.tensor([7, 5, 3])) == [second, None, first]
     assert requests.of_rows(torch.tensor([5])) is None
 
 
 def test_a_block_that_changes_hands_leaves_no_memory_behind() -> None:
     requests = MemoryOfRequests(num_blocks=8, capacity=3, device=torch.device("cpu"))
-    mine = _memory()
-    requests.start("a", 3, "x", mine)
+    memory = _memory()
+    requests.start("a", 3, "x", memory)
     requests.pause(["a"])  # preempted: its block goes to a request without memory
     requests.start("b", 3, None, None)
     assert requests.of_rows(torch.tensor([3])) is None
     requests.place("a", 4)  # resumed elsewhere
-    assert requests.of_rows(torch.tensor([3, 4])) == [None, mine]
+    assert requests.of_rows(torch.tensor([3, 4])) == [None, memory]
     requests.finish(["a", "b"])
     assert requests.slots.used == 0
     assert requests.of_rows(torch.tensor([4])) is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inducekv_vllm.engine.key_cache import KeyCache
-from inducekv_vllm.retrieval import FloatArray
+from inducekv_vllm.page_terms import FloatArray
 
 
 class Computation:
@@ -52,8 +52,8 @@ async def test_one_computation_for_all_who_wait() -> None:
     callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(3)]
     await settle()
     compute.release.set()
-    found = await asyncio.gather(*callers)
-    assert [lookup.source for lookup in found] == ["computed", "shared", "shared"]
+    lookups = await asyncio.gather(*callers)
+    assert [lookup.source for lookup in lookups] == ["computed", "shared", "shared"]
     assert compute.runs == 1
     assert (await cache.get(b"p", compute)).source == "cached"
 
@@ -83,8 +83,8 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     await settle()
     assert (compute.runs, compute.cancelled) == (2, 1)
     compute.release.set()
-    found = await asyncio.gather(second, third)
-    assert sorted(lookup.source for lookup in found) == ["computed", "shared"]
+    lookups = await asyncio.gather(second, third)
+    assert sorted(lookup.source for lookup in lookups) == ["computed", "shared"]
     assert first.cancelled()
 
 

@@ -21,7 +21,8 @@ from transformers import DynamicCache
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
-from inducekv_vllm.retrieval import PrefixIndex, Weighting, page_terms
+from inducekv_vllm.page_terms import Weighting, page_terms
+from inducekv_vllm.retrieval import PrefixIndex
 from selector.backbone.extraction import extract
 from selector.backbone.generation import generate, reference_logprobs, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected
@@ -484,11 +485,11 @@ def test_the_torch_gate_decides_as_the_served_one() -> None:
     assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))
     seen = set()
     for row, query in enumerate(queries.numpy()):
-        verdict = rule.judge(query)
-        assert bool(is_open[row]) == (verdict.task is not None)
-        nearest = gate.tasks[int(verdict.margins.argmax())]
+        decision = rule.decide(query)
+        assert bool(is_open[row]) == (decision.task is not None)
+        nearest = gate.tasks[int(decision.margins.argmax())]
         assert log_prior[row].tolist() == [0.0 if task == nearest else -math.inf for task in entry_tasks]
-        seen.add(verdict.task)
+        seen.add(decision.task)
     assert seen == {"a", "b", "c", None}
 
 

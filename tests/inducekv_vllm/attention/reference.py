@@ -1,4 +1,4 @@
-"""Attention over [memory ; self] of one request, as one softmax in plain PyTorch: the truth the backend is held to."""
+"""Attention over [memory ; self] as one softmax in plain PyTorch: the reference for the backend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from .pages import LayerPages, RequestMemory
+from inducekv_vllm.attention.pages import LayerPages, RequestMemory
 
 
 def attention_with_memory(
     query: Tensor, keys: Tensor, values: Tensor, pages: LayerPages, memory: RequestMemory, scale: float
 ) -> Tensor:
-    """The last R of T tokens attend to their memory and, causally, to themselves (design: injection, general form).
+    """Attend from the last R of T tokens to their memory and, causally, to all T tokens.
 
     Args:
         query: [R, H, D], rotated.

@@ -1,0 +1,106 @@
+"""How retrieved entries enter attention: the numbers for each page, from the retrieval weights.
+
+Shapes: B entries in the memory, k entries retrieved, m payload tokens of an entry.
+
+This module needs neither FAISS nor vLLM, because the bundle file format depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ConfigError
+
+Weighting = Literal["sqrt", "prior"]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Entries in order of decreasing weight; entries with equal scores keep the order of the memory."""
+
+    entries: IntArray  # [k]
+    weights: FloatArray  # [k], alpha: sums to 1
+
+
+@dataclass(frozen=True)
+class PageTerms:
+    """How each retrieved entry ("page") enters attention, for every layer l and every query token of the request:
+
+        logit = key_scale * (q . k) * softmax_scale + log_weight + layer_bias_l
+        value = value_scale * gate_l * v
+
+    `log_remainder` adds one token with logit `log_remainder + layer_bias_l` and value 0, which stands for all entries
+    that were not retrieved. It is -inf if there is no such token.
+    """
+
+    entries: IntArray  # [k]
+    key_scale: FloatArray  # [k]
+    log_weight: FloatArray  # [k]
+    value_scale: FloatArray  # [k]
+    log_remainder: float = -math.inf
+
+
+def page_terms(
+    retrieval: Retrieval,
+    weighting: Weighting,
+    *,
+    payload_tokens: int,
+    num_entries: int,
+    remainder: bool = False,
+) -> PageTerms:
+    """Turn retrieval weights into injection terms.
+
+    "sqrt" (the paper): key_scale = value_scale = sqrt(alpha), log_weight = 0.
+    "prior": key_scale = value_scale = 1, log_weight = log(alpha). Entries with weight 0 are dropped, because their log
+    weight would be -inf.
+
+    With `remainder` (weighting "sqrt" only), the B - k entries that were not retrieved stay in the softmax as entries
+    with alpha = 0: (B - k) m tokens with logit 0 and value 0, merged into one token with logit log((B - k) m).
+
+    Args:
+        retrieval: k entries and their weights.
+        payload_tokens: m.
+        num_entries: B.
+
+    Raises:
+        ConfigError: the weighting is unknown, `remainder` is set without "sqrt", or the entries and weights do not fit
+            a memory of B entries.
+    """
+    entries, alpha = retrieval.entries, retrieval.weights  # [k], [k]
+    if weighting not in ("sqrt", "prior"):
+        raise ConfigError(f'the weighting must be "sqrt" or "prior", found {weighting!r}')
+    if remainder and weighting != "sqrt":
+        raise ConfigError('the zero-logit remainder exists for the weighting "sqrt" only')
+    if payload_tokens < 1:
+        raise ConfigError(f"payload_tokens must be at least 1, found {payload_tokens}")
+    if entries.ndim != 1 or entries.shape != alpha.shape or not 1 <= len(entries) <= num_entries:
+        raise ConfigError(
+            f"expected k entries and k weights with 1 <= k <= {num_entries}, found {entries.shape} and {alpha.shape}"
+        )
+    if len(np.unique(entries)) != len(entries) or entries.min() < 0 or entries.max() >= num_entries:
+        raise ConfigError(f"entries must be distinct numbers from 0 to {num_entries - 1}")
+    if not np.isfinite(alpha).all() or (alpha < 0).any():
+        raise ConfigError("retrieval weights must be finite and not negative")
+
+    if weighting == "prior":
+        used = alpha > 0
+        ones = np.ones(int(used.sum()), dtype=np.float32)
+        log_weight = np.log(alpha[used], dtype=np.float32)
+        return PageTerms(entries=entries[used], key_scale=ones, log_weight=log_weight, value_scale=ones)
+
+    scale = np.sqrt(alpha, dtype=np.float32)
+    left_out = (num_entries - len(entries)) * payload_tokens
+    return PageTerms(
+        entries=entries,
+        key_scale=scale,
+        log_weight=np.zeros_like(scale),
+        value_scale=scale,
+        log_remainder=math.log(left_out) if remainder and left_out else -math.inf,
+    )

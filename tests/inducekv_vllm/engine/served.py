@@ -1,0 +1,132 @@
+"""An `AsyncLLM` with the two-pass client, shared by the tests of the engine and of the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
+from inducekv_vllm.errors import UnknownBundle
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, prompts
+
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWER_PROCESSES}
+
+
+class Memories:
+    """The simplest source: fixed memories and a count of leases."""
+
+    def __init__(self, **memories: MemoryIndex) -> None:
+        self.memories = memories
+        self.leases = 0
+
+    @contextlib.contextmanager
+    def lease(self, name: str) -> Iterator[Lease]:
+        if name not in self.memories:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded")
+        self.leases += 1
+        try:
+            yield Lease(self.memories[name], None)
+        finally:
+            self.leases -= 1
+
+
+def handle(name: str = "m") -> MemoryRequest:
+    return MemoryRequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")
+
+
+class Served:
+    """The engine with the bundle "sqrt" as its memory "m", on an event loop that lives as long as the tests."""
+
+    def __init__(self, runner: asyncio.Runner, llm: AsyncLLM, memories: Memories) -> None:
+        self.run, self.llm, self.memories = runner.run, llm, memories
+        self.engine = TwoPassEngine(llm, memories, InduceKVConfig())
+        self.plain = llm.generate
+        self._count = 0
+
+    async def render(self, seed: int = 0, text: str = "What colour is the circle?") -> Any:
+        (prompt,) = prompts(1, seed=seed)
+        raw = {"prompt": f"<image> {text}", "multi_modal_data": {"image": prompt.image}}
+        (rendered,) = await self.llm.renderer.render_cmpl_async([raw])
+        return rendered
+
+    def stream(self, prompt: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        self._count += 1
+        settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **options}
+        return self.engine.generate(prompt, SamplingParams(**settings), f"r{self._count}", lora_request=handle())
+
+    async def answer(self, prompt: Any, **options: Any) -> Any:
+        return [output async for output in self.stream(prompt, **options)][-1]
+
+    async def nothing_is_left(self) -> None:
+        """No request, key or slot on either side. The worker hears of finished requests in the next step."""
+        for _ in range(100):
+            await self.plain_answer()
+            (stats,) = await self.llm.collective_rpc("inducekv_stats")
+            left = (self.memories.leases, self.llm.output_processor.get_num_unfinished_requests())
+            if left == (0, 0) and stats["keys_pending"] == stats["slots_used"] == 0:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"left behind: {left}, {stats}")
+
+    async def plain_answer(self) -> Any:
+        prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
+        self._count += 1
+        outputs = self.plain(prompt, SamplingParams(max_tokens=2, temperature=0), f"p{self._count}")
+        return [output async for output in outputs][-1]
+
+
+@contextlib.contextmanager
+def serve_world(world: World) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+
+        async def start() -> tuple[AsyncLLM, MemoryIndex]:
+            llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=str(world.model),
+                    dtype="float32",
+                    max_model_len=256,
+                    max_num_seqs=4,
+                    enforce_eager=True,
+                    worker_cls=WORKER_CLS,
+                    additional_config={"inducekv": {}},
+                )
+            )
+            path = str(world.paths["sqrt"])
+            memory = MemoryIndex.from_bundle(read_bundle(path), path)
+            (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
+            assert loaded["ok"], loaded
+            return llm, memory
+
+        llm, memory = runner.run(start())
+        patch.undo()
+        try:
+            yield Served(runner, llm, Memories(m=memory))
+        finally:
+            llm.shutdown()
+
+
+def on_the_engines_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test that has the fixture `served`; afterwards nothing may be left in the engine."""
+
+    @functools.wraps(test)
+    def run(*self: Any, served: Served, **fixtures: Any) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(test(*self, served=served, **fixtures), 240)
+            await served.nothing_is_left()
+
+        served.run(bounded())
+
+    return run
