@@ -13,6 +13,8 @@ MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that share the tests; each runs on one thread.
+TEST_WORKERS ?= 2
 
 # Models and data come with the repository: nothing but pip needs a network.
 export HF_HUB_OFFLINE ?= 1
@@ -49,7 +51,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run

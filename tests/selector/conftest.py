@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from selector.backbone.model import Backbone
 from tests.tiny_models import TINY_MODELS, picture
@@ -17,11 +16,6 @@ QUESTIONS = (
     "How many squares are there? Answer with one word.",
     "Is the red triangle left of the blue one, and does the picture show a ring? Answer in a sentence.",
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
