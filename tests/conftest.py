@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.server.launch import Adapted
 
 
-# Session fixtures that take long to make: tests that use one of them run in one pytest-xdist worker, which makes it once.
+# Slow session fixtures: tests that use one of them run in one pytest-xdist worker, which makes it once.
 SHARED = ("server", "served", "adapted", "finished")
 
 
