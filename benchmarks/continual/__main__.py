@@ -12,6 +12,7 @@ from benchmarks.continual import footprint_table, search
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
 from benchmarks.continual.report import command as report
+from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, run
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.server_process import ServerFailed
@@ -37,6 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def run_and_report(options: argparse.Namespace) -> int:
+    """Writes the report into OUT if any stream is finished.
+
+    Raises:
+        InduceKVError: the options cannot be run, or a stream could not be run to its end.
+        EndpointFailed, ServerFailed: questions could not be asked.
+    """
+    outcome = run(options)
+    if outcome.finished:
+        record_command(options.out, [*PROGRAM.split(), *options.given])
+        report.write_report(options.out, tuned=options.tuned)
+    if outcome.refused:
+        raise ConfigError(
+            f"{len(outcome.refused)} of {outcome.total} streams did not end: {'; '.join(outcome.refused)}"
+        )
+    return 0
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, for a run a preset's where the user gives none; and the arguments themselves, `given`.
 
@@ -45,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command is not run:
+    if options.command is not run_and_report:
         return options
     if options.preset:
         preset = preset_arguments(options.preset, set(vars(options)) - NOT_PRESET)
@@ -60,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Continual-learning benchmark.")
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
-    one.set_defaults(command=run)
+    one.set_defaults(command=run_and_report)
     add = one.add_argument
     add("--preset", metavar="FILE|NAME", help="options from a TOML file; full and smoke come with the benchmark")
     add("--full", dest="preset", action="store_const", const="full", help="the whole demo stream for all methods")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
@@ -17,8 +16,7 @@ from benchmarks.continual.answering.http import HttpAnswerer
 from benchmarks.continual.comparison import Streams, compare
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
-from benchmarks.continual.report.command import write_report
-from benchmarks.continual.report.commands import record_command
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite
@@ -29,15 +27,23 @@ from inducekv_vllm.fingerprint import require_model_folder
 
 ALL_METHODS = "all"
 OFFLINE, HTTP = "offline", "http"
-COMMAND = ("python", "-m", "benchmarks.continual")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Ends in one JSON line with the means over seeds; the file RESULTS, where asked for, also holds every stream's
-    matrix, base accuracies, bytes and seconds. The report is written into OUT.
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    finished: int  # streams, of this run or of an earlier one in the same folder
+    total: int
+    refused: Sequence[str]  # the streams that could not be run to their end, and why
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Prints one JSON line with the means over seeds; the file RESULTS, if named, also holds every stream's matrix,
+    base accuracies, bytes and seconds.
 
     Raises:
-        InduceKVError: what is asked for cannot be run, or a stream could not be.
+        InduceKVError: the options cannot be run.
         EndpointFailed, ServerFailed: questions could not be asked.
     """
     methods, suite = check(options)
@@ -49,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
         for budget in dict.fromkeys(options.budget)
         for seed in dict.fromkeys(options.seed)
     ]
-    for one in runs:
-        claim_stream(one)
-    refused = run_unfinished([one for one in runs if not one.finished], options)
-    done = [collect(one) for one in runs if one.finished]
+    for stream in runs:
+        claim_stream(stream)
+    refused = run_unfinished([stream for stream in runs if not stream.finished], options)
+    done = [collect(stream) for stream in runs if stream.finished]
     results = {
         "benchmark": "continual",
         **configuration,
@@ -61,14 +67,9 @@ def run(options: argparse.Namespace) -> int:
     }
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.results, {**results, "runs": [brief(one) for one in done]})
+        write_json(options.results, {**results, "runs": [brief(stream) for stream in done]})
     print(json.dumps(results))
-    if done:
-        record_command(options.out, [*COMMAND, *options.given])
-        write_report(options.out, tuned=options.tuned)
-    if refused:
-        raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
-    return 0
+    return Outcome(len(done), len(runs), refused)
 
 
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
@@ -111,15 +112,6 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
         "model": str(options.model.absolute()),
         "endpoint": options.endpoint,
     }
-
-
-def weights_digest(model: Path) -> str:
-    """sha256 over the model's safetensors files; where the folder lies does not matter."""
-    digest = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str]:

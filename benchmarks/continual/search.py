@@ -30,7 +30,8 @@ from typing import Any
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
-from benchmarks.continual.run import ALL_METHODS, tell, weights_digest
+from benchmarks.continual.results import weights_digest
+from benchmarks.continual.run import ALL_METHODS, tell
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned

@@ -28,6 +28,7 @@ from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Circumstances, Method
 from benchmarks.continual.metrics import accuracy_matrix, summary
+from benchmarks.continual.results import WHERE
 from benchmarks.continual.suites import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
@@ -35,7 +36,6 @@ from selector.runtime.files import replace_file
 
 Tell = Callable[[str], None]
 KeepStates = Literal["last", "all", "none"]
-WHERE = "where"
 PATIENCE = 5.0  # seconds: a process that was killed a moment ago may still hold its stream
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.run import weights_digest
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
 from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, write_bundle

@@ -13,11 +13,11 @@ from benchmarks.continual.answering.endpoint import Endpoint
 from benchmarks.continual.answering.http import Endpoints
 from benchmarks.continual.diagnostics import speed
 from benchmarks.continual.diagnostics.__main__ import main
-from benchmarks.continual.diagnostics.framework import Finished
 from benchmarks.continual.diagnostics.pareto import says, with_front
 from benchmarks.continual.diagnostics.speed import Load, adapters_of, measure_on, method_of, row_of, share_questions
 from benchmarks.continual.methods import Artifact, Circumstances
 from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.results import Finished
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from benchmarks.serving.load import Block, Timing

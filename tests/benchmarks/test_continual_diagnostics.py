@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks.continual.diagnostics.__main__ import as_json, main
-from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, find_diagnostics
+from benchmarks.continual.diagnostics.framework import Diagnostic, find_diagnostics
+from benchmarks.continual.results import Finished
 from benchmarks.continual.suites.demo import load
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from tests.benchmarks.finished_runs import write_configuration, write_finished_run

@@ -14,7 +14,7 @@ from benchmarks.continual.__main__ import main
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.report.command import write_report
 from benchmarks.continual.report.commands import read_commands, record_command
-from benchmarks.continual.run import weights_digest
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT

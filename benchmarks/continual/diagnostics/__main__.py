@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.diagnostics.drawing import png
-from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, add_common_arguments, find_diagnostics
+from benchmarks.continual.diagnostics.framework import Diagnostic, add_common_arguments, find_diagnostics
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 

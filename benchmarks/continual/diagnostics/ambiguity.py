@@ -17,9 +17,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished
 from benchmarks.continual.diagnostics.retrieved import Judged, add_arguments, judge
 from benchmarks.continual.metrics import standard_error
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS, finite
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.methods.rehearsal import ANCHORS
+from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import Deployed

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 
 PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten"}

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.backbone.extraction import extract_keys
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 from selector.update.measures import diversity, pairwise_cosines

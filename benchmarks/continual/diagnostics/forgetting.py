@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
-from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
 from benchmarks.continual.metrics import average_forgetting, standard_error
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, STROKES, finite
 
 MARKERS = "os^v"

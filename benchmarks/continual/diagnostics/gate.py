@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import openings
 from selector.report.plots import COLOURS, HATCHES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.continual.diagnostics.framework import FinishedRun
+from benchmarks.continual.results import FinishedRun
 
 Group = list[FinishedRun]
 

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished
 from benchmarks.continual.diagnostics.retrieved import Judged, add_arguments, judge
 from benchmarks.continual.metrics import standard_error
+from benchmarks.continual.results import Finished
 from selector.report.plots import COLOURS, finite
 
 __all__ = ["add_arguments", "measure", "plot"]

@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
 from selector.backbone.injection import Memory, Terms, attention_named, attention_with, routing, score

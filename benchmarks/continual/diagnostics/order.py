@@ -21,11 +21,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
+from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.diagnostics import speed
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.pareto_front import pareto_front
+from benchmarks.continual.results import Finished
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS

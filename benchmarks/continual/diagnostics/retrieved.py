@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.injection import routing

@@ -21,8 +21,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.spread import spread
+from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS
 

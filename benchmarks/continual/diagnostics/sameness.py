@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.continual.stream import WHERE
+from benchmarks.continual.results import WHERE
 from inducekv_vllm.errors import ConfigError
 
 

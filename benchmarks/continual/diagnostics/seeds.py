@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.comparison import paired
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import grouped
 from benchmarks.continual.diagnostics.spread import plus_minus, spread
+from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS
 

@@ -25,10 +25,10 @@ from benchmarks.chat import messages_of
 from benchmarks.continual.answering import Ask
 from benchmarks.continual.answering.endpoint import LOADS, EndpointFailed
 from benchmarks.continual.answering.http import Endpoints, HttpAnswerer, Served
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.groups import Group
 from benchmarks.continual.diagnostics.spread import spread
 from benchmarks.continual.methods import Method, choose_methods
+from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.serving import Needs, own_servers
 from benchmarks.continual.suites import TaskData
 from benchmarks.server_process import ServerFailed

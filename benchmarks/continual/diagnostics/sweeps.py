@@ -24,12 +24,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.diagnostics.sameness import require_same
 from benchmarks.continual.diagnostics.spread import spread
 from benchmarks.continual.methods import METHODS, Method, choose_methods
+from benchmarks.continual.results import WHERE, Finished, FinishedRun
 from benchmarks.continual.run import OFFLINE, tell
-from benchmarks.continual.stream import WHERE, Run, claim, run_stream
+from benchmarks.continual.stream import Run, claim, run_stream
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.comparison import Streams
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
 from benchmarks.continual.footprint_table import Conversion, conversions, mean_picture_bytes
 from benchmarks.continual.report.commands import read_commands
 from benchmarks.continual.report.names import place
-from benchmarks.continual.stream import WHERE
+from benchmarks.continual.results import WHERE, Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry

@@ -1,0 +1,301 @@
+"""The folder of a run as it is read again: by diagnostics, by the report, and by runs that go on.
+
+    finished = Finished.read(OUT)                    the folder of a `python -m benchmarks.continual run`
+    for run in finished.runs("refined", 32):         one for each seed
+        run.accuracy, run.bundle(), run.predictions()
+
+Nothing is learned or changed here. Shapes: T tasks, n questions, d hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.continual.comparison import UNTOUCHED
+from benchmarks.continual.methods import Artifact
+from benchmarks.continual.metrics import Matrix, accuracy_matrix
+from benchmarks.continual.suites import Suite, TaskData, load_suite
+from benchmarks.demo.model import CHECKPOINT
+from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
+
+WHERE = "where"  # key of run.json: where the run read its files, which may have moved since
+
+
+def weights_digest(model: Path) -> str:
+    """sha256 over the model's safetensors files; the folder's place does not matter."""
+    digest = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One question that was asked after a task."""
+
+    task: str
+    id: str
+    expected: str
+    answer: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One method with one budget and one seed, all tasks done."""
+
+    folder: Path  # OUT/METHOD/budget-B/seed-S
+    matrix: Mapping[str, Any]  # of matrix.json
+
+    @property
+    def method(self) -> str:
+        return self.matrix["method"]
+
+    @property
+    def budget(self) -> int:
+        return self.matrix["budget"]
+
+    @property
+    def seed(self) -> int:
+        return self.matrix["seed"]
+
+    @property
+    def order(self) -> list[str]:
+        """The T tasks as they were learned."""
+        return self.matrix["order"]
+
+    @cached_property
+    def accuracy(self) -> Matrix:
+        """a[i, t], [T, T]."""
+        return accuracy_matrix(self.matrix["accuracy"])
+
+    @property
+    def base(self) -> list[float]:
+        """Accuracy on the base questions after each task, [T]."""
+        return self.matrix["base"]
+
+    def task_folder(self, number: int = -1) -> Path:
+        """Of task `number` of the order, negative ones counted from its end."""
+        number = range(len(self.order))[number]
+        return self.folder / f"{number:02d}-{self.order[number]}"
+
+    def state(self, number: int = -1) -> Path:
+        return self.task_folder(number) / "state"
+
+    def artifact(self, number: int = -1) -> Artifact:
+        """What answers after task `number`.
+
+        Raises:
+            ConfigError: the state was not kept.
+        """
+        state = self.state(number)
+        try:
+            return Artifact.read(state)
+        except OSError as error:
+            raise ConfigError(
+                f"{state}: the state after this task was not kept; `--keep-states all` of the run keeps every one"
+            ) from error
+
+    def bundle(self, number: int = -1) -> Bundle:
+        """The memory after task `number`.
+
+        Raises:
+            ConfigError: the method makes no memory, or the state was not kept.
+            BundleError: the file is damaged.
+        """
+        artifact = self.artifact(number)
+        if artifact.kind != "bundle" or artifact.path is None:
+            raise ConfigError(f"{self.method} has no memory bundle to look at: what it makes is {artifact.kind!r}")
+        return read_bundle(self.state(number) / artifact.path)
+
+    def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
+        """What was asked after task `number`, by task and id, in the order of asking.
+
+        Raises:
+            TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
+        """
+        path = self.task_folder(number) / "predictions.jsonl"
+        found: dict[tuple[str, str], Prediction] = {}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise TaskDataError(f"{path}: cannot read the predictions: {error}") from error
+        for number_of_line, line in enumerate(lines, start=1):
+            try:
+                one = Prediction(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise TaskDataError(f"{path}:{number_of_line}: not a prediction: {error}") from error
+            if (one.task, one.id) in found:
+                raise TaskDataError(f"{path}:{number_of_line}: question {one.id!r} of task {one.task!r} stands twice")
+            found[one.task, one.id] = one
+        return found
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The folder of a command whose runs are read; diagnostics look at those that are complete."""
+
+    out: Path
+    model: Path
+    data: Path
+    configuration: Mapping[str, Any]  # of run.json
+    complete: tuple[FinishedRun, ...]  # by method, budget and seed
+    unfinished: tuple[FinishedRun, ...] = ()  # likewise; begun, with tasks still to do
+    _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
+
+    @classmethod
+    def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
+        """
+        Args:
+            model, data: None for where the run found them; the data may also have moved with the folder.
+
+        Raises:
+            ConfigError: the folder is not one of a run, or one of its files does not parse.
+        """
+        configuration = _read_json(out / "run.json", "not the folder of a run")
+        matrices = [
+            FinishedRun(path.parent, _read_json(path, "cannot read a run's results"))
+            for path in out.glob("*/budget-*/seed-*/matrix.json")
+        ]
+        matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
+        complete = tuple(run for run in matrices if run.matrix["complete"])
+        unfinished = tuple(run for run in matrices if not run.matrix["complete"])
+        where = configuration.get(WHERE, {})
+        model = model or Path(where.get("model", CHECKPOINT))
+        if data is None:
+            there = Path(where.get("data", out / "data"))
+            data = there if there.exists() else out / "data"
+        return cls(out, model, data, configuration, complete, unfinished)
+
+    def runs(
+        self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None
+    ) -> tuple[FinishedRun, ...]:
+        """The finished runs of a method and a budget, one for each seed.
+
+        Args:
+            budget: may be None where all the method's runs have the same.
+            seeds: None for all.
+
+        Raises:
+            ConfigError: there is none, a seed is missing, or the budget is not clear.
+        """
+        budgets = sorted({run.budget for run in self.complete if run.method == method})
+        if budget is None and len(budgets) > 1:
+            raise ConfigError(f"{self.out} has runs of {method} with the budgets {_listed(budgets)}: name one")
+        chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
+        with_budget = "" if budget is None else f" with budget {budget}"
+        if not chosen:
+            there = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
+            raise ConfigError(f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(there)}")
+        found = [run.seed for run in chosen]
+        if missing := sorted(set(seeds or ()) - set(found)):
+            raise ConfigError(
+                f"no finished run of {method}{with_budget} with seed {missing[0]} under {self.out}; "
+                f"there are the seeds {_listed(found)}"
+            )
+        return tuple(run for run in chosen if seeds is None or run.seed in seeds)
+
+    def chosen(self, options: Namespace) -> tuple[FinishedRun, ...]:
+        """The runs that the options name."""
+        return self.runs(options.method, options.budget, options.seed)
+
+    def has(self, method: str) -> bool:
+        return any(run.method == method for run in self.complete)
+
+    def counterpart(self, run: FinishedRun, method: str) -> FinishedRun:
+        """Another method's run with the same budget and seed. The untouched model has neither: any of its runs serves.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if method == UNTOUCHED and self.has(UNTOUCHED):
+            return next(one for one in self.complete if one.method == UNTOUCHED)
+        return self.runs(method, run.budget, [run.seed])[0]
+
+    def paired(
+        self, run: FinishedRun, method: str = UNTOUCHED, number: int = -1
+    ) -> list[tuple[Prediction, Prediction]]:
+        """What a run and its counterpart answered to the same questions after task `number`.
+
+        Raises:
+            ConfigError: there is no counterpart.
+            TaskDataError: they were asked other questions.
+        """
+        other = self.counterpart(run, method)
+        mine, theirs = run.predictions(number), other.predictions(number)
+        if mine.keys() != theirs.keys():
+            task, id_ = min(mine.keys() ^ theirs.keys())
+            raise TaskDataError(
+                f"{run.task_folder(number)} and {other.task_folder(number)} have predictions of different questions: "
+                f"{id_!r} of task {task!r} is in one of them only"
+            )
+        return [(mine[key], theirs[key]) for key in mine]
+
+    @cached_property
+    def whole_suite(self) -> Suite:
+        """All tasks of the suite, in its own order, with all their examples.
+
+        Raises:
+            ConfigError: there is no such suite.
+            TaskDataError: its data cannot be read.
+        """
+        known = self.configuration
+        return load_suite(known.get(WHERE, known)["suite"], self.data)  # its name, or the file that describes it
+
+    @cached_property
+    def suite(self) -> Suite:
+        """The tasks in the run's order, with the questions that were asked.
+
+        Raises:
+            ConfigError: the data are not those of the run.
+            TaskDataError: they cannot be read.
+        """
+        known = self.configuration
+        suite = self.whole_suite.ordered(known["order"]).asked_about(known["split"])
+        suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
+        if suite.digest() != known["data"]:
+            raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")
+        return suite
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """The run's model.
+
+        Raises:
+            ConfigError: its weights are others.
+        """
+        known = self.configuration["model"]
+        backbone = Backbone.load(self.model)
+        if weights_digest(self.model) != known["weights"]:
+            raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {known['name']!r}")
+        return backbone
+
+    def query_keys(self, task: TaskData) -> Tensor:
+        """Of the questions that were asked about a task: [n, 2, d], see `Backbone.query_keys`. Computed once."""
+        if task.name not in self._query_keys:
+            self._query_keys[task.name] = extract_query_keys(self.backbone, task.test, batch_size=64)
+        return self._query_keys[task.name]
+
+
+def _read_json(path: Path, problem: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {problem}: {error}") from error
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values)) or "none"
