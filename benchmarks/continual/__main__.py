@@ -57,7 +57,7 @@ def run_and_report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, for a run a preset's where the user gives none; and the arguments themselves, `given`.
+    """The options, for a run with a preset under the user's own; `given` are the arguments themselves.
 
     Raises:
         ConfigError: the preset cannot be used, or no method is named.
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         preset = preset_arguments(options.preset, set(vars(options)) - NOT_PRESET)
         options = parser.parse_args([arguments[0], *preset, *arguments[1:]])  # of two, the later one counts
     if not options.method:
-        raise ConfigError(f"--method must name what is to be run, or {ALL_METHODS!r}")
+        raise ConfigError(f"--method must name the methods to run, or {ALL_METHODS!r}")
     options.given = list(arguments)
     return options
 
@@ -78,9 +78,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Continual-learning benchmark.")
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
-    one.set_defaults(command=run_and_report)
-    add = one.add_argument
+    parser_of_run = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
+    parser_of_run.set_defaults(command=run_and_report)
+    add = parser_of_run.add_argument
     add("--preset", metavar="FILE|NAME", help="options from a TOML file; full and smoke come with the benchmark")
     add("--full", dest="preset", action="store_const", const="full", help="the whole demo stream for all methods")
     add("--smoke", dest="preset", action="store_const", const="smoke", help="the shortest way through everything")

@@ -44,7 +44,7 @@ def weights_digest(model: Path) -> str:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One question that was asked after a task."""
+    """The answer to one question after a task."""
 
     task: str
     id: str
@@ -96,7 +96,7 @@ class FinishedRun:
         return self.task_folder(number) / "state"
 
     def artifact(self, number: int = -1) -> Artifact:
-        """What answers after task `number`.
+        """The artifact that answers after task `number`.
 
         Raises:
             ConfigError: the state was not kept.
@@ -122,31 +122,32 @@ class FinishedRun:
         return read_bundle(self.state(number) / artifact.path)
 
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
-        """What was asked after task `number`, by task and id, in the order of asking.
+        """Of all questions after task `number`, by task and id, in the order of asking.
 
         Raises:
             TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
         """
         path = self.task_folder(number) / "predictions.jsonl"
-        found: dict[tuple[str, str], Prediction] = {}
+        predictions: dict[tuple[str, str], Prediction] = {}
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise TaskDataError(f"{path}: cannot read the predictions: {error}") from error
         for number_of_line, line in enumerate(lines, start=1):
             try:
-                one = Prediction(**json.loads(line))
+                prediction = Prediction(**json.loads(line))
             except (ValueError, TypeError) as error:
                 raise TaskDataError(f"{path}:{number_of_line}: not a prediction: {error}") from error
-            if (one.task, one.id) in found:
-                raise TaskDataError(f"{path}:{number_of_line}: question {one.id!r} of task {one.task!r} stands twice")
-            found[one.task, one.id] = one
-        return found
+            key = (prediction.task, prediction.id)
+            if key in predictions:
+                raise TaskDataError(f"{path}:{number_of_line}: question {key[1]!r} of task {key[0]!r} stands twice")
+            predictions[key] = prediction
+        return predictions
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The folder of a command whose runs are read; diagnostics look at those that are complete."""
+    """The folder of a run, with all its streams; diagnostics read the complete ones."""
 
     out: Path
     model: Path
@@ -160,7 +161,7 @@ class Finished:
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
         """
         Args:
-            model, data: None for where the run found them; the data may also have moved with the folder.
+            model, data: None for the places recorded by the run; the data may also have moved with the folder.
 
         Raises:
             ConfigError: the folder is not one of a run, or one of its files does not parse.
@@ -176,8 +177,8 @@ class Finished:
         where = configuration.get(WHERE, {})
         model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
-            there = Path(where.get("data", out / "data"))
-            data = there if there.exists() else out / "data"
+            recorded = Path(where.get("data", out / "data"))
+            data = recorded if recorded.exists() else out / "data"
         return cls(out, model, data, configuration, complete, unfinished)
 
     def runs(
@@ -186,7 +187,7 @@ class Finished:
         """The finished runs of a method and a budget, one for each seed.
 
         Args:
-            budget: may be None where all the method's runs have the same.
+            budget: may be None if all the method's runs have the same.
             seeds: None for all.
 
         Raises:
@@ -198,13 +199,15 @@ class Finished:
         chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
         with_budget = "" if budget is None else f" with budget {budget}"
         if not chosen:
-            there = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
-            raise ConfigError(f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(there)}")
-        found = [run.seed for run in chosen]
-        if missing := sorted(set(seeds or ()) - set(found)):
+            available = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
+            raise ConfigError(
+                f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(available)}"
+            )
+        available_seeds = [run.seed for run in chosen]
+        if missing := sorted(set(seeds or ()) - set(available_seeds)):
             raise ConfigError(
                 f"no finished run of {method}{with_budget} with seed {missing[0]} under {self.out}; "
-                f"there are the seeds {_listed(found)}"
+                f"there are the seeds {_listed(available_seeds)}"
             )
         return tuple(run for run in chosen if seeds is None or run.seed in seeds)
 
@@ -216,19 +219,19 @@ class Finished:
         return any(run.method == method for run in self.complete)
 
     def counterpart(self, run: FinishedRun, method: str) -> FinishedRun:
-        """Another method's run with the same budget and seed. The untouched model has neither: any of its runs serves.
+        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run.
 
         Raises:
             ConfigError: there is none.
         """
         if method == UNTOUCHED and self.has(UNTOUCHED):
-            return next(one for one in self.complete if one.method == UNTOUCHED)
+            return next(other for other in self.complete if other.method == UNTOUCHED)
         return self.runs(method, run.budget, [run.seed])[0]
 
     def paired(
         self, run: FinishedRun, method: str = UNTOUCHED, number: int = -1
     ) -> list[tuple[Prediction, Prediction]]:
-        """What a run and its counterpart answered to the same questions after task `number`.
+        """The answers of a run and of its counterpart to the same questions after task `number`.
 
         Raises:
             ConfigError: there is no counterpart.
@@ -252,8 +255,8 @@ class Finished:
             ConfigError: there is no such suite.
             TaskDataError: its data cannot be read.
         """
-        known = self.configuration
-        return load_suite(known.get(WHERE, known)["suite"], self.data)  # its name, or the file that describes it
+        configuration = self.configuration
+        return load_suite(configuration.get(WHERE, configuration)["suite"], self.data)  # its name, or its file
 
     @cached_property
     def suite(self) -> Suite:
@@ -263,10 +266,10 @@ class Finished:
             ConfigError: the data are not those of the run.
             TaskDataError: they cannot be read.
         """
-        known = self.configuration
-        suite = self.whole_suite.ordered(known["order"]).asked_about(known["split"])
-        suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
-        if suite.digest() != known["data"]:
+        run = self.configuration
+        suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
+        suite = suite.limited(run["train_limit"], run["test_limit"], run["base_limit"])
+        if suite.digest() != run["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")
         return suite
 
@@ -275,16 +278,16 @@ class Finished:
         """The run's model.
 
         Raises:
-            ConfigError: its weights are others.
+            ConfigError: the folder holds another model.
         """
-        known = self.configuration["model"]
+        recorded = self.configuration["model"]
         backbone = Backbone.load(self.model)
-        if weights_digest(self.model) != known["weights"]:
-            raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {known['name']!r}")
+        if weights_digest(self.model) != recorded["weights"]:
+            raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {recorded['name']!r}")
         return backbone
 
     def query_keys(self, task: TaskData) -> Tensor:
-        """Of the questions that were asked about a task: [n, 2, d], see `Backbone.query_keys`. Computed once."""
+        """Of a task's test questions: [n, 2, d], see `Backbone.query_keys`. Computed once."""
         if task.name not in self._query_keys:
             self._query_keys[task.name] = extract_query_keys(self.backbone, task.test, batch_size=64)
         return self._query_keys[task.name]

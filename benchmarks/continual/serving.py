@@ -1,7 +1,7 @@
-"""Who answers a run's questions over HTTP: servers of its own, or endpoints that the user names.
+"""The servers that answer a run's questions over HTTP: the run's own, or endpoints that the user names.
 
-A server that runs with LoRA takes no bundles but those that name an adapter, is slower, and cannot be trusted with the
-untouched model (see `Endpoints`): adapters have a server of their own. Only what the methods need is started.
+A server with LoRA takes only bundles that name an adapter, is slower, and must not serve the untouched model (see
+`Endpoints`): adapters have a server of their own. Only the servers that the methods need are started.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from selector.update.build import BuildSettings, build_bundle
 SERVED_NAME = "untouched"
 LORA_WORKER_CLS = "benchmarks.continual.lora_worker.LoraWorker"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
-PAYLOAD_TOKENS = 8  # m of a memory, where a method has no setting of that name
+PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of its servers."""
+    """What a run needs of its servers."""
 
     model: Path
     suite: Suite
@@ -40,12 +40,12 @@ class Needs:
     jobs: int  # streams that ask at the same time
 
     def users_of(self, what: Loadable) -> list[str]:
-        """The methods whose artifacts have to be loaded so."""
+        """The methods whose artifacts are loaded in this way."""
         return [method.name for method in self.methods if LOADS[method.kind] == what]
 
     @property
     def plain(self) -> bool:
-        """Whether anything but adapters is asked: all but ungated adapters also ask the untouched model."""
+        """Whether anything but adapters answers: all methods but ungated adapters also ask the untouched model."""
         return any(method.kind != "adapter" for method in self.methods)
 
     @property
@@ -79,7 +79,7 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
 
 
 def server_flags() -> list[str]:
-    """float32, as the answers are compared in; nothing is compiled, which would outlast most runs of a small model."""
+    """float32, in which answers are compared; not compiled, which would take longer than most runs of a small model."""
     precision = ["--dtype", "float32", "--enforce-eager"]
     return [*precision, "--served-model-name", SERVED_NAME, "--max-num-seqs", "32", "--disable-uvicorn-access-log"]
 
@@ -99,7 +99,7 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
 
 
 def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
-    """For what the methods need, the first endpoint that loads it.
+    """For bundles and for adapters, the first endpoint that loads them.
 
     Raises:
         EndpointFailed: one does not answer.
@@ -131,7 +131,7 @@ def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Need
 
 
 def save_sample(what: Loadable, needs: Needs, folder: Path) -> Path:
-    """A memory of one entry, or a new adapter of the largest rank that the run makes: to be loaded once, as a trial."""
+    """A memory of one entry, or a new adapter of the run's largest rank, for a trial load."""
     backbone = Backbone.load(needs.model)
     if what == "adapter":
         save(attach(backbone, needs.rank, seed=0), folder / "adapter")

@@ -5,7 +5,7 @@
 - conversation: one picture, the questions follow each other as turns and see what was said before.
 - exemplars: several pictures with one question each, seeing what came before, as a prompt with worked examples does.
 
-Letters: N rows, L tokens a row, P pictures.
+Shapes: N rows, L tokens a row, P pictures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """InduceKV by the paper, `inducekv-select --recipe paper`, and its table "Single-factor ablation".
 
-Stated compute. The paper takes 100 outer iterations of 10 inner steps, and on the first task its whole grid: minutes a
+Compute. The paper takes 100 outer iterations of 10 inner steps, and on the first task its whole grid: minutes a
 task on one core. Here it is 16 iterations of 2 inner steps with batches of 4, over a shortlist of twice the budget: on
 the demo model some 20 seconds of one core a task with 32 entries, and 30 with 64, of which 12 go into extraction and
-the report. What is searched are beta and gamma, for the whole stream at once.
+the report. The search tries values of beta and gamma, for the whole stream at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.continual.methods.memory import learn_memory, selector_settings
-from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 from selector.paper.bilevel import Coupling, StepRule
 from selector.update.inputs import Retrieval, UpdateSettings, ValueGates, update
@@ -47,15 +47,15 @@ class Paper:
     payload_tokens: int = UpdateSettings.payload_tokens
     anchors_per_task: int = 64
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        settings = selector_settings(UpdateSettings, self, circumstances)
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        settings = selector_settings(UpdateSettings, self, context)
         return learn_memory(
-            lambda *given: update(*given[:2], settings, given[2]),
+            lambda backbone, inputs, checkpoint: update(backbone, inputs, settings, checkpoint),
             self.anchors_per_task,
             task,
             previous,
             out,
-            circumstances,
+            context,
         )
 
 
