@@ -1,4 +1,4 @@
-"""Plots for a report, as `data:` addresses of images: one version of matplotlib gives the same bytes for the same numbers.
+"""Plots for a report, as `data:` addresses of images: the same numbers and matplotlib version give the same bytes.
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; lines and bars differ in stroke or hatch
 too. Numbers that are missing or not finite leave a gap.
@@ -126,7 +126,9 @@ def finite(values: Numbers) -> list[float]:
 
 def plain(text: str, longest: int | None = None) -> str:
     """`text` without the characters that have no place in a document (controls, lone surrogates), and not too long."""
-    clean = text if text.isprintable() else "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(sign)[0] == "C" else sign for sign in text)
+    clean = text
+    if not text.isprintable():
+        clean = "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(sign)[0] == "C" else sign for sign in text)
     return clean if longest is None or len(clean) <= longest else clean[: longest - 1] + "…"
 
 

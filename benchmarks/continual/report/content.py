@@ -109,7 +109,12 @@ def _exact(run: Collected, questions: Mapping[str, int]) -> Collected:
     *counts, base_count = questions.values()  # in the order of learning
     accuracy = [[round(a * n) / n for a, n in zip(row, counts, strict=False)] for row in run["accuracy"]]
     base = [round(a * base_count) / base_count for a in run["base"]]
-    return {**run, "accuracy": accuracy, "base": base, "metrics": metrics.summary(metrics.accuracy_matrix(accuracy), base)}
+    return {
+        **run,
+        "accuracy": accuracy,
+        "base": base,
+        "metrics": metrics.summary(metrics.accuracy_matrix(accuracy), base),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- runs

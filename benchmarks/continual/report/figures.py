@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.continual.comparison import Streams
+from benchmarks.continual.diagnostics.__main__ import DIAGNOSTICS
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import find_diagnostics
 from benchmarks.continual.report.names import title
 from benchmarks.continual.report.ranking import AP, BASE
 from benchmarks.continual.report.tables import by_accuracy
@@ -73,7 +73,7 @@ def diagnostic_plot(content: Mapping[str, Any]) -> str | None:
     Raises:
         ConfigError: the content is not what that diagnostic writes.
     """
-    diagnostic = find_diagnostics().get(content["diagnostic"])
+    diagnostic = DIAGNOSTICS.get(content["diagnostic"])
     if diagnostic is None:
         return None
     try:

@@ -89,7 +89,7 @@ def _shortfalls(streams: Streams, budget: int, recipe: str) -> Iterator[tuple[st
     for rival in rivals(streams, budget):
         difference = streams.difference(recipe, rival, budget, AP)
         if difference is None:
-            yield f"shares no complete seed with {title(rival)}", ""
+            yield f"cannot be compared with {title(rival)}", ""
         elif _lost(difference):
             yield f"loses to {title(rival)}", points(difference)
         elif not _gained(difference):
@@ -141,7 +141,8 @@ def _errors(streams: Streams) -> str:
     seeds = max(len(streams.seeds(budget)) for budget in streams.budgets)
     if seeds == 1:
         return "Points are of AP; there is one seed only, so the error is unknown."
-    return f"Points are of AP ± standard error over {seeds} seeds, paired; a difference counts beyond {in_errors(seeds):.1f} errors."
+    beyond = f"a difference counts beyond {in_errors(seeds):.1f} errors"
+    return f"Points are of AP ± standard error over {seeds} seeds, paired; {beyond}."
 
 
 def _gained(difference: Difference) -> bool:

@@ -50,7 +50,8 @@ def rival_table(streams: Streams) -> Table:
                 differences = [streams.difference(recipe, rival, budget, score) for score in scores.values()]
                 if differences[0] is None:
                     continue
-                marked |= {(len(rows), c + 2) for c, found in enumerate(differences) if found and found.verdict == "less"}
+                behind = [column for column, score in enumerate(differences) if score and score.verdict == "less"]
+                marked |= {(len(rows), column + 2) for column in behind}
                 cells = ["" if difference is None else points(difference) for difference in differences]
                 rows.append([f"{title(recipe)} − {title(rival)}", budget, *cells])
     return Table(["difference (points)", "entries", *scores], rows, marked=marked, kind="wide")
@@ -110,9 +111,7 @@ def task_table(streams: Streams, budget: int) -> Table:
     scores = [*(final_accuracy(task) for task in streams.tasks), BASE]
     rows = [[title(method), *(_percent(streams, method, budget, score) for score in scores)] for method in methods]
     marked = {
-        (row, column + 1)
-        for column, score in enumerate(scores)
-        for row in _best(streams, methods, budget, score, 1)
+        (row, column + 1) for column, score in enumerate(scores) for row in _best(streams, methods, budget, score, 1)
     }
     shares = {
         (row, column + 1): round(streams.mean(method, budget, score).value, 2)
@@ -298,7 +297,8 @@ def _questions(content: Content) -> str:
         return split
     *tasks, base = content["examples"]
     counts = sorted({task["questions"] for task in tasks})
-    return f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} a task, {base['questions']} base questions, {split}"
+    per_task = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return f"{per_task} a task, {base['questions']} base questions, {split}"
 
 
 def _answered(answer: Mapping[str, Any]) -> str:
