@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.continual.answering.answerer import Answerer, is_right
+from benchmarks.chat import same_answer
+from benchmarks.continual.answering.answerer import Answerer
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.answering.known import KnownAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
@@ -207,7 +208,7 @@ def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
         "id": example.id,
         "expected": example.answer,
         "answer": text,
-        "right": is_right(text, example.answer),
+        "right": same_answer(text, example.answer),
     }
 
 
