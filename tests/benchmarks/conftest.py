@@ -18,9 +18,9 @@ from tests.benchmarks.small_streams import BASE_SIZES, ORDER, command, small_sui
 from tests.tiny_models import save_tiny_llava
 
 
-@pytest.fixture
+@pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small models are faster so, and rounding does not depend on the machine."""
+    """The models are small: more threads cost time, and rounding would depend on the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,8 +67,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    """Not to be changed."""
+    """The demo model; not to be changed."""
     return Backbone.load(CHECKPOINT)
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone(model: Path) -> Backbone:
+    """The tiny LLaVA; not to be changed."""
+    return Backbone.load(model)
 
 
 @pytest.fixture(scope="session")

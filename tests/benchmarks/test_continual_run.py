@@ -131,7 +131,7 @@ class Interrupted:
 
     name: str = "interrupted"
 
-    def learn(self, task, previous, out, circumstances):
+    def learn(self, task, previous, out, context):
         (out / "half").write_text("of a state")
         if previous is not None and not (previous.parent / "died").exists():
             (previous.parent / "died").touch()
@@ -139,16 +139,17 @@ class Interrupted:
         return Artifact("none", None, 0, {"after": previous is not None})
 
 
-def test_any_method_can_be_interrupted(suite, tmp_path):
+def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
     run = Run(suite, Interrupted(), CHECKPOINT, 32, 0, tmp_path)
-    told = []
+    logged: list[str] = []
+    monkeypatch.setattr(stream, "log", logged.append)
     with pytest.raises(KeyboardInterrupt):
-        run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
+        run_stream(run, OfflineAnswerer(CHECKPOINT))
     assert json.loads((run.own_folder / "matrix.json").read_bytes())["complete"] is False
-    collected = run_stream(run, OfflineAnswerer(CHECKPOINT), told.append)
+    collected = run_stream(run, OfflineAnswerer(CHECKPOINT))
     assert collected["complete"]
     assert [report["after"] for report in collected["reports"]] == [False, True]
-    assert len(told) == 2  # one line for each task, though the first was asked for twice
+    assert len(logged) == 2  # one line for each task, though the first was asked for twice
     assert collected["accuracy"] == [[0.0], [0.0, 0.0]]  # the untouched model knows neither task
     assert min(collected["base"]) > 0.7
 
@@ -254,9 +255,7 @@ def test_equal_questions_to_equal_artifacts_are_asked_once(suite, tmp_path):
     """The untouched model, over two seeds and two budgets, is asked each question of both tasks and the base once."""
     answerer = Counting()
     for budget, seed in ((32, 0), (32, 1), (64, 0)):
-        done = run_stream(
-            Run(suite, METHODS["no_memory"], CHECKPOINT, budget, seed, tmp_path), answerer, lambda line: None
-        )
+        done = run_stream(Run(suite, METHODS["no_memory"], CHECKPOINT, budget, seed, tmp_path), answerer)
         assert [row["answered"] for row in done["questions"]] == [6 + 9, 6 + 6 + 9]
         assert [row["asked"] for row in done["questions"]] == ([15, 6] if (budget, seed) == (32, 0) else [0, 0])
     assert len(answerer.asked) == len(set(answerer.asked)) == 6 + 6 + 9
@@ -293,10 +292,10 @@ def test_two_who_ask_the_same_at_once_ask_it_once(suite, tmp_path):
         found.append(known.answers(NOTHING, tmp_path / "state", suite.tasks[0].test))
 
     both = [threading.Thread(target=ask) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
     assert sorted(number for _, number in found) == [0, 6]
     assert found[0][0] == found[1][0] == [example.source_digest for example in suite.tasks[0].test]
 
