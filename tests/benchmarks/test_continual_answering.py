@@ -213,14 +213,14 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
 
 def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, examples):
     asks = shown.asks(examples)
-    one = OfflineModel(shown, deployed(shown, 1)).answers(examples)
-    assert one == OfflineModel(shown, deployed(shown, 64)).answers(examples)
-    plain = OfflineModel(Plain(False), deployed(shown, 64))
+    one = OfflineModel(shown, bundled(shown, 1)).answers(examples)
+    assert one == OfflineModel(shown, bundled(shown, 64)).answers(examples)
+    plain = OfflineModel(Plain(False), bundled(shown, 64))
     assert one == plain.answers([ask.conversation for ask in asks])
     assert one != plain.answers(examples)
 
 
-def deployed(shown: Shown, batch_size: int) -> Deployed:
+def bundled(shown: Shown, batch_size: int) -> Deployed:
     return Deployed(Scorer(shown.scorer.backbone, batch_size=batch_size), None)
 
 
@@ -242,4 +242,4 @@ def test_copies_ask_no_model(model, backbone, suite, tmp_path):
     keys, answers = extract_keys(backbone, stored), [example.answer for example in stored]
     Neighbours.none(backbone.hidden_size, 1).after(keys, answers).write(tmp_path / KEYS)
     found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, model, lambda _: backbone)
-    assert OfflineModel(found, deployed=None).answers(stored) == answers  # anything asked of it would fail
+    assert OfflineModel(found, bundled=None).answers(stored) == answers  # anything asked of it would fail

@@ -158,4 +158,3 @@ def test_frozen_image_tokens_tell_digits_apart(answerer):
 def test_normalise_answer():
     assert normalise_answer(" Red. ") == "red"
     assert normalise_answer("The circle is red.") != normalise_answer("red")
-    assert set(streams.STREAMS) | {"base"} == set(world.TASKS)
