@@ -1,5 +1,4 @@
-"""An `inducekv-serve` process of one's own: started on a free local port, and stopped again whatever happens,
-even where we are killed."""
+"""An `inducekv-serve` process on a free local port; it ends with the caller, even if the caller is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ STOP_SECONDS = 30.0
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or did not answer in time; the message ends in what its log says."""
+    """The server ended, or did not answer in time; the message quotes the end of its log."""
 
 
 def free_port() -> int:
@@ -44,7 +43,7 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
     command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
         before = signal.signal(signal.SIGTERM, _exit)
-        # A session of its own: Ctrl-C reaches us alone, and we then stop the server and its engine together.
+        # A session of its own: Ctrl-C reaches only the caller, which then stops the server and its engine together.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -64,7 +63,7 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
 
 
 def _exit(number: int, frame: object) -> None:
-    """A terminated process stops its server too: as an exception, the signal runs every `finally` on its way out."""
+    """Turns SIGTERM into an exception, so that every `finally` runs and the server is stopped."""
     sys.exit(128 + number)
 
 

@@ -1,7 +1,7 @@
 """A stream, task by task: learn, answer the questions of all tasks so far and of the base, write the results.
 
     OUT/run.json                                   the configuration; a run with another one is refused
-    OUT/answers/                                   all answers so far: see `answering.known`
+    OUT/answers/                                   all answers so far: see `answering.stored_answers`
     OUT/METHOD/budget-B/seed-S/settings.json       the method's settings; likewise
                               /NN-TASK/state/      the method's state after the task
                               /NN-TASK/predictions.jsonl, result.json
@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.continual.answering.answerer import Answerer, is_right
+from benchmarks.chat import same_answer
+from benchmarks.continual.answering.answerer import Answerer
 from benchmarks.continual.answering.endpoint import EndpointFailed
-from benchmarks.continual.answering.known import KnownAnswers
+from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
@@ -106,7 +107,7 @@ def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[
         EndpointFailed: questions could not be asked; the message says how far the stream is.
     """
     claim_stream(run)
-    answers = KnownAnswers(run.folder / "answers", answerer)
+    answers = StoredAnswers(run.folder / "answers", answerer)
     try:
         with locked(run.own_folder / "lock", PATIENCE):
             while not run.finished:
@@ -123,7 +124,7 @@ def claim_stream(run: Run) -> None:
     claim(run.own_folder, "settings.json", asdict(run.method))  # type: ignore[call-overload]
 
 
-def take_task(run: Run, number: int, answers: KnownAnswers) -> None:
+def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
     artifact = learn(run, number)
     try:
         result = evaluate(run, number, artifact, answers)
@@ -157,7 +158,7 @@ def learn(run: Run, number: int) -> Artifact:
     return Artifact.read(state)
 
 
-def evaluate(run: Run, number: int, artifact: Artifact, answers: KnownAnswers) -> dict[str, Any]:
+def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) -> dict[str, Any]:
     """Asks the test questions of the tasks 0 to `number` and of the base; writes predictions, then the result."""
     folder = run.task_folder(number)
     began = time.monotonic()
@@ -207,7 +208,7 @@ def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
         "id": example.id,
         "expected": example.answer,
         "answer": text,
-        "right": is_right(text, example.answer),
+        "right": same_answer(text, example.answer),
     }
 
 

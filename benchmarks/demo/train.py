@@ -58,13 +58,13 @@ class CellHeads(nn.Module):
         self, features: torch.Tensor, cells: torch.Tensor, pixels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """features [N, 36, d], cells [N, 9, 3], pixels [N, 3, 48, 48] -> loss [], share of objects all right []."""
-        wanted = torch.cat([cells[:, self.cell], self.cell[None, :, None].expand(len(cells), -1, 1)], dim=-1)
+        labels = torch.cat([cells[:, self.cell], self.cell[None, :, None].expand(len(cells), -1, 1)], dim=-1)
         logits = [head(features) for head in self.heads]
-        loss = sum(F.cross_entropy(x.flatten(0, 1).float(), wanted[..., i].flatten()) for i, x in enumerate(logits))
+        loss = sum(F.cross_entropy(x.flatten(0, 1).float(), labels[..., i].flatten()) for i, x in enumerate(logits))
         patches = F.unfold(F.avg_pool2d(pixels, 2), m.PATCH // 2, stride=m.PATCH // 2).transpose(1, 2)
         loss = loss + F.mse_loss(self.patch_head(features).float(), patches)
-        right = torch.stack([x.argmax(-1) == wanted[..., i] for i, x in enumerate(logits)]).all(0)
-        return loss, right[wanted[..., 0] > 0].float().mean()
+        right = torch.stack([x.argmax(-1) == labels[..., i] for i, x in enumerate(logits)]).all(0)
+        return loss, right[labels[..., 0] > 0].float().mean()
 
 
 def cell_labels(scene: Scene) -> np.ndarray:

@@ -83,7 +83,7 @@ def summary(runs: list[dict], arm: str) -> dict:
     """Against the full pool of the same seed: ratio of seconds, and difference in NLL with its standard error."""
     mine = [run for run in runs if run["arm"] == arm]
     full = [run for run in runs if run["arm"] == "full pool"]
-    drops = [one["test_nll"] - other["test_nll"] for one, other in zip(mine, full, strict=True)]
+    drops = [a["test_nll"] - b["test_nll"] for a, b in zip(mine, full, strict=True)]
     return {
         "candidates": mine[0]["candidates"],
         "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(mine, full, strict=True)),

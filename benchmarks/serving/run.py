@@ -1,8 +1,8 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
-What is compared and how is told in `benchmarks/serving/__init__.py`. Prints a table for each concurrency, the targets,
-where the time of a request with memory goes, and one JSON object as the last line; the same object, with hardware and
-versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
+`benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
+targets, where the time of a request with memory goes, and one JSON object as the last line; the same object, with
+hardware and versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
 """
 
 from __future__ import annotations

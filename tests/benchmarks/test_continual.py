@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.chat import same_answer
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answering import OfflineModel, is_right
+from benchmarks.continual.answering import OfflineModel
 from benchmarks.continual.answering.plans import Plain
 from benchmarks.continual.methods import METHODS, choose_methods
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
@@ -164,8 +165,8 @@ def test_a_memory_without_a_gate_uses_all_entries(backbone, bundle, suite):
 
 
 def test_answers_are_compared_without_case_space_and_final_stop():
-    assert is_right(" Zorp.\n", "zorp")
-    assert not is_right("zorp blick", "zorp")
+    assert same_answer(" Zorp.\n", "zorp")
+    assert not same_answer("zorp blick", "zorp")
 
 
 def test_half_of_a_batch_are_anchors_and_batches_follow_from_the_seed(backbone, suite):

@@ -2,10 +2,10 @@
 
 plans       for each question: the untouched model or the artifact's, exemplars before it, or the answer itself
 offline     asks in this process;  http: asks servers
-answerer    the interface of both, and when an answer is right
+answerer    the interface of both
 """
 
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS, Answerer, AnsweringModel, is_right
+from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS, Answerer, AnsweringModel
 from benchmarks.continual.answering.offline import OfflineAnswerer, OfflineModel
 from benchmarks.continual.answering.plans import Ask, Plan, plan
 
@@ -17,6 +17,5 @@ __all__ = [
     "OfflineAnswerer",
     "OfflineModel",
     "Plan",
-    "is_right",
     "plan",
 ]

@@ -1,4 +1,4 @@
-"""What every answerer is, and when an answer is right."""
+"""The interface of all answerers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.continual.methods import Artifact
-from benchmarks.demo.evaluate import normalise_answer
 from selector.data.examples import Example
 
 MAX_NEW_TOKENS = 12
@@ -27,8 +26,3 @@ class Answerer(Protocol):
     def prepare(self, artifact: Artifact, state: Path) -> AnsweringModel:
         """The model with the artifact of the state folder `state`."""
         ...
-
-
-def is_right(answer: str, expected: str) -> bool:
-    """Exact match after lower-casing and dropping surrounding space and final punctuation."""
-    return normalise_answer(answer) == normalise_answer(expected)

@@ -93,7 +93,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class HttpModel:
-    """The untouched model and the artifact's, each where it is served."""
+    """The untouched model and the artifact's, each on its server."""
 
     plan: Plan
     untouched: Endpoint
@@ -119,7 +119,7 @@ class HttpModel:
         """
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
-            assert self.artifact is not None or not parts, "a plan asks the artifact's model where there is none"
+            assert self.artifact is not None or not parts, "a plan asks the model of an artifact that has none"
             served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
             untouched = Served(self.untouched.url, self.untouched.model)
             yield [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]

@@ -48,7 +48,7 @@ class OfflineModel:
     """A backbone: as it stands, with a memory, or with one of its adapters."""
 
     plan: Plan
-    deployed: Deployed  # with a bundle where there is one
+    bundled: Deployed  # the backbone, with a bundle if the artifact is one
     adapters: PeftModel | None = None  # around the backbone's model
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
@@ -60,9 +60,9 @@ class OfflineModel:
             if ask.answer is None:
                 groups[ask.with_artifact, ask.adapter].append(row)
         for (with_artifact, adapter), rows in groups.items():
-            deployed = self.deployed if with_artifact else replace(self.deployed, bundle=None)
+            bundled = self.bundled if with_artifact else replace(self.bundled, bundle=None)
             with self._using(with_artifact, adapter):
-                answers = deployed.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
+                answers = bundled.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
             for row, text in zip(rows, answers, strict=True):
                 texts[row] = text
         return texts

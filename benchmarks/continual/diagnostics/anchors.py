@@ -1,4 +1,4 @@
-"""Whether the loss on anchors stands for the loss on all that was asked before; and what anchors cost.
+"""How well the loss on anchors represents the loss on earlier tasks; and what anchors cost.
 
     python -m benchmarks.continual.diagnostics anchors --out DIR [--method M] [--budget B] [--held-out test]
 
@@ -6,7 +6,7 @@ For the memory after each task but the first, of every seed: the mean NLL of the
 tasks (A), and to as many held-out examples of the same tasks (H), none of which is an anchor. Each memory is one state.
 Over the states: Pearson's and Spearman's correlation, the mean absolute gap |A - H|, and it relative to H. The same
 over pairs of a memory and an earlier task. Nothing was trained on test questions, but the memory may have been on the
-examples that became anchors; `--held-out train` takes training examples that are no anchors, where nothing but the
+examples that became anchors; `--held-out train` takes training examples that are no anchors, so that nothing but the
 draw differs. A run keeps the memories of all tasks with `--keep-states all`; how many are gone is counted.
 
 Beside it, as in the paper's table "Anchor storage": how many anchors the last update used, their bytes, and those of
@@ -88,10 +88,10 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 
 def agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How well the first of two losses stands for the second.
+    """How well the first of two losses represents the second.
 
-    Correlations are None below three pairs, and where one of the two never changes. The signed gap is the first less
-    the second, the relative one divides by the second.
+    Correlations are None below three pairs, and if one of the two is constant. The signed gap is the first loss less
+    the second; the relative gap divides by the second.
     """
     anchors, held_out = np.array(pairs, np.float64).T  # [states] each
     gaps = anchors - held_out
@@ -131,7 +131,7 @@ def storage(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
 
 def remembered(run: FinishedRun) -> list[int]:
-    """The tasks but the first whose memory is still there: a run keeps only the last unless it is told otherwise."""
+    """The tasks but the first whose memory was kept; by default a run keeps only the last one."""
     return [number for number in range(1, len(run.order)) if run.state(number).exists()]
 
 
@@ -161,10 +161,10 @@ def _states(finished: Finished, run: FinishedRun, split: str, questions: int | N
     scorer = Scorer(finished.backbone, batch_size=BATCH_SIZE)
     states = []
     for number in remembered(run):
-        deployed = Deployed(scorer, run.bundle(number))
+        bundled = Deployed(scorer, run.bundle(number))
         with induced_attention(finished.backbone):
             pairs = {
-                task: tuple(deployed.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
+                task: tuple(bundled.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
                 for task in run.order[:number]
             }
         states.append({"seed": run.seed, "after": run.order[number], "by_task": pairs})

@@ -1,7 +1,7 @@
 """How alike the keys of a memory are, beside a memory selected without the coverage term, and random entries.
 
-Three rules choose entries after each task: the method's own selection; the same with gamma = 0, where the run has that
-method, in its own stream; and as many entries drawn at random from the pool that the method had. Of each set all
+Three rules choose entries after each task: the method's own selection; the same with gamma = 0, if the run has that
+method, in its own stream; and as many entries drawn at random from the method's pool. Of each set all
 pairwise cosines (paper, Eq. selected_pairwise_cosine) and log det(C + 1e-3 I) of its keys projected to 256 dimensions
 (Eq. logdet_cov_eval): the higher, the more diverse.
 
@@ -118,7 +118,7 @@ def selected_and_random(run: FinishedRun, pools: Pools) -> list[Chosen]:
 
 
 def means(sets: Sequence[Chosen]) -> dict[str, Any]:
-    """Means over sets; None where there is none, and for cosines where every set is a single entry."""
+    """Means over sets; None without sets, and for cosines if every set is a single entry."""
     logdets = [diversity(chosen.keys)["logdet"] for chosen in sets]
     cosines = [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1]
     return {

@@ -1,4 +1,4 @@
-"""What is kept of each task while others are learned, and of what the model could do before.
+"""How much of each task, and of the base questions, is forgotten while others are learned.
 
 The accuracy matrix a[i, t] of the chosen method, and over the stream, for every method with the same budget: the mean
 accuracy on the tasks seen so far, and the accuracy on the base questions. Means over the seeds.

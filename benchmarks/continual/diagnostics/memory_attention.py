@@ -5,7 +5,7 @@ After the last task, for each task's questions, layer l and request (paper, Eq. 
     rho_l = 1/H sum_h (sum_q sum_{k in memory} Attn[h, q, k]) / (sum_q sum_k Attn[h, q, k])
 
 Queries q are the positions that ran: the prompt and the answer that the run recorded, given to the model in one pass.
-Where a relevance gate is closed there is no memory, and rho is 0. A task's gain is its accuracy less that without
+If a relevance gate is closed there is no memory, and rho is 0. A task's gain is its accuracy less that without
 memory, and its normalised gain lies between 0 and 1 (Eq. normalized_task_gain). Means over the seeds.
 """
 
@@ -100,7 +100,7 @@ def gain(finished: Finished, run: FinishedRun, task: str) -> float:
 
 
 def normalise(gains: Sequence[float]) -> list[float]:
-    """From 0 for the smallest to 1 for the largest; all 0 where they are equal (Eq. normalized_task_gain)."""
+    """From 0 for the smallest to 1 for the largest; all 0 if they are equal (Eq. normalized_task_gain)."""
     return [(gain - min(gains)) / (max(gains) - min(gains) + DELTA) for gain in gains]
 
 
@@ -120,7 +120,7 @@ def memory_masses(
     answers: Sequence[str],
     query_keys: Tensor,
 ) -> Tensor:
-    """rho of every request and layer: [n, L] float64, 0 where the gate is closed.
+    """rho of every request and layer: [n, L] float64, 0 if the gate is closed.
 
     Args:
         answers: what the model answered with this memory, [n].

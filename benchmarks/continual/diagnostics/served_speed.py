@@ -34,11 +34,12 @@ from benchmarks.serving.report import summarize
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 
+GATE_NOT_TIMED = "the gate's verdict is not in the times"
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
         "exemplars": "finding the exemplars to show is not in the times",
-        "gated_adapter": "the gate's verdict is not in the times",
-        "gated_adapters": "the gate's verdict is not in the times",
+        "gated_adapter": GATE_NOT_TIMED,
+        "gated_adapters": GATE_NOT_TIMED,
     }
 )
 COMPILED = ("--no-enforce-eager",)

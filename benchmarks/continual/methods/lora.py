@@ -1,6 +1,6 @@
 """LoRA on every linear layer of the language model, trained on one task after the other (Hu et al., 2022).
 
-One adapter for the whole stream, trained on from where the task before left it (peft). Its rank is the largest whose
+One adapter for the whole stream, which every task trains further (peft). Its rank is the largest whose
 float16 bytes are no more than those of a memory of the same budget.
 
 Methods that rehearse examples, add a penalty, or put something around the adapter are in modules of their own.
@@ -32,11 +32,11 @@ class AdapterTraining:
     """One task, and the adapter that is trained on it."""
 
     task: TaskData
-    previous: Path | None  # state folder after the task before
+    previous: Path | None  # state folder after the previous task
     out: Path
     context: RunContext
     scorer: Scorer
-    parameters: Sequence[nn.Parameter]  # of the adapter, as the task before left them
+    parameters: Sequence[nn.Parameter]  # of the adapter, after the previous task
 
 
 @dataclass(frozen=True)

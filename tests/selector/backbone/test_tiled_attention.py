@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as module
+from benchmarks.selector.tiled_attention import attend_concatenated
 from inducekv_vllm.retrieval import Weighting
 from selector.backbone.injection import Memory, attend, score
 from selector.backbone.model import Backbone
-from selector.backbone.tiled_attention import attend_concatenated, attend_induced, induced_attention, memory_attention
+from selector.backbone.tiled_attention import attend_induced, induced_attention, memory_attention
 from selector.data.examples import read_task
 from selector.paper.calibration import leaf
 

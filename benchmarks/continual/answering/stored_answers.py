@@ -27,7 +27,7 @@ NOT_CONTENT = ("artifact.json", "seconds.json")  # of a state: they report how i
 
 
 @dataclass(frozen=True)
-class KnownAnswers:
+class StoredAnswers:
     """Asks only questions without a stored answer."""
 
     folder: Path
@@ -41,19 +41,19 @@ class KnownAnswers:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / f"{content_digest(artifact, state)}.jsonl") as file:
-            known = _read(file)
-            new = list({e.source_digest: e for e in examples if e.source_digest not in known}.values())
+            stored = _read(file)
+            new = list({e.source_digest: e for e in examples if e.source_digest not in stored}.values())
             model = self.answerer.prepare(artifact, state) if new else None
             for start in range(0, len(new), AT_ONCE):
                 part = new[start : start + AT_ONCE]
                 try:
                     answers = dict(zip((e.source_digest for e in part), model.answers(part), strict=True))
                 except EndpointFailed as error:
-                    have = sum(e.source_digest in known for e in examples)
+                    have = sum(e.source_digest in stored for e in examples)
                     raise EndpointFailed(f"{error}; {have} of {len(examples)} questions are answered") from error
                 _append(file, answers)
-                known |= answers
-        return [known[e.source_digest] for e in examples], len(new)
+                stored |= answers
+        return [stored[e.source_digest] for e in examples], len(new)
 
 
 def content_digest(artifact: Artifact, state: Path) -> str:
@@ -69,15 +69,15 @@ def content_digest(artifact: Artifact, state: Path) -> str:
 def _read(file: BinaryIO) -> dict[str, str]:
     """By question. Removes a last line that a killed process has cut short."""
     file.seek(0)
-    known, end = {}, 0
+    stored, end = {}, 0
     for line in file:
         if not line.endswith(b"\n"):
             break
         record = json.loads(line)
-        known[record["question"]] = record["answer"]
+        stored[record["question"]] = record["answer"]
         end += len(line)
     file.truncate(end)
-    return known
+    return stored
 
 
 def _append(file: BinaryIO, answers: dict[str, str]) -> None:
