@@ -34,26 +34,10 @@ def write_report(
         ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
     """
     from benchmarks.continual.report.content import read_folder
-    from benchmarks.continual.report.page import render_html
 
     content = read_folder(out, model, data, None if tuned is None else read_tuned(tuned))
-    page = render_html(content)
+    _write_page(content, html or out / HTML)
     _write(json_file or out / JSON, json.dumps(content, separators=(",", ":")) + "\n")
-    _write(html or out / HTML, page)
-    return content
-
-
-def rewrite_page(json_file: Path, html: Path) -> dict[str, Any]:
-    """Writes the page of a JSON file that `write_report` has written; returns its content.
-
-    Raises:
-        ConfigError: the file is another one, or the page cannot be written.
-    """
-    from benchmarks.continual.report.content import read_file
-    from benchmarks.continual.report.page import render_html
-
-    content = read_file(json_file)
-    _write(html, render_html(content))
     return content
 
 
@@ -75,27 +59,30 @@ def command(options: argparse.Namespace) -> int:
     """Prints the finding, and one JSON line with it and the files.
 
     Raises:
-        ConfigError: see `write_report` and `rewrite_page`; or an option does not go with --from-json.
+        ConfigError: see `write_report`; or the file of --from-json is no report's, or an option does not go with it.
     """
+    from benchmarks.continual.report.content import read_file
+
     if options.from_json:
         if any((options.json, options.model, options.data, options.tuned)):
             raise ConfigError("--from-json writes the page only, from that file only: of the others, give just --html")
         files = {"html": options.html or options.from_json.with_suffix(".html"), "json": options.from_json}
-        content = rewrite_page(files["json"], files["html"])
+        content = read_file(files["json"])
+        _write_page(content, files["html"])
     else:
         files = {"html": options.html or options.out / HTML, "json": options.json or options.out / JSON}
-        content = write_report(
-            options.out,
-            options.model,
-            data=options.data,
-            tuned=options.tuned,
-            html=files["html"],
-            json_file=files["json"],
-        )
+        places = {"data": options.data, "tuned": options.tuned}
+        content = write_report(options.out, options.model, **places, html=files["html"], json_file=files["json"])
     print(content["finding"], file=sys.stderr)
     outcome = {name: content[name] for name in ("verdict", "finding", "missing")}
     print(json.dumps(outcome | {name: str(path) for name, path in files.items()}))
     return 0
+
+
+def _write_page(content: dict[str, Any], path: Path) -> None:
+    from benchmarks.continual.report.page import render_html
+
+    _write(path, render_html(content))
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.comparison import UNTOUCHED, Collected, Score, Streams, final_accuracy, learn_seconds, metric
@@ -16,24 +16,16 @@ from selector.report.parts import Table, byte_size, counted, number
 POINTS_EQUAL = 5e-5  # shares that a table shows as the same
 
 
-@dataclass(frozen=True)
-class Column:
-    """A score of the main table, as a percentage."""
-
-    label: str
-    score: Score
-    sign: int  # 1 if more is better, -1 if less is
-
-
-FIRST_COLUMNS = (
-    Column("AP (%)", AP, 1),
-    Column("AF (points)", metric("AF"), -1),
-    Column("base, at the end (%)", BASE, 1),
-)
-MORE_COLUMNS = (
-    Column("BWT (points)", metric("BWT"), 1),
-    Column("Last (%)", metric("Last"), 1),
-    Column("MAA over time (%)", metric("MAA_over_time"), 1),
+# Scores of the main table, as percentages: label, and 1 if more is better, -1 if less is
+SCORES: Mapping[str, tuple[Score, int]] = MappingProxyType(
+    {
+        "AP (%)": (AP, 1),
+        "AF (points)": (metric("AF"), -1),
+        "base, at the end (%)": (BASE, 1),
+        "BWT (points)": (metric("BWT"), 1),
+        "Last (%)": (metric("Last"), 1),
+        "MAA over time (%)": (metric("MAA_over_time"), 1),
+    }
 )
 
 
@@ -58,31 +50,19 @@ def rival_table(streams: Streams) -> Table:
 
 
 def main_table(streams: Streams, budget: int) -> Table:
-    """A row for each method, the highest AP first, the best of each column marked.
-
-    Only methods that learn something and have all seeds can be best: the untouched model forgets nothing.
-    """
+    """The scores of each method."""
     retention = streams.retention(budget)
-    retained = [Column("base retention (%)", retention, 1)] if retention else []
-    columns = [*FIRST_COLUMNS, *retained, *MORE_COLUMNS]
-    methods = by_accuracy(streams, budget)
-    rows = [
-        [
-            title(method),
-            _seeds(streams, method, budget),
-            *(_percent(streams, method, budget, column.score) for column in columns),
-            byte_size(stored_bytes(streams, method, budget)),
-            _seconds(streams, method, budget, learn_seconds),
-        ]
-        for method in methods
-    ]
-    marked = {
-        (row, place + 2)
-        for place, column in enumerate(columns)
-        for row in _best(streams, methods, budget, column.score, column.sign)
-    }
-    head = ["method", "seeds", *(column.label for column in columns), "stored", "learning (s)"]
-    return Table(head, rows, marked=marked, kind="wide")
+    retained = {"base retention (%)": (retention, 1)} if retention else {}
+    return _method_table(
+        streams,
+        budget,
+        {**SCORES, **retained},
+        {
+            "stored": lambda method: byte_size(stored_bytes(streams, method, budget)),
+            "learning (s)": lambda method: _seconds(streams, method, budget, learn_seconds),
+            "seeds": lambda method: _seeds(streams, method, budget),
+        },
+    )
 
 
 def ablation_table(streams: Streams, budget: int, recipe: str) -> Table | None:
@@ -106,54 +86,76 @@ def ablation_table(streams: Streams, budget: int, recipe: str) -> Table | None:
 
 
 def task_table(streams: Streams, budget: int) -> Table:
-    """Final accuracy of every method on every task and the base, shaded, the best of each marked."""
-    methods = by_accuracy(streams, budget)
-    scores = [*(final_accuracy(task) for task in streams.tasks), BASE]
-    rows = [[title(method), *(_percent(streams, method, budget, score) for score in scores)] for method in methods]
-    marked = {
-        (row, column + 1) for column, score in enumerate(scores) for row in _best(streams, methods, budget, score, 1)
-    }
-    shares = {
-        (row, column + 1): round(streams.mean(method, budget, score).value, 2)
-        for row, method in enumerate(methods)
-        for column, score in enumerate(scores)
-    }
-    return Table(["method", *streams.tasks, "base"], rows, marked=marked, shares=shares, kind="wide")
+    """Final accuracy of every method on every task and the base, shaded."""
+    scores = {**{task: (final_accuracy(task), 1) for task in streams.tasks}, "base": (BASE, 1)}
+    return _method_table(streams, budget, scores, shaded=True)
 
 
 def base_table(streams: Streams, budget: int) -> Table:
-    """Accuracy on the base questions after each task, shaded; means over the complete seeds."""
-    methods = by_accuracy(streams, budget)
-    scores: list[Score] = [lambda run, step=step: float(run["base"][step]) for step in range(len(streams.tasks))]
-    rows = [[title(method), *(_percent(streams, method, budget, score) for score in scores)] for method in methods]
-    shares = {
-        (row, column + 1): round(streams.mean(method, budget, score).value, 2)
-        for row, method in enumerate(methods)
-        for column, score in enumerate(scores)
-    }
-    return Table(["method", *(f"after {task}" for task in streams.tasks)], rows, shares=shares, kind="wide")
+    """Accuracy on the base questions after each task, shaded."""
+
+    def after(step: int) -> Score:
+        return lambda run: float(run["base"][step])
+
+    scores = {f"after {task}": (after(step), 0) for step, task in enumerate(streams.tasks)}
+    return _method_table(streams, budget, scores, shaded=True)
 
 
 def cost_table(streams: Streams, budget: int) -> Table:
     """Bytes and seconds of every method. Seconds are means over seeds, of the whole stream."""
-    rows = []
-    for method in by_accuracy(streams, budget):
-        run = next(iter(streams.of(method, budget).values()))
-        stored = stored_bytes(streams, method, budget)
-        rows.append(
-            [
-                title(method),
-                stored,
-                byte_size(stored),
-                byte_size(run["anchor_bytes"]),
-                _seconds(streams, method, budget, learn_seconds),
-                _seconds(streams, method, budget, evaluate_seconds),
-                run["settings"].get("steps"),
-                run["settings"].get("batch_size"),
-            ]
-        )
-    head = ["method", "stored bytes", "", "anchors", "learning (s)", "answering (s)", "steps a task", "batch"]
-    return Table(head, rows, kind="wide")
+
+    def run(method: str) -> Collected:
+        return next(iter(streams.of(method, budget).values()))
+
+    return _method_table(
+        streams,
+        budget,
+        {},
+        {
+            "stored bytes": lambda method: stored_bytes(streams, method, budget),
+            "stored": lambda method: byte_size(stored_bytes(streams, method, budget)),
+            "anchors": lambda method: byte_size(run(method)["anchor_bytes"]),
+            "learning (s)": lambda method: _seconds(streams, method, budget, learn_seconds),
+            "answering (s)": lambda method: _seconds(streams, method, budget, evaluate_seconds),
+            "steps a task": lambda method: run(method)["settings"].get("steps"),
+            "batch": lambda method: run(method)["settings"].get("batch_size"),
+        },
+    )
+
+
+def _method_table(
+    streams: Streams,
+    budget: int,
+    scores: Mapping[str, tuple[Score, int]],
+    more: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    shaded: bool = False,
+) -> Table:
+    """A row for each method, the highest AP first: scores as percentages, then `more` columns.
+
+    The best of each score with a sign is marked. Only methods that learn something and have all seeds can be best: the
+    untouched model forgets nothing.
+    """
+    methods = by_accuracy(streams, budget)
+    rows = [
+        [
+            title(method),
+            *(_percent(streams, method, budget, score) for score, _ in scores.values()),
+            *(cell(method) for cell in more.values()),
+        ]
+        for method in methods
+    ]
+    marked, shares = set(), {}
+    for column, (score, sign) in enumerate(scores.values(), start=1):
+        values = {row: streams.mean(method, budget, score).value for row, method in enumerate(methods)}
+        ranked = {
+            row: sign * value
+            for row, value in values.items()
+            if streams.has_all_seeds(methods[row], budget) and stored_bytes(streams, methods[row], budget)
+        }
+        best = max(ranked.values(), default=0.0)
+        marked |= {(row, column) for row, value in ranked.items() if sign and value > best - POINTS_EQUAL}
+        shares |= {(row, column): round(value, 2) for row, value in values.items() if shaded}
+    return Table(["method", *scores, *more], rows, marked=marked, shares=shares, kind="wide")
 
 
 def run_table(content: Content, streams: Streams) -> Table:
@@ -249,16 +251,6 @@ def stored_bytes(streams: Streams, method: str, budget: int) -> int:
 def evaluate_seconds(run: Collected) -> float:
     """Of all tasks together."""
     return math.fsum(task["evaluate"] for task in run["seconds"])
-
-
-def _best(streams: Streams, methods: Sequence[str], budget: int, score: Score, sign: int) -> list[int]:
-    """The rows of the best."""
-    means = {
-        row: sign * streams.mean(method, budget, score).value
-        for row, method in enumerate(methods)
-        if streams.has_all_seeds(method, budget) and stored_bytes(streams, method, budget)
-    }
-    return [row for row, value in means.items() if value > max(means.values()) - POINTS_EQUAL]
 
 
 def _percent(streams: Streams, method: str, budget: int, score: Score) -> str:
