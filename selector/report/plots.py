@@ -101,7 +101,7 @@ def bars(names: Sequence[str], panels: Sequence[Panel], encode: Callable[[Figure
             axes.set_yticks(range(len(names)), [plain(name, LONGEST_LABEL) for name in names] if number == 0 else [])
             axes.set(xlabel=panel.label)
             axes.invert_yaxis()
-            axes.margins(x=0.12)
+            axes.margins(x=0.12, y=0.02)
             if panel.limits:
                 axes.set_xlim(panel.limits)
             _legend(axes, panel)
