@@ -76,6 +76,12 @@ def tiny_backbone(model: Path) -> Backbone:
     return Backbone.load(model)
 
 
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end without the page, which takes longer to draw than such small streams to run."""
+    monkeypatch.setattr("benchmarks.continual.report.command.write_report", lambda *_, **__: {})
+
+
 @pytest.fixture(scope="session")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing has interrupted, its states kept; not to be changed."""
