@@ -159,7 +159,7 @@ def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
     assert min(collected["base"]) > 0.7
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run has ended"
