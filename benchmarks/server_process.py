@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,18 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
     Raises:
         ServerFailed: it never became healthy.
     """
+    with starting(arguments, log, environment) as healthy_url:
+        yield healthy_url()
+
+
+@contextmanager
+def starting(
+    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[Callable[[], str]]:
+    """The same without waiting, for servers that start at the same time.
+
+    Yields a function that waits until the server is healthy and returns its base URL; it raises ServerFailed.
+    """
     port = free_port()
     command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
@@ -54,9 +66,7 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, url, log)
-            yield url
+            yield partial(_healthy_url, process, f"http://127.0.0.1:{port}", log)
         finally:
             _stop(process)
             signal.signal(signal.SIGTERM, before)
@@ -67,14 +77,14 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _healthy_url(process: subprocess.Popen[bytes], url: str, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerFailed(f"the server ended with exit status {process.returncode}; from its log:\n{_reason(log)}")
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
+                return url
         except httpx.TransportError:
             pass
         time.sleep(0.5)

@@ -7,7 +7,7 @@ A server with LoRA takes only bundles that name an adapter, is slower, and must 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.continual.answering.http import Endpoints
 from benchmarks.continual.methods import Method
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
 from benchmarks.continual.suites import Suite
-from benchmarks.server_process import serving
+from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
@@ -69,13 +69,15 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
     """
     with ExitStack() as stack:
 
-        def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Endpoint:
+        def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Callable[[], str]:
             flags = [str(needs.model), *server_flags(), *arguments, *more]
-            return Endpoint(stack.enter_context(serving(flags, logs / log, environment)), SERVED_NAME)
+            return stack.enter_context(starting(flags, logs / log, environment))
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
         plain = start("server.log", (), {}) if needs.plain or adapters is None else adapters
-        yield Endpoints(plain, adapters or plain)
+        # Both start at the same time.
+        plain_url, adapters_url = plain(), (adapters or plain)()
+        yield Endpoints(Endpoint(plain_url, SERVED_NAME), Endpoint(adapters_url, SERVED_NAME))
 
 
 def server_flags() -> list[str]:

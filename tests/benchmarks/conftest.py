@@ -14,7 +14,7 @@ from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
 from benchmarks.demo.model import CHECKPOINT
 from selector.backbone.model import Backbone
-from tests.benchmarks.small_streams import BASE_SIZES, ORDER, command, small_suite
+from tests.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
 from tests.tiny_models import save_tiny_llava
 
 
@@ -48,10 +48,9 @@ def demo_suite(tmp_path_factory: pytest.TempPathFactory) -> DemoSuite:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    small_suite(folder)
-    return folder
+def data(demo_suite: DemoSuite) -> Path:
+    """Of the small suite; not to be changed."""
+    return demo_suite(*SIZES.values())[0]
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +74,12 @@ def backbone() -> Backbone:
 def tiny_backbone(model: Path) -> Backbone:
     """The tiny LLaVA; not to be changed."""
     return Backbone.load(model)
+
+
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end without the page, which takes longer to draw than such small streams to run."""
+    monkeypatch.setattr("benchmarks.continual.report.command.write_report", lambda *_, **__: {})
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,7 @@ def model(backbone: Backbone, bundle: Bundle | None = None) -> OfflineModel:
     return OfflineModel(Plain(with_artifact=bundle is not None), Deployed(Scorer(backbone, batch_size=4), bundle))
 
 
+@pytest.mark.usefixtures("without_report")
 def test_the_refined_recipe_goes_on_from_its_own_bundles(data, tmp_path):
     out = tmp_path / "out"
     small = ["--method", "refined", "--set", "learning_rate=0.1", "--keep-states", "all", "--budget", "8"]

@@ -27,7 +27,7 @@ ORDER = ("guild", "field")
 
 @pytest.fixture(scope="module")
 def suite(demo_suite):
-    return demo_suite(12, 4, 6, *ORDER)[1].limited(train=8, test=6, base=9)
+    return demo_suite(12, 4, 6, *ORDER)[1].limited(train=8, test=3, base=9)
 
 
 @pytest.fixture(scope="module")

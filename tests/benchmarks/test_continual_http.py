@@ -22,6 +22,8 @@ from benchmarks.continual.answering.plans import Plain
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.small_streams import command, own_folder, untouched
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 
 def over_http(data: Path, out: Path, url: str, *more: str) -> list[str]:
     return command(data, out, "--answer", "http", "--endpoint", url, *more)

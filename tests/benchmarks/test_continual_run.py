@@ -26,6 +26,8 @@ from benchmarks.continual.stream import Run, run_stream
 from benchmarks.demo.model import CHECKPOINT
 from tests.benchmarks.small_streams import ORDER, command, own_folder, small_suite
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 NOTHING = Artifact("none", None, 0, {})
 MEASURED = ("seconds", "questions")  # of a matrix: what an interruption changes
 
@@ -52,6 +54,7 @@ def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
             rights = [p["right"] for p in predictions if p["task"] == task]
             assert accuracy == pytest.approx(sum(rights) / len(rights))
     assert matrix["metrics"]["AP"] == pytest.approx(sum(matrix["accuracy"][1]) / 2)
+    assert "<html" in (finished / "report.html").read_text()
 
 
 def test_the_results_file_holds_everything_but_predictions_and_history(finished):
@@ -156,7 +159,7 @@ def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
     assert min(collected["base"]) > 0.7
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run has ended"
