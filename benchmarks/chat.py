@@ -26,13 +26,13 @@ def messages_of(example: Example) -> list[Message]:
     """The prompt of a task example; its pictures' files go as they are, in the places where the example has them."""
     paths = iter(example.images)
 
-    def part(given: dict[str, Any]) -> dict[str, Any]:
-        if given["type"] != "image":
-            return given
+    def part(content: dict[str, Any]) -> dict[str, Any]:
+        if content["type"] != "image":
+            return content
         path = next(paths)
         return _picture(mimetypes.guess_type(path.name)[0] or "image/png", path.read_bytes())
 
-    return [{**message, "content": [part(given) for given in message["content"]]} for message in example.messages]
+    return [{**message, "content": [part(content) for content in message["content"]]} for message in example.messages]
 
 
 def _picture(media_type: str, data: bytes) -> dict[str, Any]:
@@ -45,6 +45,11 @@ def question_of(record: dict[str, Any]) -> str:
     return str(record["messages"][0]["content"][1]["text"])
 
 
-def same_answer(given: str, expected: str) -> bool:
-    """Exact match but for case, surrounding space and a closing full stop."""
-    return given.strip().lower().rstrip(".") == expected.strip().lower().rstrip(".")
+def normalise_answer(text: str) -> str:
+    """Lower case, without surrounding space and final punctuation."""
+    return text.strip().lower().rstrip(".!?").strip()
+
+
+def same_answer(answer: str, expected: str) -> bool:
+    """Exact match of the normalised answers."""
+    return normalise_answer(answer) == normalise_answer(expected)

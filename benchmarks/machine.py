@@ -1,4 +1,4 @@
-"""The hardware and the versions that a measured number belongs to."""
+"""The hardware and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
     }
 
 

@@ -1,4 +1,4 @@
-"""A process that is not to outlive the one that started it."""
+"""A process that must not outlive its parent."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec 
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """The calling process gets this signal when the thread that started it has ended, SIGKILL included (Linux)."""
+    """Sends this signal to the calling process when its parent's thread ends, however it ends (Linux)."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(number))

@@ -1,16 +1,20 @@
-"""Continual learning: a stream of tasks, learned one after the other, and what is left of all of them.
+"""Continual learning: a stream of tasks, learned one after the other, and the accuracy on all of them.
 
-Four parts that do not know each other, and what joins them:
+Four independent parts, and the modules that join them:
 
-    suites/     data only: the tasks in their order, and questions of what the model could do before
-    methods/    what learns a task: from its examples and the state it left after the task before to a new state
-    answering/  how what a method has made answers questions, and who is asked
-    metrics     numbers from the accuracy matrix a[i, t]: the score on task t after learning task i
-    stream      task by task: learn, answer, write down
-    comparison  methods against each other, paired over seeds;  report/: the page that says so;  diagnostics/: why
-    search      every method's settings, searched the same way;  tuned: what it found, and how a run takes it
-    footprint_table    what the bytes of a memory buy elsewhere
-    serving     the servers that answer;  jobs: streams in several processes;  run: all of a run;  presets/: its options
+    suites/      data only: the tasks in their order, and base questions that the model could answer before
+    methods/     what learns a task: from its examples and the previous state to a new state
+    answering/   how an artifact answers questions, in this process or on a server
+    metrics      scores of the accuracy matrix a[i, t]: the accuracy on task t after learning task i
+
+    stream       task by task: learn, answer, write the results;  jobs: streams in several processes
+    serving      the servers that answer
+    run          methods, budgets and seeds over one stream;  presets/: its options
+    results      the folder of a run, as diagnostics, the report and runs read it
+    comparison   methods against each other, paired over seeds
+    diagnostics/ explanations of the numbers;  report/: the page
+    search       every method's settings, searched in the same way;  tuned: the file of the winners
+    footprint_table    the bytes of a memory as adapter parameters and exemplars
 
     python -m benchmarks.continual run --suite demo --method lora_replay --budget 32 --seed 0 1 2 --out DIR
     python -m benchmarks.continual search --method all --tasks 3 --out DIR

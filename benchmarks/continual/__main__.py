@@ -12,10 +12,11 @@ from benchmarks.continual import footprint_table, search
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
 from benchmarks.continual.report import command as report
+from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, run
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import ConfigError, InduceKVError
+from server.demo import CHECKPOINT
 
 PROGRAM = "python -m benchmarks.continual"
 NOT_PRESET = {"preset", "out", "serve_args", "command"}
@@ -37,21 +38,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def run_and_report(options: argparse.Namespace) -> int:
+    """Writes the report into OUT if any stream is finished.
+
+    Raises:
+        InduceKVError: the options cannot be run, or a stream could not be run to its end.
+        EndpointFailed, ServerFailed: questions could not be asked.
+    """
+    outcome = run(options)
+    if outcome.finished:
+        record_command(options.out, [*PROGRAM.split(), *options.given])
+        report.write_report(options.out, tuned=options.tuned)
+    if outcome.refused:
+        raise ConfigError(
+            f"{len(outcome.refused)} of {outcome.total} streams did not end: {'; '.join(outcome.refused)}"
+        )
+    return 0
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, for a run a preset's where the user gives none; and the arguments themselves, `given`.
+    """The options, for a run with a preset under the user's own; `given` are the arguments themselves.
 
     Raises:
         ConfigError: the preset cannot be used, or no method is named.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command is not run:
+    if options.command is not run_and_report:
         return options
     if options.preset:
         preset = preset_arguments(options.preset, set(vars(options)) - NOT_PRESET)
         options = parser.parse_args([arguments[0], *preset, *arguments[1:]])  # of two, the later one counts
     if not options.method:
-        raise ConfigError(f"--method must name what is to be run, or {ALL_METHODS!r}")
+        raise ConfigError(f"--method must name the methods to run, or {ALL_METHODS!r}")
     options.given = list(arguments)
     return options
 
@@ -59,9 +78,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Continual-learning benchmark.")
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
-    one.set_defaults(command=run)
-    add = one.add_argument
+    parser_of_run = commands.add_parser("run", help="run methods over a stream, or go on with a run that was killed")
+    parser_of_run.set_defaults(command=run_and_report)
+    add = parser_of_run.add_argument
     add("--preset", metavar="FILE|NAME", help="options from a TOML file; full and smoke come with the benchmark")
     add("--full", dest="preset", action="store_const", const="full", help="the whole demo stream for all methods")
     add("--smoke", dest="preset", action="store_const", const="smoke", help="the shortest way through everything")

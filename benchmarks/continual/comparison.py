@@ -1,8 +1,7 @@
 """Methods against each other: means over seeds, and differences paired over the seeds that both have.
 
-A run here is what `stream.collect` makes of one stream: one method with one budget and one seed. Only complete streams
-are compared, only with the same settings and the same order of tasks, and nothing is averaged over other seeds than
-those that are named with the result.
+A run is the result of `stream.collect`: one method with one budget and one seed. Only complete streams with the same
+settings and the same order of tasks are compared, and every mean names its seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from inducekv_vllm.errors import ConfigError
 
 CONFIDENCE = 0.95
 UNTOUCHED = "no_memory"
-ROUNDING = 1e-9  # what sums of accuracies differ by for no reason of their own
+ROUNDING = 1e-9  # rounding errors of sums of accuracies stay below it
 Collected = Mapping[str, Any]
 Score = Callable[[Collected], float]
 Verdict = Literal["more", "less", "open", "unknown"]
@@ -27,7 +26,7 @@ Verdict = Literal["more", "less", "open", "unknown"]
 
 @dataclass(frozen=True)
 class Mean:
-    """Of one score over seeds."""
+    """Mean of one score over seeds."""
 
     value: float
     standard_error: float | None  # None: a single seed
@@ -36,7 +35,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference(Mean):
-    """Of a method's score minus a rival's, seed by seed."""
+    """Mean difference of a method's score and a rival's, seed by seed."""
 
     @property
     def margin(self) -> float | None:
@@ -47,7 +46,7 @@ class Difference(Mean):
 
     @property
     def verdict(self) -> Verdict:
-        """ "more" or "less" where 0 lies outside the interval, "open" where not, "unknown" for a single seed."""
+        """ "more" or "less" if 0 is outside the interval, otherwise "open"; "unknown" for a single seed."""
         if self.margin is None:
             return "unknown"
         if abs(self.value) <= max(self.margin, ROUNDING):
@@ -67,7 +66,7 @@ def mean(values: Mapping[int, float]) -> Mean:
 
 
 def paired(values: Mapping[int, float], rival: Mapping[int, float]) -> Difference | None:
-    """The mean difference over the seeds of both; None where they share none."""
+    """The mean difference over the seeds of both; None if they share none."""
     seeds = tuple(sorted({*values} & {*rival}))
     if not seeds:
         return None
@@ -112,11 +111,11 @@ class Streams:
             method, budget, seed = run["method"], run["budget"], run["seed"]
             if run["order"] != self.runs[0]["order"]:
                 raise ConfigError(f"{method}, budget {budget}, seed {seed} has another order of tasks than other runs")
-            known = first.setdefault((method, budget), run)
-            if run["settings"] != known["settings"]:
+            other = first.setdefault((method, budget), run)
+            if run["settings"] != other["settings"]:
                 raise ConfigError(
-                    f"{method}, budget {budget} was run with different settings: {known['settings']} with seed "
-                    f"{known['seed']}, {run['settings']} with seed {seed}"
+                    f"{method}, budget {budget} was run with different settings: {other['settings']} with seed "
+                    f"{other['seed']}, {run['settings']} with seed {seed}"
                 )
             if not run["complete"]:
                 continue
@@ -136,19 +135,19 @@ class Streams:
         return tuple(sorted({run["budget"] for run in self.runs}))
 
     def methods(self, budget: int) -> tuple[str, ...]:
-        """Those that have complete streams with this budget, in the order in which they first occur."""
+        """The methods with complete streams of this budget, in the order in which they first occur."""
         names = dict.fromkeys(run["method"] for run in self.runs)
         return tuple(name for name in names if self.of(name, budget))
 
     def of(self, method: str, budget: int) -> dict[int, Collected]:
         """The complete runs by seed. A method that stores nothing is the same with every budget."""
-        if found := self._complete.get((method, budget)):
-            return found
+        if runs := self._complete.get((method, budget)):
+            return runs
         others = [group for (name, _), group in sorted(self._complete.items()) if name == method]
         return next((g for g in others if not any(any(run["stored_bytes"]) for run in g.values())), {})
 
     def seeds(self, budget: int) -> tuple[int, ...]:
-        """All seeds that any method was begun with, with this budget."""
+        """All seeds with which any method was begun, with this budget."""
         return tuple(sorted({run["seed"] for run in self.runs if run["budget"] == budget}))
 
     def has_all_seeds(self, method: str, budget: int) -> bool:
@@ -159,24 +158,24 @@ class Streams:
         return {seed: score(run) for seed, run in self.of(method, budget).items()}
 
     def mean(self, method: str, budget: int, score: Score) -> Mean:
-        """Of a method that has complete streams."""
+        """Mean of a score; the method must have complete streams."""
         return mean(self.scores(method, budget, score))
 
     def difference(self, method: str, rival: str, budget: int, score: Score) -> Difference | None:
-        """Of `method` minus `rival`; None where no seed is complete in both."""
+        """`method` minus `rival`; None if no seed is complete in both."""
         return paired(self.scores(method, budget, score), self.scores(rival, budget, score))
 
     def retention(self, budget: int) -> Score | None:
-        """Base retention against the untouched model; None where that was not run, or answers no base question."""
+        """Base retention against the untouched model; None if it was not run, or answers no base question."""
         run = next(iter(self.of(UNTOUCHED, budget).values()), None)
         untouched = run["base"][-1] if run else 0.0
         return (lambda run: base_retention(run["base"], untouched)) if untouched > 0 else None
 
 
 def gaps(streams: Streams) -> list[str]:
-    """Sentences on streams that are missing: begun and not finished, or of a seed or budget that others have."""
+    """Sentences on missing streams: begun and not finished, or of a seed or budget that others have."""
     begun = {(run["method"], run["budget"], run["seed"]): run for run in streams.runs}
-    found = []
+    sentences = []
     for method in dict.fromkeys(run["method"] for run in streams.runs):
         for budget in streams.budgets:
             complete = streams.of(method, budget)
@@ -185,14 +184,14 @@ def gaps(streams: Streams) -> list[str]:
             absent = [seed for seed in lacking if seed not in unfinished]
             for seed in unfinished:
                 done = len(begun[method, budget, seed]["accuracy"])
-                found.append(
+                sentences.append(
                     f"{method}, budget {budget}, seed {seed}: {done} of {len(streams.tasks)} tasks done; not counted."
                 )
             if absent and (complete or unfinished):
-                found.append(f"{method}, budget {budget}: not run with seed {_listed(absent)}.")
+                sentences.append(f"{method}, budget {budget}: not run with seed {_listed(absent)}.")
             elif absent:
-                found.append(f"{method}: not run with budget {budget}.")
-    return found
+                sentences.append(f"{method}: not run with budget {budget}.")
+    return sentences
 
 
 def _listed(values: Sequence[int]) -> str:
@@ -202,7 +201,7 @@ def _listed(values: Sequence[int]) -> str:
 def compare(streams: Streams) -> list[dict[str, Any]]:
     """One row for each method and budget, JSON values: mean and standard error over the seeds of its complete runs.
 
-    Base retention is given where the untouched model was run too, and answers some base question.
+    Base retention is included if the untouched model was run too, and answers some base question.
     """
     table = []
     for budget in streams.budgets:

@@ -1,4 +1,4 @@
-"""What the bytes of a memory buy elsewhere: parameters of an adapter, exemplars of replay (paper, "Budget conversion").
+"""The bytes of a memory as parameters of an adapter or exemplars of replay (paper, "Budget conversion").
 
     python -m benchmarks.continual footprint [--config CONFIG.json] [--suite demo [--data DIR]] [--budget B ...]
 
@@ -7,7 +7,7 @@ conversion counts a payload for each of the H = 32 query heads, its bytes per en
 heads. A bundle stores KV heads, so every table here follows the second; the first is kept, under its own name, for the
 paper's two backbones. The paper's printed numbers of parameters and exemplars are those of the 8B model (d = 4096).
 
-Letters: B entries, m payload tokens, L layers, J KV heads, H query heads, D head size, d hidden size.
+Shapes: B entries, m payload tokens, L layers, J KV heads, H query heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PAPER_QUERY_HEADS = 32  # H of both
 
 @dataclass(frozen=True)
 class Conversion:
-    """One budget of one model, and what else the same bytes hold."""
+    """One budget of one model, and other uses of the same bytes."""
 
     budget: int  # B
     kv_tokens: int  # B m, in every layer
@@ -77,7 +77,7 @@ def conversions(
 
     Args:
         text_tokens: int32 token ids of a replayed exemplar.
-        picture_bytes: what an exemplar's pictures take beside its text, see `mean_picture_bytes`.
+        picture_bytes: of an exemplar's pictures, see `mean_picture_bytes`.
     """
     text_bytes = INT32_BYTES * text_tokens
     return [
@@ -94,7 +94,7 @@ def conversions(
 
 
 def with_query_heads(geometry: TextGeometry, query_heads: int) -> TextGeometry:
-    """As if a payload were stored for every query head: what the paper's conversion table computes with."""
+    """As if a payload were stored for every query head, as in the paper's conversion table."""
     return TextGeometry(geometry.num_layers, query_heads, geometry.head_dim, geometry.hidden_size)
 
 
@@ -160,10 +160,10 @@ def command(options: argparse.Namespace) -> int:
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     for name, rows in tables.items():
         console.print(_table(name, rows))
-    found = {
+    models = {
         name: [{**asdict(row), "mebibytes": round(row.mebibytes, 2)} for row in rows] for name, rows in tables.items()
     }
-    print(json.dumps({"benchmark": "footprint", **settings, "models": found}))
+    print(json.dumps({"benchmark": "footprint", **settings, "models": models}))
     return 0
 
 
@@ -184,12 +184,12 @@ def _models(configs: Sequence[Path]) -> dict[str, tuple[TextGeometry, list[int]]
 def _table(name: str, rows: Sequence[Conversion]) -> Any:
     from rich.table import Table
 
-    shown = Table(title=name)
+    table = Table(title=name)
     for column in ("B", "KV tokens a layer", "MiB", "float16 parameters", "text exemplars", "picture + text exemplars"):
-        shown.add_column(column, justify="right")
+        table.add_column(column, justify="right")
     for row in rows:
         pictures = "–" if row.picture_exemplars is None else f"{row.picture_exemplars:,}"
-        shown.add_row(
+        table.add_row(
             str(row.budget),
             f"{row.kv_tokens:,}",
             f"{row.mebibytes:.2f}",
@@ -197,4 +197,4 @@ def _table(name: str, rows: Sequence[Conversion]) -> Any:
             f"{row.text_exemplars:,}",
             pictures,
         )
-    return shown
+    return table

@@ -1,4 +1,4 @@
-"""Streams in several processes: each is independent of the others, and whole wherever it is stopped."""
+"""Streams in several processes, independent of each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.continual.stream import Run
 from benchmarks.parent import end_with_parent
 from inducekv_vllm.errors import InduceKVError
 
-Stream = Callable[[Run], dict[str, Any]]  # runs it to its end and returns what its matrix.json holds
+Stream = Callable[[Run], dict[str, Any]]  # runs it to its end and returns the content of its matrix.json
 Outcome = dict[str, Any] | InduceKVError
 
 
@@ -23,11 +23,11 @@ def run_all(runs: Sequence[Run], stream: Stream, jobs: int, threads: int) -> Ite
     """Each stream with its outcome, as they end; an InduceKVError of one stream does not stop the others.
 
     Args:
-        jobs: processes; with one, it is this one.
+        jobs: processes; one job runs in this process.
         threads: of torch, in each process.
 
     Raises:
-        Exception: anything else that a stream raises ends the others where they are.
+        Exception: any other error of a stream; the other streams are ended.
     """
     if jobs == 1:
         prepare_process(threads)

@@ -1,4 +1,4 @@
-"""Files that one process at a time may hold; however a process ends, it lets go of what it held."""
+"""Files that one process at a time may lock; the lock ends with the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HeldElsewhere(RuntimeError):
 
 @contextmanager
 def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
-    """The file `path`, made if it is not there, open to read and to append, and nobody else's meanwhile.
+    """Locks the file `path`, created if needed, and opens it for reading and appending.
 
     Raises:
         HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).

@@ -1,9 +1,9 @@
-"""The worker of the servers that answer for adapters: LoRA computed adapter by adapter, not token by token.
+"""The worker of the servers with adapters: LoRA computed adapter by adapter, not token by token.
 
-vLLM's LoRA on CPUs gathers the adapter's matrices anew for every token (vllm.lora.ops.torch_ops), which takes most of
-the time of a small model's answer. Here the tokens of a batch that ask one adapter share one matrix product. Tokens
-that ask none are left alone. A compiled model keeps vLLM's own: the adapters of one batch would become part of the
-compiled code.
+vLLM's LoRA on CPUs gathers the adapter's matrices for every token (vllm.lora.ops.torch_ops), which takes most of the
+time of a small model's answer. Here all tokens of a batch with the same adapter share one matrix product; tokens
+without an adapter are left alone. A compiled model keeps vLLM's own LoRA: otherwise the adapters of one batch would
+become part of the compiled code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_ADAPTER = -1
 
 
 class LoraWorker(InduceKVWorker):
-    """The worker that a server has anyway, told what computes its LoRA layers."""
+    """The usual worker with another implementation of LoRA layers."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.model_config.enforce_eager:
@@ -62,12 +62,12 @@ class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
 
 
 def _rows_of_adapters(adapters: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
-    """Each adapter that is asked, with its rows.
+    """Each adapter of the batch, with its rows.
 
     Args:
         adapters: [tokens], -1 for none.
     """
-    asked = adapters.unique().tolist()
-    for adapter in asked:
+    present = adapters.unique().tolist()
+    for adapter in present:
         if adapter != NO_ADAPTER:
-            yield adapter, slice(None) if len(asked) == 1 else (adapters == adapter).nonzero().squeeze(1)
+            yield adapter, slice(None) if len(present) == 1 else (adapters == adapter).nonzero().squeeze(1)

@@ -1,8 +1,8 @@
 """Scores of a stream, each a function of the accuracy matrix a[i, t]: accuracy on task t after learning task i.
 
-Sources: the paper's section "Metrics and Continual Learning Scores", and the benchmarks that it follows. Letters:
-T tasks. A matrix is [T, T] float64, rows in the order of learning; entries of tasks not yet seen (t > i) may be NaN and
-are never read. Scores are on the scale of the matrix (0 to 1 here), forgetting is positive where something is lost.
+Sources: the paper's section "Metrics and Continual Learning Scores", and the benchmarks that it follows. Shapes: T
+tasks. A matrix is [T, T] float64, rows in the order of learning; entries of tasks not yet seen (t > i) may be NaN and
+are never read. Scores are on the scale of the matrix (0 to 1 here), forgetting is positive if something is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
 
@@ -32,7 +32,11 @@ def accuracy_matrix(rows: Sequence[Sequence[float]]) -> Matrix:
 
 
 def average(a: Matrix) -> float:
-    """Avg (UCIT; HiDe-LLaVA): mean of the final scores on all tasks, 1/T sum_t a[T, t]."""
+    """Mean of the final scores on all tasks, 1/T sum_t a[T, t].
+
+    The benchmarks name it Avg (UCIT; HiDe-LLaVA), MAA (the paper), AP (continual VQA; CL-MoE, QUAD) and AvgAcc (LiIT;
+    Adapt-infinity).
+    """
     return float(a[-1].mean())
 
 
@@ -41,26 +45,16 @@ def last(a: Matrix) -> float:
     return float(a[-1, -1])
 
 
-def mean_average_accuracy(a: Matrix) -> float:
-    """MAA as the paper defines it: 1/T sum_t a[T, t], which equals Avg and AP."""
-    return average(a)
-
-
 def mean_average_accuracy_over_time(a: Matrix) -> float:
     """MAA as CoIN itself defines it: the mean over i of the mean score on the tasks seen by then."""
     return float(np.mean([a[i, : i + 1].mean() for i in range(len(a))]))
 
 
 def backward_transfer(a: Matrix) -> float:
-    """BWT (CoIN): 1/(T-1) sum_{t<T} (a[T, t] - a[t, t]); negative where tasks are forgotten, 0 for one task."""
+    """BWT (CoIN): 1/(T-1) sum_{t<T} (a[T, t] - a[t, t]); negative if tasks are forgotten, 0 for one task."""
     if len(a) == 1:
         return 0.0
     return float((a[-1] - a.diagonal())[:-1].mean())
-
-
-def average_performance(a: Matrix) -> float:
-    """AP (continual VQA; CL-MoE, QUAD): 1/T sum_t a[T, t]."""
-    return average(a)
 
 
 def average_forgetting(a: Matrix) -> float:
@@ -70,40 +64,18 @@ def average_forgetting(a: Matrix) -> float:
     return float(np.mean([a[t:, t].max() - a[-1, t] for t in range(len(a) - 1)]))
 
 
-def average_accuracy(a: Matrix) -> float:
-    """AvgAcc (LiIT; Adapt-infinity): the mean score over skills at the final step; a task stands for a skill."""
-    return average(a)
-
-
-def relative_gain(a: Matrix, upper_bounds: ArrayLike) -> float:
-    """Relative Gain (LiIT), in percent: the final scores, each divided by its skill's upper bound, on average.
-
-    The paper normalises "by per-skill upper bounds" and reports values above 100: a bound is a reference score (that of
-    a model trained on all data at once, say), not a limit.
-
-    Args:
-        upper_bounds: [T], positive.
-
-    Raises:
-        ValueError: a bound is missing or not positive.
-    """
-    bounds = np.asarray(upper_bounds, np.float64)
-    if bounds.shape != a[-1].shape or not (bounds > 0).all():
-        raise ValueError(f"relative gain needs a positive upper bound for each of {len(a)} tasks, found {bounds}")
-    return float(100 * (a[-1] / bounds).mean())
-
-
 def forgetting_rate(a: Matrix) -> float:
-    """Forgetting Rate (LiIT), "averaged across skills and timesteps": the mean fall since the step before, rises as 0.
+    """Forgetting Rate (LiIT), "averaged across skills and timesteps": the mean fall since the previous step, a rise
+    counts as 0.
 
-    Over all steps i >= 1 and the tasks t < i that were known before it; 0 for one task.
+    Over all steps i >= 1 and the tasks t < i; 0 for one task.
     """
     falls = [max(0.0, float(a[i - 1, t] - a[i, t])) for i in range(1, len(a)) for t in range(i)]
     return float(np.mean(falls)) if falls else 0.0
 
 
 def base_retention(base: Sequence[float], untouched: float) -> float:
-    """What is left of the untouched model's accuracy on the base questions at the end: a ratio, 1 for all of it.
+    """Accuracy on the base questions after the last task, divided by the untouched model's.
 
     Args:
         base: [T], accuracy on the base questions after each task.
@@ -124,16 +96,13 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def summary(a: Matrix, base: Sequence[float]) -> dict[str, float]:
-    """The scores that need nothing but a run's own matrix and its base accuracies."""
+    """All scores that follow from a run's own matrix and its base accuracies."""
     return {
-        "Avg": average(a),
+        **dict.fromkeys(("Avg", "MAA", "AP", "AvgAcc"), average(a)),
         "Last": last(a),
-        "MAA": mean_average_accuracy(a),
         "MAA_over_time": mean_average_accuracy_over_time(a),
         "BWT": backward_transfer(a),
-        "AP": average_performance(a),
         "AF": average_forgetting(a),
-        "AvgAcc": average_accuracy(a),
         "forgetting_rate": forgetting_rate(a),
         "base_final": float(base[-1]),
         "base_lowest": float(min(base)),

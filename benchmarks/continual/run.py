@@ -1,15 +1,13 @@
-"""A whole run: methods, budgets and seeds over one stream, in several processes, with whoever answers the questions."""
+"""A whole run: methods, budgets and seeds over one stream, in several processes."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
@@ -17,10 +15,9 @@ from benchmarks.continual.answering.http import HttpAnswerer
 from benchmarks.continual.comparison import Streams, compare
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
-from benchmarks.continual.report.command import write_report
-from benchmarks.continual.report.commands import record_command
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
-from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, run_stream, write_json
+from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
@@ -29,15 +26,23 @@ from inducekv_vllm.fingerprint import require_model_folder
 
 ALL_METHODS = "all"
 OFFLINE, HTTP = "offline", "http"
-COMMAND = ("python", "-m", "benchmarks.continual")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Ends in one JSON line with the means over seeds; the file RESULTS, where asked for, also holds every stream's
-    matrix, base accuracies, bytes and seconds. The report is written into OUT.
+@dataclass(frozen=True)
+class RunOutcome:
+    """Of all streams of a run."""
+
+    finished: int  # streams, of this run or of an earlier one in the same folder
+    total: int
+    refused: Sequence[str]  # the streams that could not be run to their end, and why
+
+
+def run(options: argparse.Namespace) -> RunOutcome:
+    """Prints one JSON line with the means over seeds; the file RESULTS, if named, also holds every stream's matrix,
+    base accuracies, bytes and seconds.
 
     Raises:
-        InduceKVError: what is asked for cannot be run, or a stream could not be.
+        InduceKVError: the options cannot be run.
         EndpointFailed, ServerFailed: questions could not be asked.
     """
     methods, suite = check(options)
@@ -49,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
         for budget in dict.fromkeys(options.budget)
         for seed in dict.fromkeys(options.seed)
     ]
-    for one in runs:
-        claim_stream(one)
-    refused = run_unfinished([one for one in runs if not one.finished], options)
-    done = [collect(one) for one in runs if one.finished]
+    for stream in runs:
+        claim_stream(stream)
+    refused = run_unfinished([stream for stream in runs if not stream.finished], options)
+    done = [collect(stream) for stream in runs if stream.finished]
     results = {
         "benchmark": "continual",
         **configuration,
@@ -61,18 +66,13 @@ def run(options: argparse.Namespace) -> int:
     }
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.results, {**results, "runs": [brief(one) for one in done]})
+        write_json(options.results, {**results, "runs": [brief(stream) for stream in done]})
     print(json.dumps(results))
-    if done:
-        record_command(options.out, [*COMMAND, *options.given])
-        write_report(options.out, tuned=options.tuned)
-    if refused:
-        raise ConfigError(f"{len(refused)} of {len(runs)} streams did not end: {'; '.join(refused)}")
-    return 0
+    return RunOutcome(len(done), len(runs), refused)
 
 
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
-    """Raises InduceKVError: what is asked for cannot be run."""
+    """Raises InduceKVError: the options cannot be run."""
     names = list(METHODS) if ALL_METHODS in options.method else options.method
     methods = tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
     require_model_folder(options.model)
@@ -81,14 +81,14 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     if min(options.jobs, options.threads) < 1:
         raise ConfigError(f"jobs and threads must be positive, found {options.jobs}, {options.threads}")
     if options.endpoint and options.answer == OFFLINE:
-        raise ConfigError("--endpoint says who is asked, --answer offline that nobody is: give one of them")
+        raise ConfigError("--endpoint asks a server, --answer offline none: give one of them")
     suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
     return methods, suite
 
 
 def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any]:
-    """What all results in one folder share."""
+    """The same for all results in one folder."""
     server = "given" if options.endpoint else "own"
     return {
         "suite": suite.name,
@@ -104,7 +104,7 @@ def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any
 
 
 def places(options: argparse.Namespace) -> dict[str, Any]:
-    """Where a run found things when it began; they may move."""
+    """Where the files of a run lie when it begins; they may move."""
     return {
         "suite": options.suite,
         "data": str((options.data or options.out / "data").absolute()),
@@ -113,55 +113,42 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def weights_digest(model: Path) -> str:
-    """sha256 over the model's safetensors files; where the folder lies does not matter."""
-    digest = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
 def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str]:
-    """Which streams could not be run to their end, and why.
+    """The streams that could not be run to their end, each with the reason.
 
     Raises:
         EndpointFailed, ServerFailed: questions could not be asked.
-        ConfigError: an endpoint cannot load what the methods make.
+        ConfigError: an endpoint cannot load the artifacts of the methods.
     """
     if not runs:
         return []
     refused = []
     with answering(runs, options) as answerer:
-        stream = partial(run_stream, answerer=answerer, tell=tell, keep=options.keep_states)
-        for one, outcome in run_all(runs, stream, min(options.jobs, len(runs)), options.threads):
+        run_one = partial(run_stream, answerer=answerer, keep=options.keep_states)
+        for run, outcome in run_all(runs, run_one, min(options.jobs, len(runs)), options.threads):
             if isinstance(outcome, InduceKVError):
-                refused.append(f"{one.title}: {outcome}")
-                tell(refused[-1])
+                refused.append(f"{run.title}: {outcome}")
+                log(refused[-1])
     return refused
 
 
 @contextmanager
 def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
-    """Who answers: this process, the endpoints given, or servers that end with the context.
+    """Answers come from this process, from the given endpoints, or from servers that end with the context.
 
     Raises:
         EndpointFailed, ServerFailed: an endpoint does not answer, a server did not start.
-        ConfigError: an endpoint cannot load what the methods make.
+        ConfigError: an endpoint cannot load the artifacts of the methods.
     """
     if options.answer == OFFLINE:
         yield OfflineAnswerer(options.model)
         return
-    methods = list({one.method.name: one.method for one in runs}.values())
-    needs = Needs(options.model, runs[0].suite, methods, max(one.budget for one in runs), options.jobs)
+    methods = list({run.method.name: run.method for run in runs}.values())
+    needs = Needs(options.model, runs[0].suite, methods, max(run.budget for run in runs), options.jobs)
     if options.endpoint:
         serving = nullcontext(given_endpoints(options.endpoint, options.endpoint_model, needs))
     else:
-        tell(f"starting inducekv-serve; its log is in {options.out}")
+        log(f"starting inducekv-serve; its log is in {options.out}")
         serving = own_servers(needs, options.out, options.serve_args)
     with serving as endpoints:
         yield HttpAnswerer(options.model, endpoints)
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,18 +1,18 @@
-"""The search of hyperparameters, the same for every method: a few trials each, judged on validation questions alone.
+"""The search of hyperparameters, the same for every method: a few trials each, scored on validation questions alone.
 
     python -m benchmarks.continual search --method all --tasks 3 --seed 0 --out DIR [--tuned FILE]
 
 A method names its trials in its class attribute `trials`: equally many dicts of settings for all methods that have
 any; a method without settings to search has none. Each trial learns the first N tasks of the stream with the same
-budget and seeds, and is judged by AP, the mean accuracy on those tasks after the last of them, over their validation
-questions; of equal ones the first wins. The accuracy on base questions is written beside it, and does not count. The
-suite that the trials run on holds no test question at all.
+budget and seeds. Its score is AP, the mean accuracy on those tasks after the last of them, over their validation
+questions; the first of equal trials wins. The accuracy on base questions is recorded and does not count. The suite of
+the trials holds no test question at all.
 
-The winners go into FILE (default DIR/tuned.json), where `run --tuned FILE` takes them from. Questions are answered in
-transformers, without a server. A search that was killed goes on, since its trials are streams; several searches of one
-configuration may share DIR and FILE.
+The winners go into FILE (default DIR/tuned.json), which `run --tuned FILE` reads. Questions are answered in
+transformers, without a server. A search that was killed goes on when it is run again, since its trials are streams;
+several searches of one configuration may share DIR and FILE.
 
-    DIR/search.json                               what the folder is of; another configuration is refused
+    DIR/search.json                               the configuration; a search with another one is refused
     DIR/trial-K/METHOD/budget-B/seed-S/           a trial's stream
 """
 
@@ -28,22 +28,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
+from benchmarks.continual.comparison import learn_seconds
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
-from benchmarks.continual.run import ALL_METHODS, tell, weights_digest
+from benchmarks.continual.results import weights_digest
+from benchmarks.continual.run import ALL_METHODS
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
+from server.demo import CHECKPOINT
 
 CRITERION = "AP"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What every trial of every method shares."""
+    """The same for every trial of every method."""
 
     suite: Suite  # as `searched_suite` makes it
     model: Path
@@ -53,7 +55,7 @@ class Search:
 
 
 def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_questions: int) -> Suite:
-    """The first `tasks` tasks, asked about by their validation questions; the test questions are not in it.
+    """The first `tasks` tasks, with their validation questions as test questions; it holds no others.
 
     Raises:
         ConfigError: there are fewer tasks, or nothing would be left of them.
@@ -65,15 +67,15 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
 
 
 def require_equal_trials(methods: Sequence[Method]) -> int:
-    """The number of trials that all methods have which have any (0 where none has).
+    """The number of trials of each method that has any (0 if none has).
 
     Raises:
-        ConfigError: one has more than another, or tries the same settings twice.
+        ConfigError: the numbers differ, or a method tries the same settings twice.
     """
     counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        raise ConfigError(f"every method must have the same number of trials, found {told}")
+        listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ConfigError(f"every method must have the same number of trials, found {listed}")
     for method in methods:
         for number, settings in enumerate(trials_of(method)):
             if settings in trials_of(method)[:number]:
@@ -102,38 +104,38 @@ def trial_runs(method: Method, shared: Search) -> list[list[Run]]:
 def run_trials(
     methods: Sequence[Method], shared: Search, answerer: Answerer, jobs: int = 1, threads: int = 1
 ) -> dict[str, str]:
-    """Every stream that is not finished yet, several at a time; returns the methods that could not be run, and why."""
+    """Runs all unfinished streams, several at a time; returns the methods that could not be run, with the reasons."""
     runs = [run for method in methods for trial in trial_runs(method, shared) for run in trial]
     for run in runs:
         claim_stream(run)
-    stream = partial(run_stream, answerer=answerer, tell=tell, keep="none")
+    stream = partial(run_stream, answerer=answerer, keep="none")
     unfinished = [run for run in runs if not run.finished]
     outcomes = run_all(unfinished, stream, min(jobs, len(unfinished)), threads) if unfinished else ()
     return {run.method.name: str(outcome) for run, outcome in outcomes if isinstance(outcome, InduceKVError)}
 
 
-def judge(method: Method, shared: Search) -> dict[str, Any]:
+def score_method(method: Method, shared: Search) -> dict[str, Any]:
     """One method's record in the file, from its finished trials: the winner's settings, and every trial's scores."""
     trials = [
-        judge_trial(settings, runs)
+        score_trial(settings, runs)
         for settings, runs in zip(trials_of(method), trial_runs(method, shared), strict=True)
     ]
     best = max(trials, key=lambda trial: trial[CRITERION]) if trials else {"settings": {}}  # the first of equal ones
     return {"settings": best["settings"], "trials": trials, "unsearched": unsearched_digest(method)}
 
 
-def judge_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
+def score_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
     """Means over the seeds of a trial's finished streams."""
-    found = [collect(run) for run in runs]
+    finished = [collect(run) for run in runs]
 
     def mean(values: Sequence[float], digits: int) -> float:
         return round(math.fsum(values) / len(values), digits)
 
     return {
         "settings": dict(settings),
-        CRITERION: mean([one["metrics"][CRITERION] for one in found], 6),
-        "base_final": mean([one["metrics"]["base_final"] for one in found], 6),
-        "seconds": mean([math.fsum(task["learn"] for task in one["seconds"]) for one in found], 1),
+        CRITERION: mean([run["metrics"][CRITERION] for run in finished], 6),
+        "base_final": mean([run["metrics"]["base_final"] for run in finished], 6),
+        "seconds": mean([learn_seconds(run) for run in finished], 1),
     }
 
 
@@ -165,7 +167,7 @@ def command(options: argparse.Namespace) -> int:
     """Ends in one JSON line: every method's settings and trials.
 
     Raises:
-        InduceKVError: what is asked for cannot be searched, or a method could not be run; the others are written.
+        InduceKVError: the options cannot be searched, or a method could not be run; the others are written.
     """
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
     trials = require_equal_trials(methods)
@@ -191,9 +193,9 @@ def command(options: argparse.Namespace) -> int:
     claim(options.out, "search.json", configuration)
     shared = Search(suite, options.model, options.budget, tuple(options.seed), options.out)
     refused = run_trials(methods, shared, OfflineAnswerer(options.model), options.jobs, options.threads)
-    found = {method.name: judge(method, shared) for method in methods if method.name not in refused}
-    write_tuned(options.tuned or options.out / TUNED, configuration, found)
-    print(json.dumps({"benchmark": "search", **configuration, "methods": found}))
+    records = {method.name: score_method(method, shared) for method in methods if method.name not in refused}
+    write_tuned(options.tuned or options.out / TUNED, configuration, records)
+    print(json.dumps({"benchmark": "search", **configuration, "methods": records}))
     if refused:
         raise ConfigError("; ".join(f"{name}: {why}" for name, why in refused.items()))
     return 0

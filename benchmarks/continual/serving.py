@@ -1,13 +1,13 @@
-"""Who answers a run's questions over HTTP: servers of its own, or endpoints that the user names.
+"""The servers that answer a run's questions over HTTP: the run's own, or endpoints that the user names.
 
-A server that runs with LoRA takes no bundles but those that name an adapter, is slower, and cannot be trusted with the
-untouched model (see `Endpoints`): adapters have a server of their own. Only what the methods need is started.
+A server with LoRA takes only bundles that name an adapter, is slower, and must not serve the untouched model (see
+`Endpoints`): adapters have a server of their own. Only the servers that the methods need are started.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.continual.answering.http import Endpoints
 from benchmarks.continual.methods import Method
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
 from benchmarks.continual.suites import Suite
-from benchmarks.server_process import serving
+from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
@@ -27,12 +27,12 @@ from selector.update.settings import BuildSettings
 SERVED_NAME = "untouched"
 LORA_WORKER_CLS = "benchmarks.continual.lora_worker.LoraWorker"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
-PAYLOAD_TOKENS = 8  # m of a memory, where a method has no setting of that name
+PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of its servers."""
+    """What a run needs of its servers."""
 
     model: Path
     suite: Suite
@@ -41,12 +41,12 @@ class Needs:
     jobs: int  # streams that ask at the same time
 
     def users_of(self, what: Loadable) -> list[str]:
-        """The methods whose artifacts have to be loaded so."""
+        """The methods whose artifacts are loaded in this way."""
         return [method.name for method in self.methods if LOADS[method.kind] == what]
 
     @property
     def plain(self) -> bool:
-        """Whether anything but adapters is asked: all but ungated adapters also ask the untouched model."""
+        """Whether anything but adapters answers: all methods but ungated adapters also ask the untouched model."""
         return any(method.kind != "adapter" for method in self.methods)
 
     @property
@@ -70,17 +70,19 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
     """
     with ExitStack() as stack:
 
-        def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Endpoint:
+        def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Callable[[], str]:
             flags = [str(needs.model), *server_flags(), *arguments, *more]
-            return Endpoint(stack.enter_context(serving(flags, logs / log, environment)), SERVED_NAME)
+            return stack.enter_context(starting(flags, logs / log, environment))
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
         plain = start("server.log", (), {}) if needs.plain or adapters is None else adapters
-        yield Endpoints(plain, adapters or plain)
+        # Both start at the same time.
+        plain_url, adapters_url = plain(), (adapters or plain)()
+        yield Endpoints(Endpoint(plain_url, SERVED_NAME), Endpoint(adapters_url, SERVED_NAME))
 
 
 def server_flags() -> list[str]:
-    """float32, as the answers are compared in; nothing is compiled, which would outlast most runs of a small model."""
+    """float32, in which answers are compared; not compiled, which would take longer than most runs of a small model."""
     precision = ["--dtype", "float32", "--enforce-eager"]
     return [*precision, "--served-model-name", SERVED_NAME, "--max-num-seqs", "32", "--disable-uvicorn-access-log"]
 
@@ -100,7 +102,7 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
 
 
 def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
-    """For what the methods need, the first endpoint that loads it.
+    """For bundles and for adapters, the first endpoint that loads them.
 
     Raises:
         EndpointFailed: one does not answer.
@@ -132,7 +134,7 @@ def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Need
 
 
 def save_sample(what: Loadable, needs: Needs, folder: Path) -> Path:
-    """A memory of one entry, or a new adapter of the largest rank that the run makes: to be loaded once, as a trial."""
+    """A memory of one entry, or a new adapter of the run's largest rank, for a trial load."""
     backbone = Backbone.load(needs.model)
     if what == "adapter":
         save(attach(backbone, needs.rank, seed=0), folder / "adapter")

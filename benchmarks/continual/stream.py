@@ -1,41 +1,41 @@
-"""A stream, task by task: learn, answer the questions of all tasks seen and of the base, write down.
+"""A stream, task by task: learn, answer the questions of all tasks so far and of the base, write the results.
 
-    OUT/run.json                                   what the folder is of; another configuration is refused
-    OUT/answers/                                   what has been answered: see `answering.known`
+    OUT/run.json                                   the configuration; a run with another one is refused
+    OUT/answers/                                   all answers so far: see `answering.stored_answers`
     OUT/METHOD/budget-B/seed-S/settings.json       the method's settings; likewise
-                              /NN-TASK/state/      what the method made of the task
+                              /NN-TASK/state/      the method's state after the task
                               /NN-TASK/predictions.jsonl, result.json
                               /matrix.json         everything so far: a[i, t], base accuracy, bytes, seconds, metrics
 
-Every file is whole or absent, and a file that is there is not made again: a run that was killed goes on with the first
-task whose result is missing, and nothing is counted twice. A task with a result is finished; its state is needed only
-by the task after it, and by who wants to look at it.
+Every file is whole or absent, and no file is written twice: a run that was killed goes on with the first task that has
+no result, and nothing is counted twice. A task with a result is finished; only the next task needs its state.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.continual.answering.answerer import Answerer, is_right
+from benchmarks.chat import same_answer
+from benchmarks.continual.answering.answerer import Answerer
 from benchmarks.continual.answering.endpoint import EndpointFailed
-from benchmarks.continual.answering.known import KnownAnswers
+from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
-from benchmarks.continual.methods import Artifact, Circumstances, Method
+from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
+from benchmarks.continual.results import WHERE
 from benchmarks.continual.suites import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
 
-Tell = Callable[[str], None]
 KeepStates = Literal["last", "all", "none"]
-WHERE = "where"
 PATIENCE = 5.0  # seconds: a process that was killed a moment ago may still hold its stream
 
 
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def next_task(self) -> int:
-        """The first without a result; the number of tasks where the stream is finished."""
+        """The first without a result; the number of tasks if the stream is finished."""
         tasks = range(len(self.suite.tasks))
         return next((n for n in tasks if not (self.task_folder(n) / "result.json").exists()), len(tasks))
 
@@ -73,45 +73,45 @@ class Run:
 
 
 def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[str, Any] | None = None) -> None:
-    """Makes the folder one of this configuration, or makes sure that it is.
+    """Writes the configuration into the folder, or checks that the folder has the same one.
 
     Args:
-        where: is written down with it, and may differ.
+        where: written beside it; may differ.
 
     Raises:
-        ConfigError: it belongs to another one, naming what differs, or cannot be written.
+        ConfigError: the folder has another configuration (the message names the difference), or cannot be written.
     """
     path = folder / name
-    wanted = json.loads(json.dumps(configuration))
+    new = json.loads(json.dumps(configuration))
     try:
         if path.exists():
-            found = {key: value for key, value in json.loads(path.read_bytes()).items() if key != WHERE}
-            differing = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+            old = {key: value for key, value in json.loads(path.read_bytes()).items() if key != WHERE}
+            differing = sorted(key for key in {*new, *old} if new.get(key) != old.get(key))
             if differing:
-                what = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} here" for key in differing)
+                what = "; ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in differing)
                 raise ConfigError(f"{path}: the results are of another configuration ({what}); choose another folder")
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted | ({WHERE: where} if where else {}))
+        write_json(path, new | ({WHERE: where} if where else {}))
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: cannot keep the results here: {error}") from error
 
 
-def run_stream(run: Run, answerer: Answerer, tell: Tell, keep: KeepStates = "last") -> dict[str, Any]:
-    """All tasks that are not done yet; returns what `matrix.json` holds.
+def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[str, Any]:
+    """All tasks that are not done yet; returns the content of `matrix.json`.
 
     Raises:
-        ConfigError: another process is at the same stream, or it cannot be gone on with.
-        EndpointFailed: questions could not be asked; says how far the stream has got.
+        ConfigError: another process runs the same stream, or the stream cannot go on.
+        EndpointFailed: questions could not be asked; the message says how far the stream is.
     """
     claim_stream(run)
-    answers = KnownAnswers(run.folder / "answers", answerer)
+    answers = StoredAnswers(run.folder / "answers", answerer)
     try:
         with locked(run.own_folder / "lock", PATIENCE):
             while not run.finished:
-                take_task(run, run.next_task, answers, tell)
+                take_task(run, run.next_task, answers)
                 tidy(run, keep)
             tidy(run, keep)
             return write_matrix(run)
@@ -120,11 +120,11 @@ def run_stream(run: Run, answerer: Answerer, tell: Tell, keep: KeepStates = "las
 
 
 def claim_stream(run: Run) -> None:
-    """Raises ConfigError: what is there was made with other settings of the method."""
+    """Raises ConfigError: the stream was begun with other settings of the method."""
     claim(run.own_folder, "settings.json", asdict(run.method))  # type: ignore[call-overload]
 
 
-def take_task(run: Run, number: int, answers: KnownAnswers, tell: Tell) -> None:
+def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
     artifact = learn(run, number)
     try:
         result = evaluate(run, number, artifact, answers)
@@ -132,14 +132,14 @@ def take_task(run: Run, number: int, answers: KnownAnswers, tell: Tell) -> None:
         where = f"task {number + 1} of {len(run.suite.tasks)}, {run.suite.tasks[number].name}"
         raise EndpointFailed(f"{error} ({run.title}, after learning {where})") from error
     write_matrix(run)
-    tell(f"{run.title}: {run.suite.tasks[number].name}: {told(result)}")
+    log(f"{run.title}: {run.suite.tasks[number].name}: {format_result(result)}")
 
 
 def learn(run: Run, number: int) -> Artifact:
-    """The state after task `number`, made unless it is there; it appears under its name only when it is complete.
+    """The state after task `number`, learned unless it exists; it gets its name only when it is complete.
 
     Raises:
-        ConfigError: the state after the task before is gone.
+        ConfigError: the previous state is gone.
     """
     folder = run.task_folder(number)
     state, unfinished = folder / "state", folder / "state.tmp"
@@ -149,24 +149,22 @@ def learn(run: Run, number: int) -> Artifact:
         previous = run.task_folder(number - 1) / "state" if number else None
         if previous is not None and not previous.exists():
             raise ConfigError(f"{previous} is gone, and the stream goes on from it: remove {run.own_folder} to redo it")
-        circumstances = Circumstances(
-            run.model, run.budget, run.seed, number, len(run.suite.tasks), run.suite.base.train
-        )
+        context = RunContext(run.model, run.budget, run.seed, number, len(run.suite.tasks), run.suite.base.train)
         began = time.monotonic()
-        artifact = run.method.learn(run.suite.tasks[number], previous, unfinished, circumstances)
+        artifact = run.method.learn(run.suite.tasks[number], previous, unfinished, context)
         artifact.write(unfinished)
         write_json(unfinished / "seconds.json", round(time.monotonic() - began, 1))
         unfinished.rename(state)
     return Artifact.read(state)
 
 
-def evaluate(run: Run, number: int, artifact: Artifact, answers: KnownAnswers) -> dict[str, Any]:
-    """Test questions of the tasks 0 to `number`, and base questions; writes predictions, then the result."""
+def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) -> dict[str, Any]:
+    """Asks the test questions of the tasks 0 to `number` and of the base; writes predictions, then the result."""
     folder = run.task_folder(number)
     began = time.monotonic()
     tasks = (*run.suite.tasks[: number + 1], run.suite.base)
     questions = [(task, example) for task in tasks for example in task.test]
-    texts, asked = answers.answers(artifact, folder / "state", [example for _, example in questions])
+    texts, num_asked = answers.answers(artifact, folder / "state", [example for _, example in questions])
     lines = [prediction(task, example, text) for (task, example), text in zip(questions, texts, strict=True)]
     *row, base = [accuracy(task, lines) for task in tasks]
     result = {
@@ -175,7 +173,7 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: KnownAnswers) -
         "base": base,
         "stored_bytes": artifact.stored_bytes,
         "anchor_bytes": artifact.report.get("anchor_bytes", 0),
-        "questions": {"answered": len(questions), "asked": asked},
+        "questions": {"answered": len(questions), "asked": num_asked},
         "seconds": {
             "learn": json.loads((folder / "state" / "seconds.json").read_bytes()),
             "evaluate": round(time.monotonic() - began, 1),
@@ -210,7 +208,7 @@ def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
         "id": example.id,
         "expected": example.answer,
         "answer": text,
-        "right": is_right(text, example.answer),
+        "right": same_answer(text, example.answer),
     }
 
 
@@ -221,7 +219,7 @@ def write_matrix(run: Run) -> dict[str, Any]:
 
 
 def collect(run: Run) -> dict[str, Any]:
-    """What the finished tasks add up to, from their files alone."""
+    """The results of all finished tasks together, from their files alone."""
     results = [json.loads((run.task_folder(n) / "result.json").read_bytes()) for n in range(run.next_task)]
     base = [result["base"] for result in results]
     rows = [result["accuracy"] for result in results]
@@ -244,7 +242,7 @@ def collect(run: Run) -> dict[str, Any]:
     }
 
 
-def told(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     seen = " ".join(f"{value:.3f}" for value in result["accuracy"])
     seconds = result["seconds"]
     return f"seen {seen}; base {result['base']:.3f}; {seconds['learn']:.0f} + {seconds['evaluate']:.0f} s"
@@ -254,7 +252,11 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def brief(collected: dict[str, Any]) -> dict[str, Any]:
-    """A run without what training logged step by step."""
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def brief(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """A run without the training history of its reports."""
     reports = [{k: v for k, v in report.items() if k != "history"} for report in collected["reports"]]
     return {**collected, "reports": reports}

@@ -1,6 +1,6 @@
-"""Settings that a search found best: the file they are kept in, and how they come into a run.
+"""The best settings of a search: their file, and how a run takes them.
 
-{"search": what every trial shared, "digest": of it,
+{"search": the configuration of all trials, "digest": of it,
  "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores, "unsearched": digest}}}
 """
 
@@ -22,11 +22,11 @@ Settings = Mapping[str, Any]
 
 
 def trials_of(method: Method) -> tuple[Settings, ...]:
-    """The settings that are tried, in their order; none for a method without any to search."""
+    """The settings to try, in order; none for a method that has none to search."""
     return tuple(getattr(method, "trials", ()))
 
 
-def write_tuned(path: Path, configuration: dict[str, Any], found: Mapping[str, dict[str, Any]]) -> None:
+def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> None:
     """Adds the records of methods to the file, or makes it.
 
     Raises:
@@ -37,27 +37,28 @@ def write_tuned(path: Path, configuration: dict[str, Any], found: Mapping[str, d
     if earlier["digest"] != digest:
         raise ConfigError(f"{path}: the winners there are of a search of another configuration; choose another file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    methods = {**earlier["methods"], **found}
+    methods = {**earlier["methods"], **records}
     write_json(path, {"search": configuration, "digest": digest, "methods": dict(sorted(methods.items()))})
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """What `write_tuned` has written.
+    """The content of a file of `write_tuned`.
 
     Raises:
         ConfigError: there is no such file, or it is something else.
     """
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found["digest"], str) or not all("settings" in one for one in found["methods"].values()):
+        content = json.loads(path.read_bytes())
+        records = content["methods"].values()
+        if not isinstance(content["digest"], str) or not all("settings" in record for record in records):
             raise ValueError("a method has no settings")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
-    return dict(found)
+    return dict(content)
 
 
 def tuned_settings(path: Path, method: Method) -> Method:
-    """The method with the settings that a search found best.
+    """The method with the best settings of a search.
 
     Raises:
         ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
@@ -71,14 +72,14 @@ def tuned_settings(path: Path, method: Method) -> Method:
     return apply_settings(method, record["settings"])
 
 
-def tuned_methods(path: Path, names: Sequence[str], given: Sequence[str]) -> list[Method]:
-    """The methods of `names` with what is `given` (see `choose_methods`) and, for the rest, their searched settings.
+def tuned_methods(path: Path, names: Sequence[str], settings: Sequence[str]) -> list[Method]:
+    """The methods of `names` with `settings` (see `choose_methods`) and, for the rest, their searched settings.
 
     Raises:
-        ConfigError: as `choose_methods` and `tuned_settings` do; a search with other `given` settings is of no use.
+        ConfigError: as `choose_methods` and `tuned_settings`, also if the search had other `settings`.
     """
-    chosen = choose_methods(names, given)
-    return choose_methods(names, given, {method.name: tuned_settings(path, method) for method in chosen})
+    chosen = choose_methods(names, settings)
+    return choose_methods(names, settings, {method.name: tuned_settings(path, method) for method in chosen})
 
 
 def apply_settings(method: Method, settings: Settings) -> Method:
@@ -88,15 +89,15 @@ def apply_settings(method: Method, settings: Settings) -> Method:
         ConfigError: it has no such setting, or one of another type.
     """
     for key, value in settings.items():
-        known = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
-        if key not in known:
-            raise ConfigError(f"{method.name} has no setting {key!r}, it has: {', '.join(known) or 'none'}")
+        names = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
+        if key not in names:
+            raise ConfigError(f"{method.name} has no setting {key!r}, it has: {', '.join(names) or 'none'}")
         method = with_setting(method, key, value)
     return method
 
 
 def unsearched_digest(method: Method) -> str:
-    """sha256 of the settings that no trial changes: the winner is one under them."""
+    """sha256 of the settings that no trial changes: the winner belongs to them."""
     searched = {key for settings in trials_of(method) for key in settings}
     rest = {key: value for key, value in asdict(method).items() if key not in searched}  # type: ignore[call-overload]
     return _digest(rest)

@@ -23,15 +23,12 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from benchmarks.demo.model import CHECKPOINT
+from benchmarks.chat import same_answer
 from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, SEED, TASKS, examples
+from server.demo import CHECKPOINT
 
 Example = tuple[dict, np.ndarray]
-
-
-def normalise_answer(text: str) -> str:
-    return text.strip().lower().rstrip(".!?").strip()
 
 
 class Answerer:
@@ -57,7 +54,7 @@ def accuracy(answerer: Answerer, batch: Sequence[Example], size: int = 64) -> li
     for start in range(0, len(batch), size):
         part = batch[start : start + size]
         for (record, _), answer in zip(part, answerer(part), strict=True):
-            scored.append((record["family"], normalise_answer(answer) == normalise_answer(record["answer"])))
+            scored.append((record["family"], same_answer(answer, record["answer"])))
     return scored
 
 

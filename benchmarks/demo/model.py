@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from benchmarks.demo.scenes import PICTURE
-from server.demo import CHECKPOINT as CHECKPOINT
 
 PATCH = 8
 IMAGE_TOKENS = (PICTURE // PATCH) ** 2

@@ -5,7 +5,7 @@
 - conversation: one picture, the questions follow each other as turns and see what was said before.
 - exemplars: several pictures with one question each, seeing what came before, as a prompt with worked examples does.
 
-Letters: N rows, L tokens a row, P pictures.
+Shapes: N rows, L tokens a row, P pictures.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _blocks(
     families = list(weights)
     share = np.array([weights[f] for f in families])
     drawn = rng.choice(len(families), size=(len(scenes), 16), p=share / share.sum())
-    asked = [
+    questions = [
         [(families[i], q) for i in row if (q := ask(rng, scene, families[i])) is not None]
         for scene, row in zip(scenes, drawn, strict=True)
     ]
-    texts = [text for row in asked for _, question in row for text in question]
+    texts = [text for row in questions for _, question in row for text in question]
     ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    return [[(family, [*next(ids), m.ASSISTANT], [*next(ids), m.END]) for family, _ in row] for row in asked]
+    return [[(family, [*next(ids), m.ASSISTANT], [*next(ids), m.END]) for family, _ in row] for row in questions]
 
 
 class _Row:

@@ -35,7 +35,7 @@ MAX_TOKENS = 16
 class Reply:
     text: str
     seconds: float
-    trace: dict[str, Any] | None  # what the server says about retrieval, for a request that used memory
+    trace: dict[str, Any] | None  # the server's report on retrieval, for a request that used memory
 
 
 def ask(client: openai.OpenAI, model: str, messages: list[Message], *, trace: bool) -> Reply:
@@ -49,15 +49,15 @@ def ask(client: openai.OpenAI, model: str, messages: list[Message], *, trace: bo
     )
     seconds = time.perf_counter() - start
     extra = response.model_extra or {}
-    found = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
-    return Reply((response.choices[0].message.content or "").strip(), seconds, found)
+    report = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
+    return Reply((response.choices[0].message.content or "").strip(), seconds, report)
 
 
 def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Console) -> None:
     models = list(client.models.list())
     bundle = next(model for model in models if model.id == MEMORY)
     base = next(model.id for model in models if model.id == (bundle.model_extra or {})["parent"])
-    # The first request of each kind pays for warming up, which the table is not about.
+    # The first request of each kind warms up the server, which must not be in the table.
     record, pixels = next(examples(tasks[0], "validation", 1))
     for model in (base, MEMORY):
         ask(client, model, [user_turn(pixels, question_of(record))], trace=False)
@@ -105,8 +105,8 @@ def _entries(trace: dict[str, Any]) -> str:
     if trace["gate"] is not None and not trace["gate"]["open"]:
         return "none: the gate is closed"
     entries = sorted(trace["entries"], key=lambda entry: -entry["weight"])
-    shown = [f"{entry['id']} ({entry['weight']:.3f})" for entry in entries[:SHOWN_ENTRIES]]
-    return "\n".join([*shown, f"of {len(entries)}"])
+    most_used = [f"{entry['id']} ({entry['weight']:.3f})" for entry in entries[:SHOWN_ENTRIES]]
+    return "\n".join([*most_used, f"of {len(entries)}"])
 
 
 def _times(plain: Reply, memory: Reply) -> str:

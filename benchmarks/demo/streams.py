@@ -1,4 +1,4 @@
-"""The stream tasks: what the demo model never trains on, and is taught later through its memory.
+"""The stream tasks: the demo model is not trained on them, and learns them later through its memory.
 
 A task draws one picture and asks one question about it: of a scene (`Scene`) or of a handwritten digit (`Digit`).
 """

@@ -24,6 +24,7 @@ from benchmarks.demo import model as m
 from benchmarks.demo.packing import Batch, make_batch, normalise
 from benchmarks.demo.questions import COPY_WORDS, FAMILIES, ask
 from benchmarks.demo.scenes import COLOURS, SHAPES, SIZES, Scene, random_scene, render
+from server.demo import CHECKPOINT
 
 SEED = 20
 WEIGHTS = {
@@ -58,13 +59,13 @@ class CellHeads(nn.Module):
         self, features: torch.Tensor, cells: torch.Tensor, pixels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """features [N, 36, d], cells [N, 9, 3], pixels [N, 3, 48, 48] -> loss [], share of objects all right []."""
-        wanted = torch.cat([cells[:, self.cell], self.cell[None, :, None].expand(len(cells), -1, 1)], dim=-1)
+        labels = torch.cat([cells[:, self.cell], self.cell[None, :, None].expand(len(cells), -1, 1)], dim=-1)
         logits = [head(features) for head in self.heads]
-        loss = sum(F.cross_entropy(x.flatten(0, 1).float(), wanted[..., i].flatten()) for i, x in enumerate(logits))
+        loss = sum(F.cross_entropy(x.flatten(0, 1).float(), labels[..., i].flatten()) for i, x in enumerate(logits))
         patches = F.unfold(F.avg_pool2d(pixels, 2), m.PATCH // 2, stride=m.PATCH // 2).transpose(1, 2)
         loss = loss + F.mse_loss(self.patch_head(features).float(), patches)
-        right = torch.stack([x.argmax(-1) == wanted[..., i] for i, x in enumerate(logits)]).all(0)
-        return loss, right[wanted[..., 0] > 0].float().mean()
+        right = torch.stack([x.argmax(-1) == labels[..., i] for i, x in enumerate(logits)]).all(0)
+        return loss, right[labels[..., 0] > 0].float().mean()
 
 
 def cell_labels(scene: Scene) -> np.ndarray:
@@ -174,7 +175,7 @@ def build_demo_tokenizer() -> PreTrainedTokenizerFast:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="logs and resumable state")
-    parser.add_argument("--output", type=Path, default=m.CHECKPOINT, help="where the finished checkpoint goes")
+    parser.add_argument("--output", type=Path, default=CHECKPOINT, help="where the finished checkpoint goes")
     parser.add_argument("--warm-up-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--check-every", type=int, default=100, help="steps between validation, with the state saved")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.selector.paper_recipe --data DIR [--model DIR] [--task guild] [--seeds 0 1 2]
 
-DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed: the selected memory (as deployed, and
+DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed: the selected memory (the bundle, and
 relaxed), random and k-center memories of the same budget, each of these with the starting calibration and with the one
 the selection has fitted, and no memory at all; mean NLL on held-out test examples. Ends in one JSON line.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.machine import describe_machine
 from selector.backbone.extraction import extract_keys
 from selector.backbone.injection import Memory
@@ -35,6 +34,7 @@ from selector.update.build import build_bundle
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 from selector.update.settings import BuildSettings
+from server.demo import CHECKPOINT
 
 
 def main() -> int:
@@ -87,18 +87,17 @@ def measure(
         fitted = replace(memory, temperature=selected.temperature, value_gates=selected.value_gates)
         losses[f"{policy}, the selection's calibration"] = scorer.mean_loss(questions, fitted)
     history, report = done.report["history"], done.report
+
+    def ends(term: str) -> dict[str, float]:
+        parts = {"mean_of_first_10": history[:10], "mean_of_last_10": history[-10:]}
+        return {name: statistics.mean(step[term] for step in part) for name, part in parts.items()}
+
     return {
         "seed": seed,
         "test_nll": losses,
         "validation_nll": report["validation_nll"],
-        "objective": {
-            "mean_of_first_10": statistics.mean(one["objective"] for one in history[:10]),
-            "mean_of_last_10": statistics.mean(one["objective"] for one in history[-10:]),
-        },
-        "current": {
-            "mean_of_first_10": statistics.mean(one["current"] for one in history[:10]),
-            "mean_of_last_10": statistics.mean(one["current"] for one in history[-10:]),
-        },
+        "objective": ends("objective"),
+        "current": ends("current"),
         "rounding": report["rounding"],
         "calibration": report["calibration"],
         "phases": report["phases"],

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.machine import describe_machine
 from benchmarks.selector.paper_recipe import select_first, settings_of
 from selector.backbone.extraction import extract_keys
@@ -27,6 +26,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import read_task
 from selector.paper.settings import PaperSettings
+from server.demo import CHECKPOINT
 
 ARMS = {
     "shortlist": {"shortlist": 8},
@@ -83,7 +83,7 @@ def summary(runs: list[dict], arm: str) -> dict:
     """Against the full pool of the same seed: ratio of seconds, and difference in NLL with its standard error."""
     mine = [run for run in runs if run["arm"] == arm]
     full = [run for run in runs if run["arm"] == "full pool"]
-    drops = [one["test_nll"] - other["test_nll"] for one, other in zip(mine, full, strict=True)]
+    drops = [a["test_nll"] - b["test_nll"] for a, b in zip(mine, full, strict=True)]
     return {
         "candidates": mine[0]["candidates"],
         "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(mine, full, strict=True)),

@@ -15,18 +15,18 @@ from benchmarks.serving.methods import BASE_METHOD, Method
 def measure(url: str, methods: list[Method], rounds: int) -> dict[str, dict[str, float]]:
     """Median milliseconds a step, over one-token requests sent one by one, the methods in turn.
 
-    `total_ms` is what the client saw; the steps are the server's, and what they leave of the total is HTTP, chat
-    template and image processing.
+    `total_ms` is the client's; the steps are the server's, and the rest of the total is HTTP, chat template and image
+    processing.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    by_method: dict[str, dict[str, list[float]]] = {}
     traced = [method for method in methods if method.name == BASE_METHOD or method.name.startswith("memory_")]
     with httpx.Client(base_url=url, timeout=REQUEST_SECONDS) as client:
         for _ in range(rounds):
             for method in traced:
-                steps = found.setdefault(method.name, defaultdict(list))
+                steps = by_method.setdefault(method.name, defaultdict(list))
                 for step, value in _traced_request(client, method).items():
                     steps[step].append(value)
-    return {name: {step: median(values) for step, values in steps.items()} for name, steps in found.items()}
+    return {name: {step: median(values) for step, values in steps.items()} for name, steps in by_method.items()}
 
 
 def _traced_request(client: httpx.Client, method: Method) -> dict[str, float]:

@@ -16,7 +16,7 @@ REQUEST_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Timing:
-    """One streamed request, in seconds; `tpot` is nan where only one token came."""
+    """One streamed request, in seconds; `tpot` is nan for a single token."""
 
     ttft: float
     tpot: float
@@ -59,10 +59,10 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "")
     """Sends one request and times the arrival of its tokens.
 
     Args:
-        url: of the server; "" where the client knows it.
+        url: of the server; "" if the client has it as base URL.
 
     Raises:
-        RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than asked for.
+        RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than requested.
     """
     first = last = 0.0
     usage: dict[str, int] = {}
@@ -95,7 +95,7 @@ async def send_block(url: str, bodies: Sequence[dict[str, Any]], concurrency: in
 
 
 async def send_requests(requests: Sequence[tuple[str, dict[str, Any]]], concurrency: int) -> Block:
-    """The same for bodies with the server that each goes to."""
+    """The same for (URL of the server, body) pairs."""
     waiting: Iterator[tuple[str, dict[str, Any]]] = iter(requests)
     timings: list[Timing] = []
 

@@ -18,9 +18,9 @@ from typing import Any
 from locust import HttpUser, constant, events, task
 
 from benchmarks.chat import question_of, user_turn
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.demo.world import examples
 from benchmarks.serving.load import chat_body
+from server.demo import CHECKPOINT
 
 PICTURES = 64
 
@@ -41,13 +41,13 @@ class VisualQuestionUser(HttpUser):
 
     def on_start(self) -> None:
         self.examples = list(examples(self.environment.parsed_options.task, "test", PICTURES))
-        self.asked = 0
+        self.number_asked = 0
 
     @task
     def ask(self) -> None:
         options = self.environment.parsed_options
-        record, pixels = self.examples[self.asked % len(self.examples)]
-        self.asked += 1
+        record, pixels = self.examples[self.number_asked % len(self.examples)]
+        self.number_asked += 1
         messages = [user_turn(pixels, question_of(record))]
         body = chat_body(options.model_name, messages, options.output_tokens, {})
         start = time.perf_counter()

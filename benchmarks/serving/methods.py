@@ -1,4 +1,4 @@
-"""The methods that are compared: the model name a request goes under, its options, and how its prompt is made."""
+"""The compared methods: the model name of a request, its options, and its prompt."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
-from benchmarks.demo.model import CHECKPOINT, build_config, export
+from benchmarks.demo.model import build_config, export
+from server.demo import CHECKPOINT
 
 SEED = 0
 

@@ -16,7 +16,7 @@ from benchmarks.chat import Message, user_turn
 
 @dataclass(frozen=True)
 class Exemplar:
-    """One example of task data, as it would stand in a prompt: a picture and question, and the answer."""
+    """One example of task data for a prompt: a picture, a question and the answer."""
 
     pixels: np.ndarray  # [48, 48, 3] uint8
     question: str
@@ -24,7 +24,7 @@ class Exemplar:
 
 
 def read_exemplars(tasks: Path) -> list[Exemplar]:
-    """The examples of a task's JSONL that `inducekv-bundle build` makes a memory of."""
+    """The examples of a task's JSONL file."""
     exemplars = []
     for line in tasks.read_text().splitlines():
         record = json.loads(line)

@@ -108,12 +108,12 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def table(concurrency: str, rows: dict[str, dict[str, float]]) -> Table:
-    shown = Table(title=f"concurrency {concurrency}")
-    shown.add_column("method")
+    result = Table(title=f"concurrency {concurrency}")
+    result.add_column("method")
     for column in ("requests", "prompt", "TTFT ms", "x none", "TPOT ms", "x none", "tokens/s", "x none"):
-        shown.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     for method, row in rows.items():
-        shown.add_row(
+        result.add_row(
             method,
             f"{row['requests']:.0f}",
             f"{row['prompt_tokens']:.0f}",
@@ -124,4 +124,4 @@ def table(concurrency: str, rows: dict[str, dict[str, float]]) -> Table:
             f"{row['tokens_per_s']:.1f}",
             f"{row['throughput_ratio']:.2f}",
         )
-    return shown
+    return result

@@ -24,8 +24,8 @@ def retrieval_ms(width: int, top_k: int | None, repeats: int = 300) -> float:
     times = []
     for query in keys[rng.integers(ENTRIES, size=repeats)]:
         start = time.perf_counter()
-        found = index.search(query, TEMPERATURE, top_k)
-        page_terms(found, "sqrt", payload_tokens=8, num_entries=ENTRIES, remainder=True)
+        retrieved = index.search(query, TEMPERATURE, top_k)
+        page_terms(retrieved, "sqrt", payload_tokens=8, num_entries=ENTRIES, remainder=True)
         times.append(time.perf_counter() - start)
     return 1000 * median(times)
 

@@ -1,8 +1,8 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
-What is compared and how is told in `benchmarks/serving/__init__.py`. Prints a table for each concurrency, the targets,
-where the time of a request with memory goes, and one JSON object as the last line; the same object, with hardware and
-versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
+`benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
+targets, where the time of a request with memory goes, and one JSON object as the last line; the same object, with
+hardware and versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
 
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.demo.world import write_task
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
@@ -30,6 +29,7 @@ from benchmarks.serving.load import Block, chat_body, send_block
 from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
 from benchmarks.serving.models import save_80m
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from server.demo import CHECKPOINT
 
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"

@@ -184,49 +184,6 @@ class _MemoryAttention(torch.autograd.Function):
         return d_query, d_keys, d_values, d_key_scale, d_log_weight, d_value_scale
 
 
-def attend_concatenated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    scaling: float,
-    memory: Memory,
-    terms: Terms,
-    layer: int,
-) -> Tensor:
-    """The plain way: every request gets scaled copies of all payloads in front of its own keys and values.
-
-    Arguments and result as `attend_tiled`; the copies [n, H, N m, D] are what that one does without.
-    """
-    n, H, T, D = query.shape
-    J, S = key.shape[1:3]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    m = memory.payload_keys.shape[3]
-
-    def copies(payload: Tensor, scale: Tensor) -> Tensor:
-        scaled = scale.to(dtype)[:, :, None, None, None] * payload[layer].to(dtype)  # [n, N, J, m, D]
-        return scaled.transpose(1, 2).flatten(2, 3)  # [n, J, N m, D]
-
-    nothing = torch.zeros(n, J, 1, D, dtype=dtype, device=query.device)  # the remainder's key and value
-    keys = torch.cat([copies(memory.payload_keys, terms.key_scale), nothing, key.to(dtype)], dim=2)
-    gate = memory.value_gates[layer].to(dtype)
-    values = torch.cat([gate * copies(memory.payload_values, terms.value_scale), nothing, value.to(dtype)], dim=2)
-    bias = torch.cat(
-        [terms.log_weight.to(dtype).repeat_interleave(m, dim=1), terms.log_remainder.to(dtype)[:, None]], 1
-    )
-    bias = (bias + memory.layer_bias[layer].to(dtype))[:, None].expand(n, T, -1)  # [n, T, N m + 1]
-    hidden = torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill(~visible, -math.inf)
-    mask = torch.cat([bias, hidden.expand(n, T, S)], dim=-1)[:, None]  # [n, 1, T, N m + 1 + S]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.to(dtype),
-        keys.repeat_interleave(H // J, dim=1),  # [n, H, N m + 1 + S, D]
-        values.repeat_interleave(H // J, dim=1),
-        attn_mask=mask,
-        scale=scaling,
-    )
-    return output.transpose(1, 2)
-
-
 def _heads_first(tensor: Tensor) -> Tensor:
     """[n, J, R, D] -> [J, n R, D]: one matrix product of a KV head serves all requests."""
     return tensor.transpose(0, 1).flatten(1, 2)

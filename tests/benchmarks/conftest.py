@@ -1,24 +1,56 @@
-"""The small streams, made and run once for all tests of them."""
+"""Data, models and a finished run that many tests read: each is made once."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import Suite
-from benchmarks.demo.model import CHECKPOINT
+from benchmarks.continual.suites.demo import load
 from selector.backbone.model import Backbone
-from tests.benchmarks.small_streams import ORDER, command, small_suite
+from server.demo import CHECKPOINT
+from tests.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
 from tests.tiny_models import save_tiny_llava
 
 
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are small: more threads cost time, and rounding would depend on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+DemoSuite = Callable[..., tuple[Path, Suite]]
+
+
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    small_suite(folder)
-    return folder
+def demo_suite(tmp_path_factory: pytest.TempPathFactory) -> DemoSuite:
+    """Makes data of the demo world with few examples of each split, once: (train, validation, test, *tasks) gives the
+    folder and the suite."""
+
+    @functools.cache
+    def written(train: int, validation: int, test: int) -> tuple[Path, Suite]:
+        folder = tmp_path_factory.mktemp("data")
+        return folder, load(folder, {"train": train, "validation": validation, "test": test}, BASE_SIZES)
+
+    def make(train: int, validation: int, test: int, *tasks: str) -> tuple[Path, Suite]:
+        folder, suite = written(train, validation, test)
+        return folder, suite.ordered(tasks) if tasks else suite
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def data(demo_suite: DemoSuite) -> Path:
+    """Of the small suite; not to be changed."""
+    return demo_suite(*SIZES.values())[0]
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +66,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    """Not to be changed."""
+    """The demo model; not to be changed."""
     return Backbone.load(CHECKPOINT)
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone(model: Path) -> Backbone:
+    """The tiny LLaVA; not to be changed."""
+    return Backbone.load(model)
+
+
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end without the page, which takes longer to draw than such small streams to run."""
+    monkeypatch.setattr("benchmarks.continual.report.command.write_report", lambda *_, **__: {})
 
 
 @pytest.fixture(scope="session")

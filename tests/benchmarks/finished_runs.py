@@ -1,4 +1,4 @@
-"""Folders of finished runs, made by hand, for the tests of diagnostics."""
+"""Folders of finished runs, written by hand, and the command of the diagnostics that read them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.run import weights_digest
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, write_bundle
+from server.demo import CHECKPOINT
 
-Rights = Mapping[str, Sequence[bool]]  # by task and "base": which questions were answered rightly
+PNG = b"\x89PNG"
+WEIGHTS = weights_digest(CHECKPOINT)
+Rights = Mapping[str, Sequence[bool]]  # by task and "base": whether each question was answered rightly
 
 
-def write_configuration(out: Path, suite: Suite | None = None, model: Path = CHECKPOINT) -> None:
-    """run.json; without a suite, of one that is not to be read."""
+def write_configuration(out: Path, suite: Suite | None = None, **changed: Any) -> None:
+    """run.json of the demo model, with other values if given; without a suite, of one that is not read."""
     out.mkdir(parents=True, exist_ok=True)
     configuration = {
         "suite": "demo",
         "data": suite.digest() if suite else "",
         "order": [task.name for task in suite.tasks] if suite else [],
-        "model": {"name": model.name, "weights": weights_digest(model)},
+        "model": {"name": CHECKPOINT.name, "weights": WEIGHTS},
         "split": "test",
         "train_limit": 512,
         "test_limit": 256,
         "base_limit": 270,
     }
-    (out / "run.json").write_text(json.dumps(configuration))
+    (out / "run.json").write_text(json.dumps(configuration | changed))
 
 
 def write_finished_run(
@@ -42,13 +47,15 @@ def write_finished_run(
     ids: Mapping[str, Sequence[str]] | None = None,
     bundles: Sequence[Bundle] = (),
     reports: Sequence[dict[str, Any]] = (),
+    metrics: Mapping[str, float] | None = None,
+    stored_bytes: int = 0,
 ) -> Path:
-    """One run whose matrix follows from `rights`, those after each task: of the tasks seen by then, and the base's.
+    """One run whose matrix follows from `rights` after each task: of the tasks so far, and of the base.
 
     Args:
         ids: of a task's questions, in order (default: their numbers).
         bundles: the memory after each task.
-        reports: what the method reported for each task.
+        reports: of the method, for each task.
     """
     order = [task for task in rights[-1] if task != "base"]
     folder = out / method / f"budget-{budget}" / f"seed-{seed}"
@@ -77,10 +84,29 @@ def write_finished_run(
         "complete": True,
         "accuracy": [[share[task] for task in order[: number + 1]] for number, share in enumerate(shares)],
         "base": [share["base"] for share in shares],
-        "stored_bytes": [0] * len(order),
+        "stored_bytes": [stored_bytes] * len(order),
         "seconds": [{"learn": 0.0, "evaluate": 0.0}] * len(order),
-        "metrics": {},
+        "metrics": dict(metrics or {}),
         "reports": list(reports) or [{}] * len(order),
     }
     (folder / "matrix.json").write_text(json.dumps(matrix))
     return folder
+
+
+def write_run(out: Path, method: str, order: Sequence[str], metrics: Mapping[str, float], **more: Any) -> Path:
+    """A finished run over `order` with these metrics; `more` as for `write_finished_run`."""
+    rights = [{task: [True] for task in (*order[: number + 1], "base")} for number in range(len(order))]
+    return write_finished_run(out, method, rights, metrics=metrics, **more)
+
+
+def diagnose(diagnostic: str, out: Path, *arguments: object) -> dict[str, Any]:
+    """Runs the command; returns the JSON it wrote beside a picture."""
+    assert main([diagnostic, "--out", str(out), *map(str, arguments)]) == 0
+    assert (out / "diagnostics" / f"{diagnostic}.png").read_bytes().startswith(PNG)
+    return json.loads((out / "diagnostics" / f"{diagnostic}.json").read_bytes())
+
+
+def refusal(capsys: pytest.CaptureFixture[str], diagnostic: str, out: Path, *arguments: object) -> str:
+    """What the command prints when it ends with status 2."""
+    assert main([diagnostic, "--out", str(out), *map(str, arguments)]) == 2
+    return capsys.readouterr().err

@@ -14,7 +14,6 @@ from benchmarks.continual.methods.adapter import attach, save
 from benchmarks.continual.methods.gating import GATE, write_gate
 from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.prompt_replay import EXEMPLARS, KEYS
-from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys, extract_query_keys
@@ -23,18 +22,12 @@ from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 
-SIZES = {"train": 8, "validation": 2, "test": 6}
 ORDER = ("guild", "field")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("data"), SIZES, {"train": 9, "validation": 9, "test": 9}).ordered(ORDER)
+def suite(demo_suite):
+    return demo_suite(12, 4, 6, *ORDER)[1].limited(train=8, test=3, base=9)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +36,8 @@ def examples(suite) -> list[Example]:
 
 
 @pytest.fixture(scope="module")
-def backbone(model):
-    return Backbone.load(model)
+def backbone(tiny_backbone):
+    return tiny_backbone
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +84,7 @@ def test_a_closed_gate_gives_the_untouched_models_answers_and_an_open_one_the_ad
     assert answers(model, tmp_path, "gated_adapter", "adapter", examples) == untouched
     write_gate(gate_at([-1.0], backbone.hidden_size), tmp_path / GATE)
     assert answers(model, tmp_path, "gated_adapter", "adapter", examples) == adapted
-    # Judged by the untouched model's keys, though the adapter is loaded.
+    # The gate decides by the untouched model's keys, though the adapter is loaded.
     gate, is_open = gate_between(keys)
     assert 0 < sum(is_open) < len(examples)
     write_gate(gate, tmp_path / GATE)
@@ -126,14 +119,14 @@ def test_each_task_is_answered_by_its_own_adapter(model, backbone, examples, key
 def test_a_gated_plan_names_the_adapter_only_where_there_are_several(model, backbone, examples, tmp_path):
     write_gate(gate_at([-2.0, -1.0], backbone.hidden_size), tmp_path / GATE)
     for kind, adapter in (("gated_adapter", None), ("gated_adapters", "guild")):
-        found = plan(Artifact(kind, "x", 0, {}), tmp_path, lambda: backbone)
+        found = plan(Artifact(kind, "x", 0, {}), tmp_path, model, lambda _: backbone)
         assert isinstance(found, Gated)
         assert found.asks(examples[:2]) == [Ask(e, with_artifact=True, adapter=adapter) for e in examples[:2]]
 
 
 @pytest.mark.parametrize(("kind", "with_artifact"), [("none", False), ("bundle", True), ("adapter", True)])
-def test_models_and_memories_are_asked_plainly(kind, with_artifact, backbone, examples, tmp_path):
-    found = plan(Artifact(kind, None, 0, {}), tmp_path, lambda: backbone)
+def test_models_and_memories_are_asked_plainly(kind, with_artifact, model, backbone, examples, tmp_path):
+    found = plan(Artifact(kind, None, 0, {}), tmp_path, model, lambda _: backbone)
     assert found == Plain(with_artifact)
     assert found.asks(examples) == [Ask(example, with_artifact) for example in examples]
 
@@ -180,12 +173,12 @@ def test_a_system_message_stands_first_and_once():
 
 
 @pytest.fixture
-def shown(backbone, suite, tmp_path) -> Shown:
+def shown(model, backbone, suite, tmp_path) -> Shown:
     """Three exemplars of each task before a question."""
     stored = [*suite.tasks[0].train, *suite.tasks[1].train]
     AnchorStore(tmp_path / EXEMPLARS).append(stored, run="all", policy="random", seed=0)
     Neighbours.none(backbone.hidden_size, 3).after(extract_keys(backbone, stored)).write(tmp_path / KEYS)
-    found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, lambda: backbone)
+    found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, model, lambda _: backbone)
     assert isinstance(found, Shown)
     return found
 
@@ -220,14 +213,14 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
 
 def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, examples):
     asks = shown.asks(examples)
-    one = OfflineModel(shown, deployed(shown, 1)).answers(examples)
-    assert one == OfflineModel(shown, deployed(shown, 64)).answers(examples)
-    plain = OfflineModel(Plain(False), deployed(shown, 64))
+    one = OfflineModel(shown, bundled(shown, 1)).answers(examples)
+    assert one == OfflineModel(shown, bundled(shown, 64)).answers(examples)
+    plain = OfflineModel(Plain(False), bundled(shown, 64))
     assert one == plain.answers([ask.conversation for ask in asks])
     assert one != plain.answers(examples)
 
 
-def deployed(shown: Shown, batch_size: int) -> BundledModel:
+def bundled(shown: Shown, batch_size: int) -> BundledModel:
     return BundledModel(Scorer(shown.scorer.backbone, batch_size=batch_size), None)
 
 
@@ -244,9 +237,9 @@ def test_the_majority_of_the_nearest_is_copied_and_of_equal_counts_the_nearest(m
         assert [ask.answer for ask in copied.asks(examples[:4])] == expected
 
 
-def test_copies_ask_no_model(backbone, suite, tmp_path):
+def test_copies_ask_no_model(model, backbone, suite, tmp_path):
     stored = suite.tasks[0].train
     keys, answers = extract_keys(backbone, stored), [example.answer for example in stored]
     Neighbours.none(backbone.hidden_size, 1).after(keys, answers).write(tmp_path / KEYS)
-    found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, lambda: backbone)
-    assert OfflineModel(found, deployed=None).answers(stored) == answers  # anything asked of it would fail
+    found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, model, lambda _: backbone)
+    assert OfflineModel(found, bundled=None).answers(stored) == answers  # anything asked of it would fail

@@ -1,4 +1,4 @@
-"""Means and paired differences of hand-made streams, and what is said of them in words."""
+"""Means and paired differences of hand-made streams, and the report's paragraph and tables of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 from benchmarks.continual.comparison import Streams, compare, final_accuracy, gaps, in_errors, metric, paired
 from benchmarks.continual.methods import METHODS
-from benchmarks.continual.metrics import accuracy_matrix, summary
+from benchmarks.continual.metrics import accuracy_matrix
+from benchmarks.continual.metrics import summary as scores
 from benchmarks.continual.report import names
 from benchmarks.continual.report.figures import mean_matrix
-from benchmarks.continual.report.sentences import ranking, shortfalls, verdict, winner
-from benchmarks.continual.report.tables import ablation_table, main_table, rival_table
+from benchmarks.continual.report.ranking import leaders, ranking, shortfalls, summary, verdict
+from benchmarks.continual.report.tables import ablation_table, base_table, main_table, rival_table, task_table
 from inducekv_vllm.errors import ConfigError
+from selector.report.parts import Table
 
 TASKS = ("guild", "digit")
 AP = metric("AP")
@@ -51,7 +53,7 @@ def stream(
         "stored_bytes": [stored] * len(rows),
         "anchor_bytes": [0] * len(rows),
         "seconds": [{"learn": 2.0, "evaluate": 3.0}] * len(rows),
-        "metrics": summary(accuracy_matrix(rows), bases),
+        "metrics": scores(accuracy_matrix(rows), bases),
         "reports": [{}] * len(rows),
     }
 
@@ -119,7 +121,7 @@ def test_rows_of_the_comparison():
 def test_where_the_untouched_model_answers_no_base_question_nothing_can_be_retained():
     runs = [stream("no_memory", 0, [0.1, 0.1], base=0.0), stream("lora", 0, [0.2, 0.2], base=0.0)]
     assert all("base_retention" not in row["metrics"] for row in compare(Streams(runs)))
-    assert verdict(Streams(runs)).text
+    assert summary(Streams(runs))
     assert main_table(Streams(runs), 32)
 
 
@@ -158,129 +160,113 @@ def test_what_is_missing_is_named():
     assert gaps(Streams([*UNTOUCHED, *GATED])) == []
 
 
-# --------------------------------------------------------------------------------------------------- sentences
+# --------------------------------------------------------------------------------------------------- the paragraph
 
 
 def test_a_winner_beyond_the_error():
     refined = seeds("refined", [[0.8, 0.8], [0.81, 0.81], [0.81, 0.81]])
     streams = Streams([*UNTOUCHED, *GATED, *REPLAY, *refined])
-    found = verdict(streams)
-    assert found.kind == "better"
-    lost, won, reading = found.text.splitlines()
-    assert lost == (
-        "Where InduceKV falls short, first. With 32 entries, InduceKV (refined) falls behind no memory, gated LoRA + "
-        "replay and LoRA + replay on no task."
+    assert verdict(streams) == "better"
+    assert summary(streams) == (
+        "InduceKV (refined) falls behind nobody. Highest AP: InduceKV (refined) (32 entries: 80.7 ± 0.3%). Next: gated "
+        "LoRA + replay (32 entries: −19.7 ± 0.3). Points are of AP ± standard error over 3 seeds, paired; a difference "
+        "counts beyond 4.3 errors."
     )
-    assert won == (
-        "Who won. With 32 entries, InduceKV (refined) answers most of all tasks' questions after the last task: AP "
-        "80.7 ± 0.3%, base questions 90.0 ± 0.0%, the best of 4 methods. The next, gated LoRA + replay, has AP 61.0 ± "
-        "0.6% (base 90.0 ± 0.0%): 19.7 ± 0.3 points less, beyond the error."
-    )
-    assert "over 3 seeds" in reading
-    assert "4.3 of them" in reading
 
 
 def test_a_tie_within_the_error_is_no_win():
     refined = seeds("refined", [[0.6, 0.6], [0.65, 0.65], [0.61, 0.61]])
     streams = Streams([*UNTOUCHED, *GATED, *REPLAY, *refined])
-    assert verdict(streams).kind == "open"
-    assert shortfalls(streams, 32) == [
-        "With 32 entries, InduceKV (refined) is not ahead of gated LoRA + replay (AP +1.0 ± 1.5, no difference beyond "
-        "the error)."
-    ]
-    assert (
-        "gated LoRA + replay, has AP 61.0 ± 0.6% (base 90.0 ± 0.0%): no difference beyond the error (+1.0 ± 1.5)"
-        in (winner(streams, 32))
+    assert verdict(streams) == "open"
+    assert shortfalls(streams, [32], "refined") == "ties with gated LoRA + replay (32 entries: +1.0 ± 1.5)"
+    assert leaders(streams, [32]) == (
+        "Highest AP: InduceKV (refined) (32 entries: 62.0 ± 1.5%). "
+        "Next: gated LoRA + replay (32 entries: −1.0 ± 1.5 within the error)."
     )
 
 
-def test_where_inducekv_loses_the_tasks_are_named_worst_first():
+def test_where_inducekv_gains_nothing_or_loses():
     refined = seeds("refined", [[0.5, 0.3], [0.5, 0.3], [0.51, 0.32]], base=[0.85, 0.85, 0.84])
     paper = seeds("paper", [[0.1, 0.1], [0.11, 0.09], [0.09, 0.11]])
-    streams = Streams([*UNTOUCHED, *GATED, *REPLAY, *paper, *refined])
-    assert verdict(streams).kind == "worse"
-    first, second = shortfalls(streams, 32)
-    assert first.startswith(
-        "With 32 entries, InduceKV (paper) gains nothing over no memory (AP 0.0 ± 0.0, no difference"
-    )
-    assert first.endswith("; loses to LoRA + replay (AP −41.0 ± 0.6).")  # no tasks: it gains nothing on any
-    assert second == (
-        "With 32 entries, InduceKV (refined) costs base accuracy (−5.3 ± 0.3); loses to gated LoRA + replay (AP −20.5 "
-        "± 0.3) on digit (−30.3 ± 0.3) and guild (−10.7 ± 0.3); loses to LoRA + replay (AP −10.5 ± 0.3) on digit "
-        "(−20.3 ± 0.3)."
-    )
-    assert "The better recipe of InduceKV, InduceKV (refined), has AP 40.5 ± 0.5%" in winner(streams, 32)
-
-
-def test_behind_on_a_task_though_ahead_in_all():
-    refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
-    (told,) = shortfalls(Streams([*UNTOUCHED, *GATED, *REPLAY, *refined]), 32)
-    assert told == (
-        "With 32 entries, InduceKV (refined) is behind gated LoRA + replay on digit (−10.7 ± 0.3), though ahead in all "
-        "(AP +9.7 ± 0.2)."
+    worse = seeds("paper", [[0.0, 0.1]] * 3, budget=64)
+    streams = Streams([*UNTOUCHED, *GATED, *REPLAY, *paper, *worse, *refined])
+    assert verdict(streams) == "worse"
+    assert shortfalls(streams, [32], "paper") == "gains nothing over no memory (32 entries: 0.0 ± 0.0)"
+    assert shortfalls(streams, [64], "paper") == "loses to no memory (64 entries: −5.0 ± 0.0)"
+    assert shortfalls(streams, [32, 64], "refined") == (
+        "loses base accuracy (32 entries: −5.3 ± 0.3), loses to gated LoRA + replay (32 entries: −20.5 ± 0.3), "
+        "loses to LoRA + replay (32 entries: −10.5 ± 0.3), has no complete stream (64 entries)"
     )
 
 
-def test_a_task_without_gain_is_named_though_others_gain():
+def test_tasks_without_gain_are_named_though_others_gain():
     refined = seeds("refined", [[0.9, 0.1], [0.91, 0.12], [0.92, 0.1]])
-    (told,) = shortfalls(Streams([*UNTOUCHED, *refined]), 32)
-    assert told.startswith(
-        "With 32 entries, InduceKV (refined) gains nothing beyond the error over no memory on digit (+0.7 ± 0.7), "
-        "though ahead in all (AP +40.8 ± 0.4); "
-    )
+    assert "gains nothing on digit (32 entries)" in shortfalls(Streams([*UNTOUCHED, *refined]), [32], "refined")
 
 
-def test_a_single_seed_is_told_as_one():
+def test_budgets_stand_together_and_of_many_the_ends():
+    runs = [
+        stream
+        for budget in (16, 32, 64)
+        for stream in (
+            *seeds("lora_replay", [[0.5, 0.5]] * 2, budget=budget),
+            *seeds("refined", [[0.4, 0.4 + budget / 1000]] * 2, budget=budget),
+        )
+    ]
+    text = summary(Streams([*UNTOUCHED, *runs]))
+    assert "loses to LoRA + replay (16 entries: −9.2 ± 0.0; 64: −6.8 ± 0.0)" in text
+    assert "32" not in text
+
+
+def test_a_single_seed_has_no_error():
     streams = Streams([UNTOUCHED[0], GATED[0], REPLAY[0], stream("refined", 0, [0.55, 0.55])])
-    (told,) = shortfalls(streams, 32)
-    assert "loses to gated LoRA + replay (AP −5.0, of a single seed, error unknown)" in told
-    assert "5.0 points less of a single seed, error unknown." in winner(streams, 32)
-    assert "one seed only, so no error is known" in verdict(streams).text
-    assert verdict(streams).kind == "open"
+    assert "loses to gated LoRA + replay (32 entries: −5.0)" in shortfalls(streams, [32], "refined")
+    assert summary(streams).endswith("there is one seed only, so the error is unknown.")
+    assert verdict(streams) == "open"
 
 
-def test_a_rival_that_is_missing_is_named_and_the_best_other_is_compared():
-    lora = seeds("er_replay", [[0.9, 0.9], [0.91, 0.91], [0.92, 0.92]])
-    (told,) = shortfalls(Streams([*UNTOUCHED, *REPLAY, *lora, *seeds("refined", [[0.7, 0.7]] * 3)]), 32)
-    assert "cannot be held against gated LoRA + replay, as no seed is complete in both" in told
-    assert "loses to ER + replay (AP −21.0 ± 0.6)" in told
-    (told,) = shortfalls(Streams([*GATED, *seeds("refined", [[0.7, 0.7]] * 3)]), 32)
-    assert "cannot be held against no memory, which was not run" in told
+def test_a_missing_rival_is_named_and_the_best_other_is_compared():
+    er = seeds("er_replay", [[0.9, 0.9], [0.91, 0.91], [0.92, 0.92]])
+    refined = seeds("refined", [[0.7, 0.7]] * 3)
+    text = shortfalls(Streams([*UNTOUCHED, *REPLAY, *er, *refined]), [32], "refined")
+    assert "cannot be compared with gated LoRA + replay (32 entries)" in text
+    assert "loses to ER + replay (32 entries: −21.0 ± 0.6)" in text
+    text = shortfalls(Streams([*GATED, *refined]), [32], "refined")
+    assert "cannot be compared with no memory (32 entries)" in text
 
 
-def test_who_lacks_a_seed_is_not_ranked():
+def test_a_method_without_all_seeds_is_not_ranked():
     lucky = stream("lora", 0, [1.0, 1.0])
     streams = Streams([*UNTOUCHED, *GATED, *REPLAY, lucky])
     assert ranking(streams, 32) == ["gated_lora_replay", "lora_replay", "no_memory"]
-    assert "best of 3 methods" in winner(streams, 32)
+    assert leaders(streams, [32]).startswith("Highest AP: gated LoRA + replay (32 entries: 61.0 ± 0.6%).")
 
 
 def test_nothing_complete_and_no_recipe():
-    assert verdict(Streams([stream("lora", 0, [0.1, 0.1], done=1)])).text == (
-        "No stream is complete, so nothing can be said yet."
-    )
-    assert verdict(Streams([*UNTOUCHED, *GATED])).text.startswith("No recipe of InduceKV was run.\nWho won.")
+    unfinished = Streams([stream("lora", 0, [0.1, 0.1], done=1)])
+    assert (verdict(unfinished), summary(unfinished)) == ("open", "No stream is complete, so there is no result yet.")
+    assert summary(Streams([*UNTOUCHED, *GATED])).startswith("No recipe of InduceKV was run. Highest AP:")
     half = Streams([*GATED, stream("refined", 0, [0.1, 0.1], done=1)])
-    assert shortfalls(half, 32) == ["With 32 entries, no stream of InduceKV (refined) is complete."]
+    assert shortfalls(half, [32], "refined") == "has no complete stream (32 entries)"
 
 
 # --------------------------------------------------------------------------------------------------- tables
 
 
-def cells(table: str | None) -> list[list[str]]:
+def rows_of(table: Table | None) -> list[list[Any]]:
     assert table is not None
-    rows = table.partition("<tbody>")[2].split("<tr")[1:]
-    return [[cell.partition(">")[2].partition("</td>")[0] for cell in row.split("<td")[1:]] for row in rows]
+    return [list(row) for row in table.rows]
 
 
 def test_the_main_table_marks_the_best_of_those_with_all_seeds():
     lucky = stream("lora", 0, [1.0, 1.0], base=1.0)
     table = main_table(Streams([*UNTOUCHED, *GATED, *REPLAY, lucky]), 32)
-    rows = cells(table)
+    rows = rows_of(table)
     assert [row[0] for row in rows] == ["gated LoRA + replay", "LoRA + replay", "no memory", "LoRA"]
-    assert rows[0][1:4] == ["3", "61.0 ± 0.6", "0.0 ± 0.0"]
-    assert rows[3][1:3] == ["1, without 1, 2", "100.0"]
-    marked = [part.partition("</td>")[0] for part in table.split('<td class="marked">')[1:]]
+    assert rows[0][1:3] == ["61.0 ± 0.6", "0.0 ± 0.0"]
+    assert rows[0][-1] == "3"
+    assert (rows[3][1], rows[3][-1]) == ("100.0", "1, without 1, 2")
+    marked = [rows[row][column] for row, column in sorted(table.marked)]
     assert marked.count("61.0 ± 0.6") == 3  # AP, Last and MAA over time
     assert "100.0" not in marked
     assert not any(part.startswith("10.0") for part in marked)  # the untouched model forgets nothing, and is not best
@@ -289,7 +275,7 @@ def test_the_main_table_marks_the_best_of_those_with_all_seeds():
 def test_ablations_stand_beside_their_recipe():
     full = seeds("refined", [[0.8, 0.8], [0.82, 0.82], [0.84, 0.84]], learned=[0.9, 0.9])
     gate = seeds("refined_no_gate", [[0.7, 0.7], [0.72, 0.72], [0.75, 0.75]], base=0.3, learned=[0.9, 0.9])
-    rows = cells(ablation_table(Streams([*full, *gate]), 32, "refined"))
+    rows = rows_of(ablation_table(Streams([*full, *gate]), 32, "refined"))
     assert rows[0][:3] == ["InduceKV (refined), full", "3", "82.0 ± 1.2"]
     assert rows[1][0] == "no relevance gate"
     assert rows[1][3] == "−9.7 ± 0.3 ▼"
@@ -301,13 +287,13 @@ def test_ablations_stand_beside_their_recipe():
 def test_an_ablation_of_two_parts_is_held_against_the_ablation_of_one():
     full, gate = seeds("refined", [[0.8, 0.8]] * 2), seeds("refined_no_gate", [[0.7, 0.7]] * 2)
     sqrt = seeds("refined_sqrt", [[0.4, 0.4]] * 2)
-    rows = cells(ablation_table(Streams([*full, *sqrt, *gate]), 32, "refined"))
+    rows = rows_of(ablation_table(Streams([*full, *sqrt, *gate]), 32, "refined"))
     assert [row[0] for row in rows[1:]] == [
         "no relevance gate",
         "sqrt weighting, no relevance gate (against: InduceKV (refined), no relevance gate)",
     ]
     assert rows[2][3] == "−30.0 ± 0.0 ▼"
-    alone = cells(ablation_table(Streams([*full, *sqrt]), 32, "refined"))
+    alone = rows_of(ablation_table(Streams([*full, *sqrt]), 32, "refined"))
     assert alone[1][3] == "no seed in common"
 
 
@@ -322,16 +308,28 @@ def test_every_method_of_the_benchmark_has_a_name_and_a_place():
 
 def test_losses_to_rivals_are_marked_by_task():
     refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
-    table = rival_table(Streams([*UNTOUCHED, *GATED, *refined]), 32)
-    assert cells(table)[1] == [
+    table = rival_table(Streams([*UNTOUCHED, *GATED, *refined]))
+    assert table.head == ["difference (points)", "entries", "all tasks (AP)", "guild", "digit", "base"]
+    assert rows_of(table)[1] == [
         "InduceKV (refined) − gated LoRA + replay",
+        32,
         "+9.7 ± 0.2",
         "+30.0 ± 0.0",
         "−10.7 ± 0.3",
         "0.0 ± 0.0",
     ]
-    assert table is not None
-    assert table.count('class="marked"') == 1
+    assert table.marked == {(1, 4)}
+
+
+def test_accuracies_are_shaded_and_the_best_of_each_task_is_marked():
+    refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
+    streams = Streams([*UNTOUCHED, *GATED, *refined])
+    table = task_table(streams, 32)
+    assert [row[0] for row in table.rows] == ["InduceKV (refined)", "gated LoRA + replay", "no memory"]
+    assert table.rows[0][1:] == ["91.0 ± 0.6", "50.3 ± 0.3", "90.0 ± 0.0"]
+    assert table.marked == {(0, 1), (1, 2), (0, 3), (1, 3)}
+    assert (table.shares[0, 1], table.shares[2, 1]) == (0.91, 0.1)
+    assert base_table(streams, 32).rows[0] == ["InduceKV (refined)", "90.0 ± 0.0", "90.0 ± 0.0"]
 
 
 def test_the_mean_matrix_leaves_what_is_not_learned_open():

@@ -1,16 +1,16 @@
-"""What diagnostics share: reading a finished run, the command, its files."""
+"""Reading a finished run, and the command of the diagnostics."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.continual.diagnostics.__main__ import as_json, main
-from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, find_diagnostics
-from benchmarks.continual.suites.demo import load
+from benchmarks.continual.diagnostics.__main__ import DIAGNOSTICS, as_json
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.benchmarks.finished_runs import refusal, write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import random_bundle
 
 MEMORY = [{"a": [True, True], "base": [True]}, {"a": [True, False], "b": [True, True], "base": [False]}]
@@ -108,14 +108,15 @@ def test_a_run_that_is_not_complete_is_as_good_as_absent(out):
     assert [run.seed for run in Finished.read(out).runs("refined")] == [0]
 
 
-def test_the_suite_is_the_one_that_was_asked_about_and_no_other(tmp_path):
+def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_path):
+    source, suite = demo_suite(2, 1, 1, "guild", "field")
     data = tmp_path / "data"
-    sizes = {"train": 1, "validation": 1, "test": 2}
-    suite = load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
+    shutil.copytree(source, data)
     write_configuration(tmp_path, suite)
-    assert Finished.read(tmp_path).suite == suite
-    lines = (data / "guild" / "test.jsonl").read_text().splitlines()
-    (data / "guild" / "test.jsonl").write_text(lines[0] + "\n")
+    assert Finished.read(tmp_path, data=source).suite == suite
+    assert Finished.read(tmp_path).suite.digest() == suite.digest()
+    lines = (data / "guild" / "train.jsonl").read_text().splitlines()
+    (data / "guild" / "train.jsonl").write_text(lines[0] + "\n")
     with pytest.raises(ConfigError, match="not the data of the run"):
         _ = Finished.read(tmp_path).suite
 
@@ -140,12 +141,14 @@ def test_another_model_is_refused(out):
 
 
 def test_every_diagnostic_has_its_parts():
-    found = find_diagnostics()
-    assert "gate" in found
-    assert "framework" not in found
-    for name, module in found.items():
-        assert isinstance(module, Diagnostic)
-        assert module.__doc__, name
+    assert sorted(DIAGNOSTICS) == [
+        *("ambiguity", "anchors", "calibration", "diversity", "forgetting", "gate", "hit_rate", "memory_attention"),
+        *("operating_points", "order", "pareto", "rounding", "seeds", "sweeps"),
+    ]
+    for name, diagnostic in DIAGNOSTICS.items():
+        assert diagnostic.__doc__, name
+        assert diagnostic.SOURCE, name
+        assert all(callable(getattr(diagnostic, part)) for part in ("add_arguments", "measure", "plot")), name
 
 
 def test_json_has_six_digits_and_none_for_what_is_no_number():
@@ -154,8 +157,7 @@ def test_json_has_six_digits_and_none_for_what_is_no_number():
 
 
 def test_the_command_names_what_is_missing(out, capsys):
-    assert main(["gate", "--out", str(out), "--method", "paper", "--budget", "32"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "gate", out, "--method", "paper", "--budget", 32)
     assert "error: no finished run of paper with budget 32 under" in error
     assert error.count("\n") == 1
     assert not (out / "diagnostics").exists()

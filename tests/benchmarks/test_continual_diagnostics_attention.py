@@ -1,6 +1,5 @@
 """Attention on memory against softmax weights that are written out in full."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -9,10 +8,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.diagnostics.memory_attention import memory_masses, normalise, recorded_masses
-from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, Gate
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attention_with
@@ -20,25 +16,15 @@ from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from server.demo import CHECKPOINT
+from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def suite(data):
-    sizes = {"train": 3, "validation": 1, "test": 3}
-    return load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return Backbone.load(CHECKPOINT)
+def suite(demo_suite):
+    return demo_suite(4, 1, 3, "guild", "field")[1]
 
 
 def bundle_of(backbone, suite, weighting="sqrt") -> Bundle:
@@ -140,7 +126,8 @@ def test_gains_lie_between_0_and_1():
     assert normalise([0.3, 0.3]) == [0, 0]
 
 
-def test_the_command_writes_rows_of_masses_and_gains(backbone, suite, data, tmp_path):
+def test_the_command_writes_rows_of_masses_and_gains(backbone, demo_suite, tmp_path):
+    data, suite = demo_suite(4, 1, 3, "guild", "field")
     ids = {task.name: [example.id for example in task.test] for task in (*suite.tasks, suite.base)}
     bundle = bundle_of(backbone, suite, "prior")
     write_configuration(tmp_path, suite)
@@ -152,8 +139,7 @@ def test_the_command_writes_rows_of_masses_and_gains(backbone, suite, data, tmp_
     plain = [{"guild": [False] * 3, "base": base}, {"guild": [False] * 3, "field": [False] * 3, "base": base}]
     write_finished_run(tmp_path, "refined", memory, ids=ids, bundles=[bundle, bundle])
     write_finished_run(tmp_path, "no_memory", plain, ids=ids)
-    assert main(["memory_attention", "--out", str(tmp_path), "--data", str(data), "--limit", "2"]) == 0
-    found = json.loads((tmp_path / "diagnostics" / "memory_attention.json").read_bytes())
+    found = diagnose("memory_attention", tmp_path, "--data", data, "--limit", 2)
     guild, field, of_base = found["rows"]
     assert [row["task"] for row in found["rows"]] == ["guild", "field", "base"]
     assert [guild["gain"], field["gain"], of_base["gain"]] == pytest.approx([2 / 3, 1 / 3, -1 / 9], abs=1e-5)
@@ -164,4 +150,3 @@ def test_the_command_writes_rows_of_masses_and_gains(backbone, suite, data, tmp_
     expected = memory_masses(backbone, bundle, examples, ["yes", "yes"], keys).mean(dim=0)
     assert guild["mass"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert found["questions"] == {"guild": 2, "field": 2, "base": 2}
-    assert (tmp_path / "diagnostics" / "memory_attention.png").read_bytes().startswith(b"\x89PNG")

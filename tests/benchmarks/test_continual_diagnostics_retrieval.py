@@ -1,22 +1,22 @@
 """Gain by retrieval ambiguity and by hit rate, on memories and answers whose numbers are computed by hand."""
 
-import json
 import math
 
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics import ambiguity, hit_rate
-from benchmarks.continual.diagnostics.__main__ import main
-from benchmarks.continual.diagnostics.retrieved import Judged, Retrieval, retrievals
-from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
+from benchmarks.continual.diagnostics.retrieval import (
+    Answered,
+    Retrieval,
+    ambiguity_bins,
+    hit_rate_bins,
+    retrievals,
+)
 from inducekv_vllm.bundle import EntryRecord, Gate
 from selector.backbone.extraction import extract_keys
-from selector.backbone.model import Backbone
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run
 from tests.inducekv_vllm.bundles import d, random_bundle
 
 
@@ -65,19 +65,19 @@ def test_one_entry_alone_has_no_gap():
     assert (found.hits, found.retrieved) == (1, 1)
 
 
-def judged(hits: int, retrieved: int, right: bool, plain: bool, gap: float = 0.0) -> Judged:
-    return Judged("a", Retrieval(gap, hits, retrieved), right, plain)
+def answered(hits: int, retrieved: int, right: bool, plain: bool, gap: float = 0.0) -> Answered:
+    return Answered("a", Retrieval(gap, hits, retrieved), right, plain)
 
 
 def test_bins_of_the_hit_rate():
-    found = hit_rate.binned(
+    found = hit_rate_bins(
         [
-            judged(0, 8, False, True),
-            judged(1, 8, False, False),
-            judged(3, 5, True, False),  # 0.6 exactly: not below it
-            judged(8, 8, True, False),
-            judged(7, 8, True, True),
-            judged(4, 5, True, False),  # 0.8 exactly
+            answered(0, 8, False, True),
+            answered(1, 8, False, False),
+            answered(3, 5, True, False),  # 0.6 exactly: not below it
+            answered(8, 8, True, False),
+            answered(7, 8, True, True),
+            answered(4, 5, True, False),  # 0.8 exactly
         ]
     )
     assert [one["questions"] for one in found] == [2, 0, 0, 1, 3]
@@ -91,8 +91,8 @@ def test_bins_of_the_hit_rate():
 
 
 def test_bins_of_ambiguity_hold_equally_many_and_part_the_groups():
-    clear = [judged(8, 8, True, number >= 8, gap=number / 16) for number in range(1, 16)]
-    found = ambiguity.binned([*clear, judged(0, 8, False, True, gap=0.0)])
+    clear = [answered(8, 8, True, number >= 8, gap=number / 16) for number in range(1, 16)]
+    found = ambiguity_bins([*clear, answered(0, 8, False, True, gap=0.0)])
     assert [(one["bin"], one["questions"], one["gain"]) for one in found["cross_task"]] == [(0, 1, -1.0)]
     own = found["own_task"]
     assert [one["questions"] for one in own] == [1, 2, 2, 2, 2, 2, 2, 2]
@@ -101,18 +101,16 @@ def test_bins_of_ambiguity_hold_equally_many_and_part_the_groups():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
+def data(demo_suite):
+    return demo_suite(4, 1, 3)[0]
 
 
 @pytest.fixture(scope="module")
-def out(data, tmp_path_factory):
+def out(demo_suite, backbone, tmp_path_factory):
     """A memory of two entries of guild and one of field, over six questions that are answered as written here."""
     folder = tmp_path_factory.mktemp("results")
-    sizes = {"train": 2, "validation": 1, "test": 3}
-    suite = load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
-    backbone = Backbone.load(CHECKPOINT)
-    examples = [*suite.tasks[0].train, suite.tasks[1].train[0]]
+    suite = demo_suite(4, 1, 3, "guild", "field")[1]
+    examples = [*suite.tasks[0].train[:2], suite.tasks[1].train[0]]
     bundle = build_bundle(backbone, examples, BuildSettings(budget=3, payload_tokens=1))
     ids = {task.name: [example.id for example in task.test] for task in (*suite.tasks, suite.base)}
     base = {"base": [True] * 9}
@@ -122,29 +120,23 @@ def out(data, tmp_path_factory):
     write_finished_run(folder, "paper", [before, after], ids=ids, bundles=[bundle, bundle])
     plain = {"guild": [False, True, False], "field": [True, True, True], **base}
     write_finished_run(folder, "no_memory", [before, plain], ids=ids)
-    return folder, suite, backbone, bundle
-
-
-def run(name: str, out, data, *more: str) -> dict:
-    assert main([name, "--out", str(out), "--data", str(data), "--method", "paper", *more]) == 0
-    assert (out / "diagnostics" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((out / "diagnostics" / f"{name}.json").read_bytes())
+    return folder, suite, bundle
 
 
 def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, data):
-    found = run("hit_rate", out[0], data)
+    found = diagnose("hit_rate", out[0], "--data", data, "--method", "paper")
     # guild: 2 of 3 entries are its own, and field 1 of 3; gains 1, 0, 0 and 0, -1, -1.
     assert [one["questions"] for one in found["bins"]] == [0, 3, 0, 3, 0]
     assert found["bins"][1]["gain"]["mean"] == pytest.approx(-2 / 3, abs=1e-5)
     assert found["bins"][3]["gain"]["mean"] == pytest.approx(1 / 3, abs=1e-5)
     assert found["bins"][1]["accuracy_without"]["mean"] == 1.0
     assert found["closed"] == 0
-    assert "-0.667 where 20% to 40%" in found["says"]
+    assert "-0.667 where 20% to 40%" in found["finding"]
 
 
-def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, data):
-    folder, suite, backbone, bundle = out
-    found = run("ambiguity", folder, data, "--top-k", "3")
+def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, data, backbone):
+    folder, suite, bundle = out
+    found = diagnose("ambiguity", folder, "--data", data, "--method", "paper", "--top-k", 3)
     keys = bundle.retrieval_keys.float()
     expected = []
     for task, gains in zip(suite.tasks, ([1, 0, 0], [0, -1, -1]), strict=True):
@@ -153,10 +145,9 @@ def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, data):
             expected.append([pytest.approx(largest[0] - largest[1], abs=1e-5), gain, task.name == "field"])
     assert found["points"] == expected
     assert found["questions"] == 6
-    assert "50.0% of 6 answers retrieve mostly from other tasks, where the gain is -0.667" in found["says"]
+    assert "50.0% of 6 answers retrieve mostly from other tasks, where the gain is -0.667" in found["finding"]
 
 
 def test_a_top_k_below_1_is_refused(out, data, capsys):
-    folder = str(out[0])
-    assert main(["hit_rate", "--out", folder, "--data", str(data), "--method", "paper", "--top-k", "0"]) == 2
-    assert "top_k must be at least 1, found 0" in capsys.readouterr().err
+    message = refusal(capsys, "hit_rate", out[0], "--data", data, "--method", "paper", "--top-k", 0)
+    assert "top_k must be at least 1, found 0" in message

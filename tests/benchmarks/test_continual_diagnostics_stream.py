@@ -1,22 +1,17 @@
-"""Diagnostics that follow a stream, on matrices, memories and calibrations that are computed by hand."""
+"""Diagnostics that follow a stream, on matrices, memories, gates and calibrations that are computed by hand."""
 
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics.__main__ import main
-from benchmarks.continual.diagnostics.correlation import correlation
-from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, brief, summary
-from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
-from selector.backbone.model import Backbone
+from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, means, summary
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from selector.backbone.bundled_model import openings
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
+from tests.inducekv_vllm.bundles import d, random_bundle, random_gated_bundle
 
 YES, NO = True, False
 # a[i, t] of b and c as they are learned after a: base 1, 1/2, 0.
@@ -32,12 +27,6 @@ FIXED = [
 ]
 
 
-def found_by(name: str, out, *more: str) -> dict:
-    assert main([name, "--out", str(out), *more]) == 0
-    assert (out / "diagnostics" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((out / "diagnostics" / f"{name}.json").read_bytes())
-
-
 @pytest.fixture
 def out(tmp_path):
     write_configuration(tmp_path)
@@ -50,7 +39,7 @@ def test_forgetting_is_the_mean_matrix_and_lines_of_all_methods(out):
     write_finished_run(out, "refined", [FIXED[0], FIXED[1], {**STREAM[2], "a": [YES, YES]}], seed=1)
     write_finished_run(out, "no_memory", FIXED, budget=64)
     write_finished_run(out, "elsewhere", FIXED, budget=64)
-    found = found_by("forgetting", out)
+    found = diagnose("forgetting", out)
     assert found["matrix"] == [[0.75, None, None], [0.5, 1.0, None], [0.5, 0.5, 1.0]]
     assert list(found["methods"]) == ["fixed_calibration", "no_memory", "refined"]  # of this budget, or of none
     mine = found["methods"]["refined"]
@@ -60,7 +49,7 @@ def test_forgetting_is_the_mean_matrix_and_lines_of_all_methods(out):
     # Seed 0 forgets all of a and half of b, seed 1 half of b alone.
     assert mine["AF"] == pytest.approx((0.75 + 0.25) / 2)
     assert found["methods"]["no_memory"]["base"]["standard_error"] == [None] * 3
-    assert "refined loses 0.500" in found["says"]
+    assert "refined loses 0.500" in found["finding"]
 
 
 def report(temperature: float, gates: list[float], anchors: float | None) -> dict:
@@ -71,7 +60,7 @@ def report(temperature: float, gates: list[float], anchors: float | None) -> dic
 def test_the_calibration_is_traced_with_its_gain_and_what_it_goes_with(out):
     reports = [report(0.07, [0.5, 0.5], None), report(0.2, [0.2, 0.6], 1.0), report(0.1, [0.1, 0.1], 4.0)]
     write_finished_run(out, "paper", STREAM, reports=reports)
-    found = found_by("calibration", out)
+    found = diagnose("calibration", out)
     trace = found["trace"]
     assert trace["temperature"] == [0.07, 0.2, 0.1]
     assert trace["value_gate"] == pytest.approx([0.5, 0.4, 0.1])
@@ -82,51 +71,38 @@ def test_the_calibration_is_traced_with_its_gain_and_what_it_goes_with(out):
     assert trace["gain_in_the_end"] == [-0.5, -0.5, 1.0]
     assert found["correlations"]["forgotten"] == {"pairs": 2, "pearson": None, "spearman": None}
     assert found["fixed"] == "fixed_calibration"
-    assert "gains +0.500 on average when it is learned, most c (+1.000)" in found["says"]
+    assert "gains +0.500 on average when it is learned, most c (+1.000)" in found["finding"]
 
 
 def test_a_calibration_that_was_not_reported_is_read_from_the_memory(out):
     memories = [random_bundle(seed=seed, temperature=0.1 * (1 + seed)) for seed in range(3)]
     write_finished_run(out, "random", STREAM, bundles=memories)
-    found = found_by("calibration", out, "--method", "random", "--fixed", "nonesuch")
+    found = diagnose("calibration", out, "--method", "random", "--fixed", "nonesuch")
     assert found["trace"]["temperature"] == pytest.approx([0.1, 0.2, 0.3])
     assert found["trace"]["value_gate"] == [0.5] * 3
     assert found["correlations"] is None
-    assert "not known, the run has no finished nonesuch" in found["says"]
-
-
-def test_correlations_are_of_the_pairs_that_are_known():
-    # Ranks 1 2 3 4 against 1 2 4 3: rho = 1 - 6 * 2 / (4 * 15) = 0.8.
-    found = correlation([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 10.0, 3.0, math.nan])
-    assert found["pairs"] == 4
-    assert found["spearman"] == pytest.approx(0.8)
-    x, y = np.array([-1.5, -0.5, 0.5, 1.5]), np.array([-3.0, -2.0, 6.0, -1.0])
-    assert found["pearson"] == pytest.approx(x @ y / math.sqrt((x @ x) * (y @ y)))
-    assert correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])["pearson"] is None
+    assert "not known, the run has no finished nonesuch" in found["finding"]
 
 
 def test_orthogonal_keys_are_as_diverse_as_can_be():
     """Of B unit vectors at right angles in d dimensions, C has B eigenvalues 1 / B, and 0 otherwise."""
     orthogonal = Chosen(SELECTED, "a", torch.eye(6)[:3], 10)
     alike = Chosen(SELECTED, "a", torch.eye(6)[[0, 0, 0]], 20)
-    found = brief([orthogonal])
+    found = means([orthogonal])
     assert found["cosine"] == 0.0
     assert found["logdet"] == pytest.approx(3 * math.log(1 / 3 + 1e-3) + 3 * math.log(1e-3))
-    assert brief([alike])["logdet"] == pytest.approx(math.log(1 + 1e-3) + 5 * math.log(1e-3))
+    assert means([alike])["logdet"] == pytest.approx(math.log(1 + 1e-3) + 5 * math.log(1e-3))
     both = summary([orthogonal, alike])
     assert (both["sets"], both["pairs"], both["pool"], both["cosine"]) == (2, 6, 15.0, 0.5)
     assert (both["cosine_quantiles"][0], both["cosine_quantiles"][-1]) == (0.0, 1.0)
-    assert brief([Chosen(SELECTED, "a", torch.eye(6)[:1], 1)])["cosine"] is None
-    assert brief([])["logdet"] is None
+    assert means([Chosen(SELECTED, "a", torch.eye(6)[:1], 1)])["cosine"] is None
+    assert means([])["logdet"] is None
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """Two tasks of four training examples, and memories of two entries: the two most alike, or the least."""
-    data = tmp_path_factory.mktemp("data")
-    sizes = {"train": 4, "validation": 1, "test": 1}
-    suite = load(data, sizes, dict.fromkeys(sizes, 9)).ordered(["guild", "field"])
-    backbone = Backbone.load(CHECKPOINT)
+def demo(demo_suite, backbone):
+    """Two tasks of four training examples, and memories of any of them."""
+    data, suite = demo_suite(4, 1, 1, "guild", "field")
 
     def memory(*rows: tuple[int, int]):
         examples = [suite.tasks[task].train[row] for task, row in rows]
@@ -146,7 +122,7 @@ def test_a_memory_is_compared_with_random_ones_of_its_pool(demo, tmp_path):
     write_configuration(tmp_path, suite)
     write_finished_run(tmp_path, "paper", rights(suite), bundles=memories)
     write_finished_run(tmp_path, "paper_no_coverage", rights(suite), bundles=[memory((0, 2), (0, 3)), memories[1]])
-    found = found_by("diversity", tmp_path, "--data", str(data))
+    found = diagnose("diversity", tmp_path, "--data", str(data))
     first, second = found["tasks"]
     keys = memories[0].retrieval_keys.float()
     assert first["selected"]["cosine"] == pytest.approx(float(keys[0] @ keys[1]), abs=1e-5)
@@ -163,11 +139,117 @@ def test_the_whole_pool_is_the_same_whoever_chose(demo, tmp_path):
     everything = memory(*((0, row) for row in range(4)))
     write_configuration(tmp_path, suite)
     folder = write_finished_run(tmp_path, "paper", rights(suite), bundles=[everything, memory((0, 0), (1, 1))])
-    found = found_by("diversity", tmp_path, "--data", str(data))
+    found = diagnose("diversity", tmp_path, "--data", str(data))
     first = found["tasks"][0]
     assert first["random"]["logdet"] == pytest.approx(first["selected"]["logdet"], rel=1e-4)
     assert first["without_coverage"]["sets"] == 0
     (folder / "00-guild" / "state").rename(folder / "gone")  # as `--keep-states last` leaves it
-    found = found_by("diversity", tmp_path, "--data", str(data))
+    found = diagnose("diversity", tmp_path, "--data", str(data))
     assert [row["task"] for row in found["tasks"]] == ["field"]
     assert found["tasks"][0]["random"]["pool"] == 8.0  # the training examples of both tasks
+
+
+# Rounding
+
+
+def rounded(mass: float, divergence: float, relaxed: float | None, deployed: float | None) -> dict:
+    """As the selector reports it."""
+    nll = None
+    if relaxed is not None and deployed is not None:
+        nll = {"no_memory": 9.0, "relaxed": relaxed, "deployed": deployed, "rounding_gap": deployed - relaxed}
+    kept = {"mass_captured": mass, "retrieval_divergence_nats": divergence, "collapsed": False}
+    return {"rounding": kept, "validation_nll": nll}
+
+
+def test_rounding_is_averaged_over_seeds_by_task_and_over_all(tmp_path):
+    write_configuration(tmp_path)
+    first = [rounded(0.9, 0.01, 1.0, 1.5), rounded(0.5, 0.03, 2.0, 2.0)]
+    second = [rounded(0.7, 0.03, 1.0, 1.1), rounded(0.5, 0.05, None, None)]
+    for seed, reports in enumerate((first, second)):
+        write_run(tmp_path, "paper", ("a", "b"), {}, seed=seed, reports=reports)
+    found = diagnose("rounding", tmp_path)
+    a, b = found["tasks"]
+    assert (a["task"], b["task"]) == ("a", "b")
+    assert a["mass_captured"]["mean"] == pytest.approx(0.8)
+    assert a["nll_gap"]["mean"] == pytest.approx(0.3)
+    assert a["deployed_nll"]["mean"] == pytest.approx(1.3)
+    assert a["retrieval_divergence_nats"]["standard_deviation"] == pytest.approx(0.02 / math.sqrt(2), rel=1e-5)
+    assert b["nll_gap"] == {"mean": 0.0, "standard_deviation": None, "standard_error": None}
+    assert found["overall"]["mass_captured"]["mean"] == pytest.approx(0.65)
+    assert found["overall"]["nll_gap"]["mean"] == pytest.approx(0.2)
+    assert "keep 65.0% of the relaxed weight" in found["finding"]
+    assert (found["updates"], found["collapsed"]) == (4, 0)
+
+
+def test_rounding_without_validation_examples_leaves_the_likelihood_out(tmp_path):
+    write_configuration(tmp_path)
+    write_run(tmp_path, "paper", ("a",), {}, reports=[rounded(0.9, 0.01, None, None)])
+    found = diagnose("rounding", tmp_path)
+    assert found["overall"]["nll_gap"] is None
+    assert "NLL" not in found["finding"]
+
+
+def test_a_method_that_does_not_round_is_refused(tmp_path, capsys):
+    write_configuration(tmp_path)
+    write_run(tmp_path, "refined", ("a",), {})
+    assert "the update of a reports no rounding" in refusal(capsys, "rounding", tmp_path, "--method", "refined")
+
+
+# The gate
+
+D_DEMO = 256  # the demo model's hidden size
+
+
+def test_shares_of_a_gate_that_lets_two_of_four_questions_in_one_to_each_task():
+    keys = torch.zeros(2, 2, d)
+    keys[0, 1, 0] = keys[1, 1, 1] = 1.0  # each task has a direction of its own in the text part
+    bundle = random_gated_bundle(gate=Gate(keys, torch.tensor([0.5, 0.5]), ("a", "b")))
+    queries = torch.zeros(4, 2, d)
+    queries[0, 1, 0] = queries[1, 1, 1] = 1.0
+    assert openings(bundle, "a", queries) == {"opened": 0.5, "own_task": 0.25}
+    assert openings(bundle, "b", queries) == {"opened": 0.5, "own_task": 0.25}
+    assert openings(bundle, "a", queries[:1]) == {"opened": 1.0, "own_task": 1.0}
+    assert openings(bundle, "unknown", queries) == {"opened": 0.5, "own_task": 0.0}
+
+
+def demo_bundle(gate: Gate | None = None) -> Bundle:
+    """An entry of each task for the demo model's hidden size; only its gate is looked at."""
+    fingerprint = random_bundle().metadata.backbone.model_copy(update={"hidden_size": D_DEMO})
+    entries = tuple(EntryRecord(id=task, task=task, source_digest="ab") for task in ("guild", "field"))
+    keys = torch.nn.functional.one_hot(torch.tensor([0, 1]), D_DEMO).float()
+    payload = torch.zeros(3, 2, 2, 4, 8)
+    return random_bundle(
+        2,
+        retrieval_keys=keys,
+        payload_keys=payload,
+        payload_values=payload,
+        backbone=fingerprint,
+        entries=entries,
+        weighting="prior",
+        gate=gate,
+    )
+
+
+def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo_suite, tmp_path):
+    data, suite = demo_suite(4, 1, 1, "guild", "field")
+    always = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([-1.0, 1.0]), ("guild", "field"))
+    never = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([1.0, 1.0]), ("guild", "field"))
+    rights = [{"guild": [True], "base": [True]}, {"guild": [True], "field": [True], "base": [True]}]
+    write_configuration(tmp_path, suite)
+    for seed, gate in enumerate((always, never)):
+        write_finished_run(tmp_path, "refined", rights, seed=seed, bundles=[demo_bundle(gate)] * 2)
+    found = diagnose("gate", tmp_path, "--data", data)
+    assert found["opened"] == {
+        "guild": {"opened": 0.5, "own_task": 0.5},
+        "field": {"opened": 0.5, "own_task": 0.0},
+        "base": {"opened": 0.5},
+    }
+    assert found["seeds"] == [0, 1]
+    assert "sends 0.0% or more" in found["finding"]
+
+
+def test_a_memory_without_a_gate_is_refused(tmp_path, capsys):
+    rights = [{"guild": [True], "base": [True]}]
+    write_configuration(tmp_path)
+    write_finished_run(tmp_path, "paper", rights, bundles=[demo_bundle()])
+    assert "the memory of paper has no relevance gate" in refusal(capsys, "gate", tmp_path, "--method", "paper")

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answering import Ask, known
+from benchmarks.continual.answering import Ask, stored_answers
 from benchmarks.continual.answering.endpoint import Endpoint, EndpointFailed, models_at
 from benchmarks.continual.answering.http import HttpModel
 from benchmarks.continual.answering.plans import Plain
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.small_streams import command, own_folder, untouched
+
+pytestmark = pytest.mark.usefixtures("without_report")
 
 
 def over_http(data: Path, out: Path, url: str, *more: str) -> list[str]:
@@ -202,7 +204,7 @@ def test_what_an_endpoint_cannot_load_is_refused_before_anything_is_learned(meth
 
 
 def test_an_endpoint_that_dies_is_named_with_how_far_it_got_and_the_run_goes_on(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(known, "AT_ONCE", 4)
+    monkeypatch.setattr(stored_answers, "AT_ONCE", 4)
     out = tmp_path / "out"
     dying = Spoken(patience=6 + 9 + 5)  # all after the first task; of the 6 questions new after the second, 4 kept
     with dying.serving() as url:

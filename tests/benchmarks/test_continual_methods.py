@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.continual.methods import METHODS, Artifact, Circumstances, known_keys
+from benchmarks.continual.answering import plan
+from benchmarks.continual.methods import METHODS, Artifact, RunContext, query_keys
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
 from benchmarks.continual.methods.fit import Fit
 from benchmarks.continual.methods.gating import gate_of, read_gate, write_gate
 from benchmarks.continual.methods.knn_copier import KnnCopier
-from benchmarks.continual.methods.known_keys import KnownKeys
-from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
 from benchmarks.continual.methods.no_memory import NoMemory
 from benchmarks.continual.methods.prompt_replay import PromptReplay
+from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
-from benchmarks.continual.suites.demo import load
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract_query_keys
@@ -36,27 +36,20 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.refined.gate_fit import fit_gate
 
-SIZES = {"train": 16, "validation": 4, "test": 4}
 ORDER = ("guild", "field")
 NUM_TASKS, BUDGET = 4, 8  # of the whole stream, so that the bytes of a share and of the whole differ
 RIVALS = [name for name, method in METHODS.items() if isinstance(method, (NoMemory, PromptReplay, Lora, KnnCopier))]
 SMALL = {"steps": 2, "batch_size": 4, "anchors_per_task": 5, "fisher_examples": 6}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+@pytest.fixture(scope="module")
+def suite(demo_suite):
+    return demo_suite(16, 4, 4, *ORDER)[1]
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("data"), SIZES, {"train": 9, "validation": 9, "test": 9}).ordered(ORDER)
-
-
-@pytest.fixture(scope="module")
-def backbone(model):
-    """Nothing is ever attached to this one."""
-    return Backbone.load(model)
+def backbone(tiny_backbone):
+    return tiny_backbone
 
 
 def small(name: str):
@@ -66,8 +59,8 @@ def small(name: str):
 
 def learn(name: str, number: int, previous: Path | None, out: Path, suite, model: Path) -> Artifact:
     out.mkdir(parents=True)
-    circumstances = Circumstances(model, BUDGET, 0, number, NUM_TASKS, suite.base.train)
-    return small(name).learn(suite.tasks[number], previous, out, circumstances)
+    context = RunContext(model, BUDGET, 0, number, NUM_TASKS, suite.base.train)
+    return small(name).learn(suite.tasks[number], previous, out, context)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +182,7 @@ def test_a_rivals_adapter_has_the_rank_that_the_bytes_allow(learnt, backbone):
 
 
 @pytest.fixture
-def lesson(suite, model, tmp_path):
+def training(suite, model, tmp_path):
     """An adapter in float64 whose matrices all have gradients."""
     backbone = Backbone.load(model, dtype=torch.float64)
     adapted = attach(backbone, 2, seed=0)
@@ -199,35 +192,37 @@ def lesson(suite, model, tmp_path):
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(parameter.numel()))
     (tmp_path / "previous").mkdir()
     (tmp_path / "out").mkdir()
-    circumstances = Circumstances(model, BUDGET, 0, 1, NUM_TASKS)
-    return Lesson(suite.tasks[1], tmp_path / "previous", tmp_path / "out", circumstances, Scorer(backbone), parameters)
+    context = RunContext(model, BUDGET, 0, 1, NUM_TASKS)
+    return AdapterTraining(
+        suite.tasks[1], tmp_path / "previous", tmp_path / "out", context, Scorer(backbone), parameters
+    )
 
 
-def test_fisher_is_the_mean_over_examples_of_the_squared_derivative_of_their_loss(lesson):
-    examples = lesson.task.train[:3]
-    fisher = diagonal_fisher(lesson.scorer, lesson.parameters, examples)
+def test_fisher_is_the_mean_over_examples_of_the_squared_derivative_of_their_loss(training):
+    examples = training.task.train[:3]
+    fisher = diagonal_fisher(training.scorer, training.parameters, examples)
     for number in (0, 1, len(fisher) - 1):
-        parameter, at = lesson.parameters[number], int(fisher[number].argmax())
+        parameter, at = training.parameters[number], int(fisher[number].argmax())
         squares = []
         for example in examples:
             losses = []
             for step in (1e-3, -2e-3):
                 parameter.data.view(-1)[at] += step
-                losses.append(float(lesson.scorer.losses([example]).detach()))
+                losses.append(float(training.scorer.losses([example]).detach()))
             parameter.data.view(-1)[at] += 1e-3
             squares.append(((losses[0] - losses[1]) / 2e-3) ** 2)
         assert float(fisher[number].flatten()[at]) == pytest.approx(np.mean(squares), rel=5e-3)
         # One batch's squared gradient is another thing.
-        together = torch.autograd.grad(lesson.scorer.losses(examples).mean(), [parameter])[0].square()
+        together = torch.autograd.grad(training.scorer.losses(examples).mean(), [parameter])[0].square()
         assert float(together.flatten()[at]) != pytest.approx(np.mean(squares), rel=5e-2)
 
 
-def test_fisher_of_tasks_adds_up_with_decay(lesson):
-    old = [torch.full_like(parameter, 2.0) for parameter in lesson.parameters]
-    write_fisher(lesson.previous, old)
-    report = Ewc(decay=0.5, fisher_examples=100).keep(lesson)
-    new = diagonal_fisher(lesson.scorer, lesson.parameters, lesson.task.train)
-    stored = load_file(lesson.out / FISHER)
+def test_fisher_of_tasks_adds_up_with_decay(training):
+    old = [torch.full_like(parameter, 2.0) for parameter in training.parameters]
+    write_fisher(training.previous, old)
+    report = Ewc(decay=0.5, fisher_examples=100).keep(training)
+    new = diagonal_fisher(training.scorer, training.parameters, training.task.train)
+    stored = load_file(training.out / FISHER)
     for number, values in enumerate(new):
         torch.testing.assert_close(stored[f"{number:04d}"], 1.0 + values)
     assert report["training_state_bytes"] == sum(values.nbytes for values in new)
@@ -238,16 +233,16 @@ def write_fisher(state: Path, fisher: list[torch.Tensor]) -> None:
     save_file({f"{number:04d}": values for number, values in enumerate(fisher)}, state / FISHER)
 
 
-def test_the_ewc_penalty_is_nothing_at_the_anchor_and_a_parabola_around_it(lesson):
-    write_fisher(lesson.previous, [torch.full_like(parameter, 3.0) for parameter in lesson.parameters])
-    penalty = Ewc(strength=10.0).penalty(lesson)
+def test_the_ewc_penalty_is_nothing_at_the_anchor_and_a_parabola_around_it(training):
+    write_fisher(training.previous, [torch.full_like(parameter, 3.0) for parameter in training.parameters])
+    penalty = Ewc(strength=10.0).penalty(training)
     assert penalty([], []).item() == 0
     with torch.no_grad():
-        lesson.parameters[1][0, 0] += 0.5
-        lesson.parameters[2][1, 0] -= 0.1
+        training.parameters[1][0, 0] += 0.5
+        training.parameters[2][1, 0] -= 0.1
     found = penalty([], [])
     assert found.item() == pytest.approx(10 / 2 * 3 * (0.25 + 0.01))
-    gradient = torch.autograd.grad(found, lesson.parameters[1])[0]
+    gradient = torch.autograd.grad(found, training.parameters[1])[0]
     assert float(gradient[0, 0]) == pytest.approx(10 * 3 * 0.5)
     assert int((gradient != 0).sum()) == 1
 
@@ -262,7 +257,7 @@ def test_distance_weighs_each_square_by_its_own_fisher():
 
 def test_ewc_holds_the_adapter_where_it_is(learnt, suite, model, tmp_path):
     states, _ = learnt("ewc")
-    circumstances = Circumstances(model, BUDGET, 0, 1, NUM_TASKS)
+    context = RunContext(model, BUDGET, 0, 1, NUM_TASKS)
     name = Path("adapter") / "adapter_model.safetensors"
     before, moved = load_file(states[0] / name), {}
     for strength in (0.0, 1e12):
@@ -270,7 +265,7 @@ def test_ewc_holds_the_adapter_where_it_is(learnt, suite, model, tmp_path):
         out.mkdir()
         # Several steps: the first one is taken at the anchor, where the penalty has no gradient.
         held = replace(small("ewc"), strength=strength, steps=20, learning_rate=1e-3, autocast=False)
-        held.learn(suite.tasks[1], states[0], out, circumstances)
+        held.learn(suite.tasks[1], states[0], out, context)
         after = load_file(out / name)
         moved[strength] = sum(float((after[key].float() - before[key].float()).square().sum()) for key in before)
     assert moved[1e12] < 0.5 * moved[0.0]
@@ -288,42 +283,42 @@ def test_the_divergence_is_that_of_softened_distributions():
     assert found.tolist() == pytest.approx([expected])  # the second token's are alike and add nothing
 
 
-def test_lwf_adds_nothing_before_any_step_and_something_after_it(lesson):
-    penalty, stronger = (Lwf(strength=strength).penalty(lesson) for strength in (1.0, 3.0))
-    batch = lesson.task.train[3:6]  # other neighbours, and other padding, than they were recorded with
-    before = lesson.scorer.predicted(batch)
+def test_lwf_adds_nothing_before_any_step_and_something_after_it(training):
+    penalty, stronger = (Lwf(strength=strength).penalty(training) for strength in (1.0, 3.0))
+    batch = training.task.train[3:6]  # other neighbours, and other padding, than they were recorded with
+    before = training.scorer.predicted(batch)
     assert abs(penalty(batch, before).item()) < 1e-10
     with torch.no_grad():
-        lesson.parameters[0] += 0.1
-    after = lesson.scorer.predicted(batch)
+        training.parameters[0] += 0.1
+    after = training.scorer.predicted(batch)
     found = penalty(batch, after)
     assert found.item() > 1e-4
     assert found.item() == pytest.approx(divergence(before, after, 2.0).mean().item())
     assert stronger(batch, after).item() == pytest.approx(3 * found.item())
-    assert torch.autograd.grad(found, lesson.parameters[0])[0].abs().max() > 0
+    assert torch.autograd.grad(found, training.parameters[0])[0].abs().max() > 0
 
 
-def test_recorded_answers_are_those_of_the_old_model(lesson):
-    examples = lesson.task.train[:5]
-    recorded = record(lesson.scorer, examples, batch_size=2)
+def test_recorded_answers_are_those_of_the_old_model(training):
+    examples = training.task.train[:5]
+    recorded = record(training.scorer, examples, batch_size=2)
     for example in examples:
-        alone = lesson.scorer.predicted([example])[0]
+        alone = training.scorer.predicted([example])[0]
         assert not recorded[example.id].requires_grad
         torch.testing.assert_close(recorded[example.id], alone.detach())
 
 
-def test_a_penalty_is_minimised_with_the_loss_and_reported_beside_it(lesson):
+def test_a_penalty_is_minimised_with_the_loss_and_reported_beside_it(training):
     calls = []
 
     def penalty(batch, predicted):
         calls.append([len(rows) for rows in predicted])
-        return lesson.parameters[0].square().sum()
+        return training.parameters[0].square().sum()
 
-    fit = Fit(lesson.scorer, lesson.parameters, lesson.task.train, (), 3, (0, 0), autocast=False, penalty=penalty)
+    fit = Fit(training.scorer, training.parameters, training.task.train, (), 3, (0, 0), autocast=False, penalty=penalty)
     terms = fit.losses(fit.batch(0))
-    assert float(terms["loss"]) == pytest.approx(float(lesson.scorer.losses(fit.batch(0)).mean()))
-    assert float(terms["penalty"]) == pytest.approx(float(lesson.parameters[0].square().sum()))
-    assert calls == [[len(lesson.scorer.answer_tokens(e)) for e in fit.batch(0)]]
+    assert float(terms["loss"]) == pytest.approx(float(training.scorer.losses(fit.batch(0)).mean()))
+    assert float(terms["penalty"]) == pytest.approx(float(training.parameters[0].square().sum()))
+    assert calls == [[len(training.scorer.answer_tokens(e)) for e in fit.batch(0)]]
     assert set(fit.run(1e-3, 1)[0]) == {"step", "loss", "penalty"}
 
 
@@ -394,23 +389,28 @@ def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, model, backbone)
     torch.testing.assert_close(found.thresholds, expected.thresholds, atol=1e-3, rtol=0)
 
 
-def test_keys_are_extracted_once_for_the_same_questions(suite, model, backbone, monkeypatch):
+def test_keys_are_extracted_once_for_the_same_questions(suite, model, backbone, monkeypatch, tmp_path):
     extracted = []
 
     def extract(backbone, examples, **options):
         extracted.append([example.id for example in examples])
         return extract_query_keys(backbone, examples, **options)
 
-    monkeypatch.setattr(known_keys, "extract_query_keys", extract)
-    monkeypatch.setattr(KnownKeys, "known", {})
+    monkeypatch.setattr(query_keys, "extract_query_keys", extract)
+    monkeypatch.setattr(QueryKeyCache, "cached", {})
     (first, second), base = suite.tasks, suite.base.train
     fresh = extract_query_keys(backbone, base, batch_size=4)
     for asked in (base, base[:-1], base):
-        assert torch.equal(KnownKeys(model)(backbone, asked, batch_size=4), fresh[: len(asked)])
+        assert torch.equal(QueryKeyCache(model)(backbone, asked, batch_size=4), fresh[: len(asked)])
     assert extracted == [[e.id for e in base], [e.id for e in base[:-1]]]
     gate_of(model, first, (), base)
     gate_of(model, second, (), base)
     assert len(extracted) == 5  # two tasks and the base, in batches of another size
+    # A gated artifact's plan takes known keys without loading the model.
+    write_gate(gate_of(model, first, (), base), tmp_path / "gate.safetensors")
+    plan(Artifact("gated_adapter", "x", 0, {}), tmp_path, model, lambda _: backbone).asks(second.test)
+    plan(Artifact("gated_adapters", "x", 0, {}), tmp_path, model, load=None).asks(second.test)
+    assert extracted[5:] == [[e.id for e in second.test]]
 
 
 def test_a_gate_comes_back_as_it_was_written(tmp_path):
@@ -435,14 +435,14 @@ def test_an_adapter_of_its_own_is_never_changed_again(learnt, backbone):
 
 
 def test_a_budget_without_a_rank_for_each_task_is_refused(suite, model, tmp_path):
-    circumstances = Circumstances(model, 1, 0, 0, 100)
+    context = RunContext(model, 1, 0, 0, 100)
     with pytest.raises(ConfigError, match="a LoRA of rank 1 takes"):
-        small("gated_task_lora").learn(suite.tasks[0], None, tmp_path, circumstances)
+        small("gated_task_lora").learn(suite.tasks[0], None, tmp_path, context)
 
 
 def test_the_base_questions_are_shown_to_the_gate_or_not(suite, model, tmp_path, learnt):
-    circumstances = Circumstances(model, BUDGET, 0, 0, NUM_TASKS, suite.base.train)
-    replace(small("gated_lora_replay"), base=False).learn(suite.tasks[0], None, tmp_path, circumstances)
+    context = RunContext(model, BUDGET, 0, 0, NUM_TASKS, suite.base.train)
+    replace(small("gated_lora_replay"), base=False).learn(suite.tasks[0], None, tmp_path, context)
     unseen, seen = (read_gate(state / "gate.safetensors") for state in (tmp_path, learnt("gated_lora_replay")[0][0]))
     assert not torch.equal(unseen.keys, seen.keys)
 
@@ -473,5 +473,4 @@ def test_plain_lora_is_replay_without_the_replay(learnt):
     name = Path("adapter") / "adapter_model.safetensors"
     assert (plain[0] / name).read_bytes() == (replay[0] / name).read_bytes()
     assert (plain[1] / name).read_bytes() != (replay[1] / name).read_bytes()
-    assert isinstance(METHODS["lora"], Lora)
     assert json.dumps(learnt("lora")[1][1].report)

@@ -42,7 +42,7 @@ def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
 
 
 def test_a_method_must_be_named():
-    with pytest.raises(ConfigError, match="--method must name what is to be run, or 'all'"):
+    with pytest.raises(ConfigError, match="--method must name the methods to run, or 'all'"):
         options()
 
 

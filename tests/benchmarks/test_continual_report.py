@@ -1,8 +1,10 @@
-"""The page and the JSON file of a folder made by hand: the demo world, two tasks, a few questions."""
+"""The page and the JSON file of a hand-made folder: the demo world, two tasks, a few questions."""
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,16 +16,25 @@ from benchmarks.continual.__main__ import main
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.report.command import write_report
 from benchmarks.continual.report.commands import read_commands, record_command
-from benchmarks.continual.run import weights_digest
+from benchmarks.continual.report.content import read_folder, streams_of
+from benchmarks.continual.report.page import render_html
+from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
+from server.demo import CHECKPOINT
 
 SIZES = {"train": 4, "validation": 2, "test": 4}
 BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
 ORDER = ("guild", "digit")
-PNG = b"\x89PNG\r\n\x1a\n"
+GATE = {
+    "diagnostic": "gate",
+    "source": "Retrieval Quality",
+    "finding": "It opens <often>.",
+    "method": "refined",
+    "budget": 32,
+    "opened": {"guild": {"opened": 1.0, "own_task": 0.5}, "base": {"opened": 0.25}},
+}
 # Of four questions of each of the two tasks, how many are right after each task; of nine base questions, how many.
 RIGHT = {
     "no_memory": [[0], [0, 1], 9],
@@ -80,9 +91,10 @@ def write_stream(out: Path, suite: Suite, method: str, seed: int, right: Sequenc
     (folder / "matrix.json").write_text(json.dumps(matrix))
 
 
-@pytest.fixture
-def out(tmp_path: Path, data: Path, suite: Suite) -> Path:
-    folder = tmp_path / "out"
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, data: Path, suite: Suite) -> Path:
+    """A finished run with one diagnostic and its report; not to be changed."""
+    folder = tmp_path_factory.mktemp("run") / "out"
     for method, right in RIGHT.items():
         for seed in (0, 1):
             write_stream(folder, suite, method, seed, right)
@@ -101,15 +113,34 @@ def out(tmp_path: Path, data: Path, suite: Suite) -> Path:
     (folder / "run.json").write_text(json.dumps(configuration))
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
     (folder / "diagnostics").mkdir()
-    found = {"diagnostic": "hit_rate", "source": "Retrieval Quality", "says": "It hits <often>.", "bins": [1, 2]}
-    found |= {"method": "refined", "budget": 32}
-    (folder / "diagnostics" / "hit_rate.json").write_text(json.dumps(found))
-    (folder / "diagnostics" / "hit_rate.png").write_bytes(PNG)
+    (folder / "diagnostics" / "gate.json").write_text(json.dumps(GATE))
+    write_report(folder)
     return folder
 
 
+@pytest.fixture
+def out(tmp_path: Path, run_folder: Path) -> Path:
+    """A copy without the report, to be changed."""
+    return Path(shutil.copytree(run_folder, tmp_path / "out", ignore=shutil.ignore_patterns("report.*")))
+
+
+@pytest.fixture(scope="module")
+def content(run_folder: Path) -> dict[str, Any]:
+    return json.loads((run_folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def html(run_folder: Path) -> str:
+    return (run_folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
 class Page(HTMLParser):
-    """Text by the id of its section ("" for what stands before), and every attribute that could load something."""
+    """Text by the id of its section ("" before the first), tags in order, and all that could load something."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -117,63 +148,104 @@ class Page(HTMLParser):
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
+        assert not any(name.startswith("on") for name in attributes), "no scripts"
         self.tags.append(tag)
         self.sources += [value for name, value in attrs if name in ("src", "href", "data", "srcset")]
         if tag == "section":
-            self.section = found["id"] or ""
+            self.section = attributes["id"] or ""
             self.text[self.section] = ""
 
     def handle_data(self, data: str) -> None:
         self.text[self.section] += " ".join(data.split()) + " "
 
 
-def test_the_page_says_first_where_inducekv_falls_short(out):
-    content = write_report(out)
-    html = (out / "report.html").read_text()
-    page = Page(html)
-    first = html.partition('<p class="summary')[2].partition("</p>")[0]
-    assert first.index("Where InduceKV falls short") < first.index("Who won.")
-    assert html.index("<p") == html.index('<p class="summary')
-    assert "is not ahead of LoRA + replay (AP 0.0 ± 0.0, no difference beyond the error), behind on digit" in first
-    assert content["says"].startswith("Where InduceKV falls short, first. With 32 entries, InduceKV (refined)")
-    told = page.text["what-was-run"]
-    assert "4 a task, 9 base questions" in told
-    assert "by inducekv-serve over HTTP" in told
-    assert "torch" in told
-    assert "All methods are complete" in told
+def test_the_page_opens_with_a_chart_a_table_and_a_short_paragraph(page, html, content):
+    blocks = [tag for tag in page.tags if tag in ("figure", "table", "p", "section")]
+    assert blocks[:4] == ["figure", "table", "p", "section"]
+    assert blocks.count("table") > 8
+    assert len(html) < 1_000_000
+    summary = html.partition('<p class="summary open">')[2].partition("</p>")[0]
+    assert summary == content["finding"]
+    assert len(summary) < 6 * 105
+    assert summary.startswith("InduceKV (refined) cannot be compared with gated LoRA + replay (32 entries), ties with ")
+    assert "Highest AP: " in summary
+
+
+def test_every_section_has_its_content(page):
+    run = page.text["what-was-run"]
+    assert "4 a task, 9 base questions" in run
+    assert "by inducekv-serve over HTTP" in run
+    assert "torch" in run
+    assert "All methods are complete" in run
     assert "“Which guild owns" in page.text["the-tasks"]
     assert "no memory: “no_memory says”" in page.text["the-tasks"]
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
     assert "no relevance gate" in page.text["ablations"]
-    shown = page.text["diagnostics"]
-    assert "Hit rate, InduceKV (refined), 32 entries. It hits <often>. (Source: Retrieval Quality.)" in shown
+    diagnostics = page.text["diagnostics"]
+    assert "Gate, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]
     for section in ("results", "task-by-task", "learning-and-forgetting", "cost", "settings"):
         assert page.text[section].strip()
 
 
-def test_the_page_loads_and_runs_nothing_and_names_no_place(out, tmp_path):
-    write_report(out)
-    html, content = (out / "report.html").read_text(), (out / "report.json").read_text()
-    page = Page(html)
+def test_the_page_loads_and_runs_nothing_and_names_no_place(page, html, run_folder):
+    assert "default-src 'none'" in html
     assert page.sources
     assert all(source.startswith("data:image/") for source in page.sources)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    for text in (html, content):
-        assert str(tmp_path) not in text
+    for text in (html, (run_folder / "report.json").read_text()):
+        assert str(run_folder.parent) not in text
         assert str(CHECKPOINT.parent) not in text
 
 
-def test_the_json_file_holds_rows_differences_and_runs(out):
-    write_report(out)
-    content = json.loads((out / "report.json").read_text())
+def test_text_of_the_data_stays_text(content, page):
+    name = '<script>alert(1)</script>\x1b"><img src=http://example.com onerror=x>'
+    hostile = copy.deepcopy(content) | {"suite": name, "finding": name, "missing": [name]}
+    hostile["examples"][0] |= {"text": name, "expected": name, "answers": {name: name}}
+    hostile["diagnostics"][0] |= {"finding": name, "source": name}
+    hostile["commands"][0]["command"] = name
+    for run in hostile["runs"]:
+        run["settings"]["steps"] = name
+    parsed = Page(render_html(hostile))
+    expected = name.replace("\x1b", "\ufffd")
+    assert set(parsed.tags) <= {*page.tags, "ul", "li"}
+    assert all(source.startswith("data:image/") for source in parsed.sources)
+    for section in ("", "what-was-run", "the-tasks", "cost", "settings", "diagnostics", "commands"):
+        assert expected in parsed.text[section]
+
+
+def test_the_page_of_the_json_file_is_the_page_of_the_folder(run_folder, html, tmp_path, capsys):
+    copied = tmp_path / "copy.json"
+    shutil.copy(run_folder / "report.json", copied)
+    assert main(["report", "--from-json", str(copied)]) == 0
+    assert (tmp_path / "copy.html").read_text() == html
+    assert main(["report", "--from-json", str(copied), "--json", str(tmp_path / "other.json")]) == 2
+    assert "--from-json writes the page only" in capsys.readouterr().err
+    copied.write_text('{"benchmark": "footprint"}')
+    assert main(["report", "--from-json", str(copied)]) == 2
+    assert "not the JSON file of a report" in capsys.readouterr().err
+
+
+def test_the_committed_page_belongs_to_the_committed_json_file():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    content = json.loads((results / "continual_full.json").read_text())
+    text = (results / "continual_full.html").read_text()
+    committed = Page(text)
+    assert len(text.encode()) < 1_000_000
+    assert content["finding"] in committed.text[""]
+    assert all(source.startswith("data:image/") for source in committed.sources)
+    for diagnostic in content["diagnostics"]:
+        assert " ".join(diagnostic["finding"].split()) in committed.text["diagnostics"]
+
+
+def test_the_json_file_holds_rows_differences_and_runs(content):
     assert (content["suite"], content["missing"]) == ("demo", [])
     rows = {row["method"]: row for row in content["results"]}
     assert rows["refined"]["metrics"]["AP"] == {"mean": 0.875, "standard_error": 0.0}
     assert rows["lora_replay"]["tasks"]["guild"]["mean"] == 0.75
-    differences = {(one["method"], one["against"]): one for one in content["differences"]}
+    differences = {(row["method"], row["against"]): row for row in content["differences"]}
     assert differences["refined", "no_memory"]["AP"]["mean"] == 0.75
     assert differences["refined", "lora_replay"]["tasks"]["digit"]["verdict"] == "less"
     assert differences["refined_no_gate", "refined"]["base_final"]["mean"] == round(-5 / 9, 4)
@@ -181,7 +253,18 @@ def test_the_json_file_holds_rows_differences_and_runs(out):
     assert (run["base"], run["anchor_bytes"]) == ([1.0, 1.0], 2048)
     assert run["seconds"][0]["learn"] == 1.2346
     assert "reports" not in run
-    assert content["diagnostics"][0]["bins"] == [1, 2]
+    assert content["diagnostics"] == [GATE]
+
+
+def test_accuracies_of_the_json_file_get_their_digits_back(content):
+    """Four digits are kept of 5 of 9 base questions."""
+    (stored, _) = [run for run in content["runs"] if run["method"] == "lora_replay"]
+    assert stored["base"] == [0.5556, 0.5556]
+    (run, _) = [run for run in streams_of(content).runs if run["method"] == "lora_replay"]
+    assert run["base"] == [5 / 9, 5 / 9]
+    assert run["metrics"]["base_final"] == 5 / 9
+    without_counts = streams_of(content | {"examples": []}).of("lora_replay", 32)[0]
+    assert without_counts["base"] == stored["base"]
 
 
 def test_an_unfinished_folder_is_reported_with_what_is_missing(out, capsys):
@@ -199,29 +282,36 @@ def test_an_unfinished_folder_is_reported_with_what_is_missing(out, capsys):
     assert not (out / "report.html").exists()
 
 
-def test_other_data_are_not_shown_as_the_runs(out, tmp_path):
+def test_other_data_are_not_shown_as_the_runs(run_folder, tmp_path):
     load(tmp_path / "other", {**SIZES, "test": 3}, BASE_SIZES)
-    write_report(out, data=tmp_path / "other")
-    told = Page((out / "report.html").read_text()).text["the-tasks"]
-    assert "cannot be shown" in told
-    assert "not the data of the run" in told
+    tasks = Page(render_html(read_folder(run_folder, data=tmp_path / "other"))).text["the-tasks"]
+    assert "cannot be shown" in tasks
+    assert "not the data of the run" in tasks
 
 
-def test_searched_settings_are_told(out, tmp_path):
+def test_searched_settings_are_listed(out, tmp_path):
     trials = [
         {"settings": {"learning_rates": [rate]}, "AP": ap, "base_final": 0.5, "seconds": 3.0}
         for rate, ap in ((0.001, 0.625), (0.002, 0.5))
     ]
-    found = {"search": {"tasks": ["guild"]}, "digest": "d", "methods": {}}
-    found["methods"]["lora_replay"] = {"settings": {"learning_rates": [0.001]}, "trials": trials}
-    found["methods"]["refined"] = {"settings": {"steps": 9}, "trials": [{**trials[0], "settings": {"steps": 9}}]}
-    found["methods"]["ewc"] = {"settings": {}, "trials": []}
-    (tmp_path / "tuned.json").write_text(json.dumps(found))
+    tuned = {"search": {"tasks": ["guild"]}, "digest": "d", "methods": {}}
+    tuned["methods"]["lora_replay"] = {"settings": {"learning_rates": [0.001]}, "trials": trials}
+    tuned["methods"]["refined"] = {"settings": {"steps": 9}, "trials": [{**trials[0], "settings": {"steps": 9}}]}
+    tuned["methods"]["ewc"] = {"settings": {}, "trials": []}
+    (tmp_path / "tuned.json").write_text(json.dumps(tuned))
     write_report(out, tuned=tmp_path / "tuned.json")
-    told = Page((out / "report.html").read_text()).text["settings"]
-    assert "LoRA + replay learning_rates = [0.001] 62.5 50.0 3 used here" in told
-    assert "InduceKV (refined) steps = 9 62.5 50.0 3 this run used others" in told
-    assert "EWC" not in told
+    settings = Page((out / "report.html").read_text()).text["settings"]
+    assert "LoRA + replay learning_rates = [0.001] 62.5 50.0 3 used here" in settings
+    assert "InduceKV (refined) steps = 9 62.5 50.0 3 this run used others" in settings
+    assert "EWC" not in settings
+
+
+def test_a_diagnostic_that_cannot_be_drawn(content):
+    broken = content | {"diagnostics": [{name: value for name, value in GATE.items() if name != "opened"}]}
+    with pytest.raises(ConfigError, match="diagnostic 'gate' cannot be drawn"):
+        render_html(broken)
+    unknown = content | {"diagnostics": [GATE | {"diagnostic": "of_another_version"}]}
+    assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 
 def test_a_folder_of_nothing_is_refused(out, tmp_path, capsys):

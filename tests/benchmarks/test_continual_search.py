@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.continual import search as searching
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.methods import Artifact, Circumstances, choose_methods
-from benchmarks.continual.search import Search, judge, require_equal_trials, run_trials, searched_suite
+from benchmarks.continual.methods import Artifact, RunContext, choose_methods
+from benchmarks.continual.search import Search, require_equal_trials, run_trials, score_method, searched_suite
 from benchmarks.continual.suites import Suite, TaskData
 from benchmarks.continual.tuned import (
     apply_settings,
@@ -24,9 +24,9 @@ from benchmarks.continual.tuned import (
     unsearched_digest,
     write_tuned,
 )
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
+from server.demo import CHECKPOINT
 
 QUESTIONS = 10
 
@@ -57,10 +57,10 @@ class Fake:
     steps: int = 5
     bad_at: str = ""
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        seen = [e.id for part in (task.train, task.validation, task.test, circumstances.base) for e in part]
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        seen = [e.id for part in (task.train, task.validation, task.test, context.base) for e in part]
         assert not [identity for identity in seen if "/test" in identity]
-        number = 10 * circumstances.seed + circumstances.number  # no two states are the same
+        number = 10 * context.seed + context.number  # no two states are the same
         (out / "state").write_text(f"{self.right} {self.bad_at} {number}")
         return Artifact("none", None, 0, {})
 
@@ -92,7 +92,7 @@ def shared(suite: Suite, tmp_path: Path) -> Search:
 
 def search(shared: Search, method: Any, asked: list[str]) -> dict[str, Any]:
     assert run_trials([method], shared, FakeAnswerer(asked)) == {}
-    return judge(method, shared)
+    return score_method(method, shared)
 
 
 def test_the_best_trial_wins_and_no_test_question_is_ever_read(shared):
@@ -125,13 +125,13 @@ def test_a_search_goes_on_where_it_was_killed(shared):
 class Refusing(Fake):
     name: str = "refusing"
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         raise ConfigError("not with this budget")
 
 
 def test_a_method_that_cannot_be_run_does_not_stop_the_others(shared):
     assert run_trials([Refusing(), Fake()], shared, FakeAnswerer([])) == {"refusing": "not with this budget"}
-    assert judge(Fake(), shared)["settings"] == {"right": 7}
+    assert score_method(Fake(), shared)["settings"] == {"right": 7}
 
 
 def test_the_searched_suite_holds_no_test_question(suite):

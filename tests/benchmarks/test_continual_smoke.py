@@ -27,11 +27,11 @@ def test_the_smoke_run_ends_with_all_its_results(tmp_path):
     done = subprocess.run([*RUN, "--out", str(out)], capture_output=True, text=True, timeout=2 * SECONDS)
     took = time.monotonic() - began
     assert done.returncode == 0, done.stderr
-    wanted = vars(parse(["run", "--smoke", "--out", str(out)]))
+    options = vars(parse(["run", "--smoke", "--out", str(out)]))
     results = json.loads(done.stdout.splitlines()[-1])
-    assert {row["method"] for row in results["results"]} == set(wanted["method"])
+    assert {row["method"] for row in results["results"]} == set(options["method"])
     assert results["answer"] == {"by": "http", "server": "own"}
-    kinds = {METHODS[name].kind for name in wanted["method"]}
+    kinds = {METHODS[name].kind for name in options["method"]}
     assert kinds >= {"none", "bundle", "adapter", "gated_adapter", "exemplars", "copier"}
     for row in results["results"]:
         folder = own_folder(out, row["method"], budget=row["budget"])
@@ -39,7 +39,8 @@ def test_the_smoke_run_ends_with_all_its_results(tmp_path):
         assert matrix["complete"]
         answered = [len(path.read_text().splitlines()) for path in sorted(folder.glob("*/predictions.jsonl"))]
         assert answered == [questions["answered"] for questions in matrix["questions"]] == [8 + 9, 8 + 8 + 9]
-        assert min(matrix["base"]) >= (0.5 if row["method"] != "knn_copier" else 0)
+        if row["method"] != "knn_copier":  # it answers with words of the tasks
+            assert min(matrix["base"]) >= 0.5
     for log in ("server.log", "server-lora.log"):
         (url,) = set(re.findall(r"http://127\.0\.0\.1:\d+", (out / log).read_text()))
         with pytest.raises(httpx.ConnectError):

@@ -15,6 +15,8 @@ from benchmarks.continual.suites import load_suite
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from tests.benchmarks.small_streams import ORDER, command, own_folder
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 SPLITS = ("train", "validation", "test")
 
 

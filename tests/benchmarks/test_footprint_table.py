@@ -19,9 +19,9 @@ from benchmarks.continual.footprint_table import (
     mean_picture_bytes,
     with_query_heads,
 )
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
+from server.demo import CHECKPOINT
 
 BACKBONE_4B, BACKBONE_8B = PAPER_BACKBONES.values()
 # Paper, Table "Budget conversion for fair comparison", as printed:

@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.demo.model import CHECKPOINT
 from benchmarks.server_process import ServerFailed, serving
 from benchmarks.serving import load, methods, report, retrieval
 from benchmarks.serving.load import Block, Timing
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from benchmarks.serving.run import write_exemplars
+from server.demo import CHECKPOINT
 
 BODY = load.chat_body("m", [], 3, {})
 

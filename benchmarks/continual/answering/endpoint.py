@@ -1,8 +1,7 @@
-"""An OpenAI-compatible endpoint: which model it serves, and bundles and adapters put there and taken away again.
+"""An OpenAI-compatible endpoint: its models, and how it loads and unloads bundles and adapters.
 
-A bundle goes over InduceKV's own routes, an adapter over vLLM's (which it has where the environment says
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1). Both name a path, so the endpoint must see the same files. An API key is read from
-OPENAI_API_KEY, as OpenAI's clients do.
+A bundle goes over InduceKV's own routes, an adapter over vLLM's (enabled by VLLM_ALLOW_RUNTIME_LORA_UPDATING=1). Both
+name a path, so the endpoint must see the same files. An API key is read from OPENAI_API_KEY, as OpenAI's clients do.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NOT_OFFERED = (404, 405)
 
 
 class EndpointFailed(RuntimeError):
-    """An endpoint did not do what a run needs of it: it is gone, or it refused; the message names it."""
+    """An endpoint is gone or refused a request; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Endpoint:
         return cls(url, model or names[0])
 
     def offers(self, what: Loadable) -> bool:
-        """Whether it has the route that loads this: an empty request is refused for what it lacks, if there is one."""
+        """Whether it has the route that loads this; an empty request shows it."""
         return request(self.url, "POST", LOAD_ROUTES[what], {}).status_code not in NOT_OFFERED
 
     def load(self, what: Loadable, path: Path) -> str:

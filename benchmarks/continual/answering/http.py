@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from benchmarks.continual.answering.endpoint import (
 )
 from benchmarks.continual.answering.plans import Ask, Plan, plan
 from benchmarks.continual.methods import Artifact
-from selector.backbone.model import Backbone
 from selector.data.examples import Example
 
 CHAT_ROUTE = "/v1/chat/completions"
@@ -35,10 +33,10 @@ ATTEMPTS = 3  # to ask a question whose connection breaks
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Who is asked; may be one and the same.
+    """The servers of a run; may be one and the same.
 
-    The untouched model is not asked where adapters are, if it can be helped: vLLM on CPUs gives a request without an
-    adapter that of another in its batch (vllm-project/vllm#48421, in 0.32).
+    Questions to the untouched model go to the server without adapters: vLLM on CPUs gives a request without an adapter
+    that of another in its batch (vllm-project/vllm#48421, in 0.32).
     """
 
     plain: Endpoint  # the untouched model, and memory bundles
@@ -47,7 +45,7 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class HttpAnswerer:
-    """Answers as endpoints give them."""
+    """Answers of endpoints."""
 
     model: Path  # for the plans; the answers are the endpoints'
     endpoints: Endpoints
@@ -59,13 +57,13 @@ class HttpAnswerer:
         if what is not None and artifact.path is not None:
             endpoint = self.endpoints.adapters if what == "adapter" else self.endpoints.plain
             loadable = LoadableArtifact(endpoint, what, state / artifact.path)
-        chosen = plan(artifact, state, partial(Backbone.load, self.model))
+        chosen = plan(artifact, state, self.model)
         return HttpModel(chosen, self.endpoints.plain, loadable, self.concurrency)
 
 
 @dataclass(frozen=True)
 class LoadableArtifact:
-    """What can be put on an endpoint, and taken away again."""
+    """An artifact that an endpoint loads and unloads."""
 
     endpoint: Endpoint
     what: Loadable
@@ -73,7 +71,7 @@ class LoadableArtifact:
 
     @contextmanager
     def loaded(self, part: str | None) -> Iterator[Served]:
-        """The whole artifact, or what is in its folder under the name `part`.
+        """Loads the whole artifact, or the subfolder `part` of its folder.
 
         Raises:
             EndpointFailed: the endpoint does not answer, or refuses.
@@ -82,7 +80,7 @@ class LoadableArtifact:
         try:
             yield Served(self.endpoint.url, name)
         finally:
-            with suppress(EndpointFailed):  # where the endpoint is gone, so is the artifact, and it has been told
+            with suppress(EndpointFailed):  # if the endpoint is gone, so is the artifact
                 self.endpoint.unload(self.what, name)
 
 
@@ -95,7 +93,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class HttpModel:
-    """The untouched model and the artifact's, each where it is served."""
+    """The untouched model and the artifact's, each on its server."""
 
     plan: Plan
     untouched: Endpoint
@@ -103,7 +101,7 @@ class HttpModel:
     concurrency: int
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
-        """Loads what the questions need, asks them, and takes it away again.
+        """Loads what the questions need, asks them, and unloads it.
 
         Raises:
             EndpointFailed: an endpoint does not answer, or refuses to load or to answer, naming it.
@@ -114,21 +112,21 @@ class HttpModel:
 
     @contextmanager
     def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
-        """The model that each goes to; inside, all that they need is loaded.
+        """The model of each question; inside, all of them are loaded.
 
         Raises:
             EndpointFailed: an endpoint does not answer, or refuses to load.
         """
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
-            assert self.artifact is not None or not parts, "a plan asks the artifact's model where there is none"
+            assert self.artifact is not None or not parts, "a plan asks the model of an artifact that has none"
             served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
             untouched = Served(self.untouched.url, self.untouched.model)
             yield [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
 
     async def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]
-        # Those of one model together: a server holds only so many adapters at once.
+        # Questions of one model go together: a server holds only so many adapters at once.
         rows = sorted((row for row, ask in enumerate(asks) if ask.answer is None), key=lambda row: models[row])
         waiting = iter(rows)
 

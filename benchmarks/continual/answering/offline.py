@@ -24,7 +24,7 @@ ONLY_ADAPTER = "default"
 
 @dataclass(frozen=True)
 class OfflineAnswerer:
-    """Answers as the demo model's folder, or any other, gives them with what a method has made."""
+    """Answers of the model in a folder, with the artifact of a method."""
 
     model: Path
     batch_size: int = 64
@@ -39,7 +39,7 @@ class OfflineAnswerer:
             folders = {ONLY_ADAPTER: own}
         if artifact.kind == "gated_adapters":
             folders = {folder.name: folder for folder in sorted(own.iterdir())}
-        chosen = plan(artifact, state, lambda: backbone)
+        chosen = plan(artifact, state, self.model, lambda _: backbone)
         return OfflineModel(chosen, BundledModel(scorer, bundle), attached(backbone, folders))
 
 
@@ -48,11 +48,11 @@ class OfflineModel:
     """A backbone: as it stands, with a memory, or with one of its adapters."""
 
     plan: Plan
-    deployed: BundledModel  # with a bundle where there is one
+    bundled: BundledModel  # the backbone, with a bundle if the artifact is one
     adapters: PeftModel | None = None  # around the backbone's model
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
-        with self._reached(with_artifact=False, adapter=None):
+        with self._using(with_artifact=False, adapter=None):
             asks = self.plan.asks(examples)
         texts = [ask.answer or "" for ask in asks]
         groups: dict[tuple[bool, str | None], list[int]] = defaultdict(list)
@@ -60,14 +60,14 @@ class OfflineModel:
             if ask.answer is None:
                 groups[ask.with_artifact, ask.adapter].append(row)
         for (with_artifact, adapter), rows in groups.items():
-            deployed = self.deployed if with_artifact else replace(self.deployed, bundle=None)
-            with self._reached(with_artifact, adapter):
-                found = deployed.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
-            for row, text in zip(rows, found, strict=True):
+            bundled = self.bundled if with_artifact else replace(self.bundled, bundle=None)
+            with self._using(with_artifact, adapter):
+                answers = bundled.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
+            for row, text in zip(rows, answers, strict=True):
                 texts[row] = text
         return texts
 
-    def _reached(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:
+    def _using(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:
         """Inside, the backbone runs with that adapter, or without any."""
         if self.adapters is None:
             return contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""What is asked of which model, for each kind of artifact.
+"""Which model gets which prompt, for each kind of artifact.
 
-Whatever a method needs at inference beside a model's forward passes (a gate's verdict, retrieved exemplars, a copied
-answer) happens here, so that every answerer only ever asks plain questions of a model.
+The rest of a method's inference (a gate's decision, retrieved exemplars, a copied answer) happens here, so that an
+answerer only sends plain questions to a model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.methods.gating import BATCH_SIZE, GATE, read_gate
+from benchmarks.continual.methods.gating import GATE, read_gate
 from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.prompt_replay import KEYS
+from benchmarks.continual.methods.query_keys import BATCH_SIZE, QueryKeyCache
 from benchmarks.continual.methods.rehearsal import number_that_fit
 from inducekv_vllm.gate import RelevanceGate
-from selector.backbone.extraction import extract_keys, extract_query_keys
+from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
@@ -30,12 +31,12 @@ from selector.data.examples import Example
 
 @dataclass(frozen=True)
 class Ask:
-    """One question, as a plan wants it put."""
+    """One question with its model and its prompt."""
 
-    example: Example  # its answer is not to be used
-    with_artifact: bool  # False: of the untouched model; True: of the artifact's model (bundle or adapter)
+    example: Example  # its answer must not be used
+    with_artifact: bool  # False: the untouched model; True: the artifact's model (bundle or adapter)
     exemplars: tuple[Example, ...] = ()  # stand before it as earlier turns of the conversation
-    answer: str | None = None  # already known: nothing is asked of any model
+    answer: str | None = None  # already known: no model is asked
     adapter: str | None = None  # with several adapters: the one of this folder below the artifact's path
 
     @property
@@ -69,36 +70,37 @@ def answer_turn(example: Example) -> dict[str, Any]:
 
 
 class Plan(Protocol):
-    """Turns questions into what is to be asked."""
+    """Turns questions into prompts, each for one model."""
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
         """One for each example, in their order."""
         ...
 
 
-def plan(artifact: Artifact, state: Path, load: Callable[[], Backbone]) -> Plan:
+def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Backbone] = Backbone.load) -> Plan:
     """How the artifact of the state folder `state` answers.
 
     Args:
-        load: gives the untouched model, where query keys are needed.
+        model: the folder of the untouched one.
+        load: called with `model` if keys of questions must be computed.
     """
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
         relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
-        return Gated(load(), relevance, one_for_each_task=artifact.kind == "gated_adapters")
+        return Gated(QueryKeyCache(model, load), relevance, one_for_each_task=artifact.kind == "gated_adapters")
     if artifact.kind == "exemplars":
         assert artifact.path is not None
         exemplars = AnchorStore(state / artifact.path).read()
-        return Shown(Scorer(load()), Neighbours.read(state / KEYS), tuple(exemplars))
+        return Shown(Scorer(load(model)), Neighbours.read(state / KEYS), tuple(exemplars))
     if artifact.kind == "copier":
         assert artifact.path is not None
-        return Copied(load(), Neighbours.read(state / artifact.path))
+        return Copied(load(model), Neighbours.read(state / artifact.path))
     return Plain(with_artifact=artifact.kind != "none")
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Every question goes as it is to the one model."""
+    """Every question goes to the one model as it is."""
 
     with_artifact: bool
 
@@ -108,14 +110,14 @@ class Plain:
 
 @dataclass(frozen=True)
 class Gated:
-    """Questions that the gate is open for go to the adapter, or to their task's own; all others to the model."""
+    """If the gate is open, a question goes to the adapter, or to that of its task; otherwise to the untouched model."""
 
-    backbone: Backbone
+    query_keys: QueryKeyCache
     gate: RelevanceGate
     one_for_each_task: bool
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
-        queries = extract_query_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, 2, d]
+        queries = self.query_keys.keys(examples)  # [n, 2, d]
         tasks = [self.gate.decide(query).task for query in queries.numpy()]
         return [
             Ask(example, with_artifact=task is not None, adapter=task if self.one_for_each_task else None)
@@ -147,7 +149,7 @@ class Shown:
         return [self._length(exemplar) for exemplar in self.exemplars]
 
     def _length(self, exemplar: Example) -> int:
-        """Of its prefix, as the model sees it, and of what the chat template writes from there to the next turn."""
+        """Of its prefix, as the model sees it, and of the chat template's text from there to the next turn."""
         tokenizer, question = self.scorer.backbone.processor.tokenizer, list(exemplar.messages)
         with_answer = [*question, answer_turn(exemplar)]
         ends = (
@@ -160,16 +162,16 @@ class Shown:
 
 @dataclass(frozen=True)
 class Copied:
-    """The answer of most of the nearest examples, of equally many that of the nearest; no model is asked."""
+    """The most common answer of the nearest examples, and of equally common ones the nearest; no model is asked."""
 
     backbone: Backbone
     neighbours: Neighbours
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
         queries = extract_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
-        found = [[self.neighbours.answers[row] for row in rows] for rows in self.neighbours.nearest(queries).tolist()]
-        # Of equal counts Counter gives the one that it met first, and the nearest come first.
+        nearest = [[self.neighbours.answers[row] for row in rows] for rows in self.neighbours.nearest(queries).tolist()]
+        # Of equal counts Counter returns the first one, and the nearest come first.
         return [
             Ask(example, with_artifact=False, answer=Counter(answers).most_common(1)[0][0])
-            for example, answers in zip(examples, found, strict=True)
+            for example, answers in zip(examples, nearest, strict=True)
         ]

@@ -1,7 +1,7 @@
-"""What explains a run's numbers: each module reads the folder of a finished run and measures one thing.
+"""What explains a run's numbers: each diagnostic reads the folder of a finished run and measures one thing.
 
     python -m benchmarks.continual.diagnostics NAME --out DIR [--method M] [--budget B] [--seed S ...]
 
-DIR is the folder of a `python -m benchmarks.continual run`; DIR/diagnostics/NAME.json and NAME.png are written.
-`framework` has what they share, and says what a diagnostic is.
+DIR is the folder of a `python -m benchmarks.continual run`; DIR/diagnostics/NAME.json and NAME.png are written. The
+table of all names is in `__main__`, the interface in `diagnostic`, statistics that several share in `statistics`.
 """

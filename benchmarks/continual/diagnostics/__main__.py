@@ -6,47 +6,80 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import cleandoc
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from benchmarks.continual.diagnostics import (
+    anchors,
+    calibration,
+    diversity,
+    forgetting,
+    gate,
+    memory_attention,
+    rounding,
+)
+from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
+from benchmarks.continual.diagnostics.diagnostic import Diagnostic
 from benchmarks.continual.diagnostics.drawing import png
-from benchmarks.continual.diagnostics.framework import Diagnostic, Finished, add_common_arguments, find_diagnostics
+from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
+from benchmarks.continual.diagnostics.speed import OperatingPoints, Pareto
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
-REQUIRED = ("diagnostic", "source", "says")
+DIAGNOSTICS: Mapping[str, Diagnostic] = MappingProxyType(
+    {
+        "ambiguity": Ambiguity(),
+        "anchors": anchors,
+        "calibration": calibration,
+        "diversity": diversity,
+        "forgetting": forgetting,
+        "gate": gate,
+        "hit_rate": HitRate(),
+        "memory_attention": memory_attention,
+        "operating_points": OperatingPoints(),
+        "order": Order(),
+        "pareto": Pareto(),
+        "rounding": rounding,
+        "seeds": Seeds(),
+        "sweeps": Sweeps(),
+    }
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    diagnostics = find_diagnostics()
-    options = _parser(diagnostics).parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        print(json.dumps(run(options, diagnostics[options.diagnostic])))
+        print(json.dumps(run(options)))
     except InduceKVError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-def run(options: argparse.Namespace, diagnostic: Diagnostic) -> dict[str, Any]:
-    """Measures, draws and writes; returns what is said, and where the files are."""
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures, plots and writes; returns the finding and the paths of the files."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
-    found = as_json(diagnostic.measure(Finished.read(options.out, options.model, options.data), options))
-    assert all(name in found for name in REQUIRED), f"{options.diagnostic} must give {', '.join(REQUIRED)}"
+    diagnostic = DIAGNOSTICS[options.diagnostic]
+    head = {"diagnostic": options.diagnostic, "source": diagnostic.SOURCE}
+    finished = Finished.read(options.out, options.model, options.data)
+    measured = as_json(head | diagnostic.measure(finished, options))
     path = options.out / "diagnostics" / f"{options.name or options.diagnostic}.json"
-    write(path, found, png(diagnostic.plot, found))
-    return {name: found[name] for name in REQUIRED} | {"files": [str(path), str(path.with_suffix(".png"))]}
+    write(path, measured, png(diagnostic.plot, measured))
+    return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}
 
 
-def write(path: Path, found: dict[str, Any], picture: bytes) -> None:
-    """The JSON last: where it is, its picture is too.
+def write(path: Path, measured: dict[str, Any], picture: bytes) -> None:
+    """Writes the JSON last: if it exists, so does its picture.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -54,38 +87,43 @@ def write(path: Path, found: dict[str, Any], picture: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".png"), picture)
-        replace_file(path, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+        replace_file(path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot write what was found: {error}") from error
+        raise ConfigError(f"{path}: cannot write the result: {error}") from error
 
 
 def as_json(value: Any) -> Any:
-    """As it is read back from JSON, numbers with six significant digits; what is not a finite number is None."""
+    """As read back from JSON, numbers with six significant digits; what is not a finite number is None."""
     if isinstance(value, dict):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(inner) for inner in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 
-def _parser(diagnostics: dict[str, Diagnostic]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Explains the numbers of a finished run.")
     commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="NAME")
-    for name, diagnostic in diagnostics.items():
-        text = diagnostic.__doc__ or ""
-        one = commands.add_parser(
+    for name, diagnostic in DIAGNOSTICS.items():
+        text = cleandoc(diagnostic.__doc__ or "").replace("%", "%%")
+        command = commands.add_parser(
             name,
-            help=text.partition("\n")[0].replace("%", "%%"),
-            description=text.replace("%", "%%"),
+            help=text.partition("\n")[0],
+            description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_common_arguments(one)
-        one.add_argument("--threads", type=int, default=0, help="of torch (default: its own choice)")
-        one.add_argument("--name", help="of the files that are written (default: the diagnostic's)")
-        if hasattr(diagnostic, "add_arguments"):
-            diagnostic.add_arguments(one)
+        add = command.add_argument
+        add("--out", type=Path, required=True, help="the folder of a finished run")
+        add("--method", default="refined", help="(default: %(default)s)")
+        add("--budget", type=int, help="(default: the method's only one)")
+        add("--seed", nargs="+", type=int, help="(default: all there are)")
+        add("--model", type=Path, help="the model of the run (default: where the run found it)")
+        add("--data", type=Path, help="the suite's data (default: where the run found them)")
+        add("--threads", type=int, default=0, help="of torch (default: its own choice)")
+        add("--name", help="of the files that are written (default: the diagnostic's)")
+        diagnostic.add_arguments(command)
     return parser
 
 

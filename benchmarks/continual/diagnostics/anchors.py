@@ -1,4 +1,4 @@
-"""Whether the loss on anchors stands for the loss on all that was asked before; and what anchors cost.
+"""How well the loss on anchors represents the loss on earlier tasks; and what anchors cost.
 
     python -m benchmarks.continual.diagnostics anchors --out DIR [--method M] [--budget B] [--held-out test]
 
@@ -6,14 +6,13 @@ For the memory after each task but the first, of every seed: the mean NLL of the
 tasks (A), and to as many held-out examples of the same tasks (H), none of which is an anchor. Each memory is one state.
 Over the states: Pearson's and Spearman's correlation, the mean absolute gap |A - H|, and it relative to H. The same
 over pairs of a memory and an earlier task. Nothing was trained on test questions, but the memory may have been on the
-examples that became anchors; `--held-out train` takes training examples that are no anchors, where nothing but the
+examples that became anchors; `--held-out train` takes training examples that are no anchors, so that nothing but the
 draw differs. A run keeps the memories of all tasks with `--keep-states all`; how many are gone is counted.
 
 Beside it, as in the paper's table "Anchor storage": how many anchors the last update used, their bytes, and those of
 the memory.
 
-Sources: the paper's sections "Empirical Validation of Anchor Representativeness" and "Anchor Protocol and
-Replay-Matched Controls".
+Also from the paper's section "Anchor Protocol and Replay-Matched Controls".
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.correlation import correlation
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.diagnostics.statistics import correlation
 from benchmarks.continual.methods.rehearsal import ANCHORS
+from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
@@ -51,8 +50,8 @@ Pair = tuple[float, float]  # mean NLL on anchors, and on held-out examples
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Examples with the query keys they retrieve by."""
+class Questions:
+    """Examples with their query keys."""
 
     examples: Sequence[Example]
     query_keys: Tensor  # [n, 2, d] float32
@@ -76,9 +75,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     by_memory = agreement([_mean(state["by_task"].values()) for state in states])
     by_task = agreement([pair for state in states for pair in state["by_task"].values()])
     return {
-        "diagnostic": "anchors",
-        "source": SOURCE,
-        "says": _says(runs[0], options.held_out, by_memory, by_task),
+        "finding": _finding(runs[0], options.held_out, by_memory, by_task),
         "method": runs[0].method,
         "budget": runs[0].budget,
         "held_out": options.held_out,
@@ -91,10 +88,10 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 
 def agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How well the first of two losses stands for the second.
+    """How well the first of two losses represents the second.
 
-    Correlations are None below three pairs, and where one of the two never changes. The signed gap is the first less
-    the second, the relative one divides by the second.
+    Correlations are None below three pairs, and if one of the two is constant. The signed gap is the first loss less
+    the second; the relative gap divides by the second.
     """
     anchors, held_out = np.array(pairs, np.float64).T  # [states] each
     gaps = anchors - held_out
@@ -134,24 +131,24 @@ def storage(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
 
 def remembered(run: FinishedRun) -> list[int]:
-    """The tasks but the first whose memory is still there: a run keeps only the last unless it is told otherwise."""
+    """The tasks but the first whose memory was kept; by default a run keeps only the last one."""
     return [number for number in range(1, len(run.order)) if run.state(number).exists()]
 
 
-def plot(found: dict[str, Any]) -> Figure:
+def plot(measured: dict[str, Any]) -> Figure:
     figure = blank(3.6)
     axes = figure.add_subplot()
-    tasks = list(dict.fromkeys(task for state in found["states"] for task in state["by_task"]))
+    tasks = list(dict.fromkeys(task for state in measured["states"] for task in state["by_task"]))
     for number, task in enumerate(tasks):
-        pairs = [state["by_task"][task] for state in found["states"] if task in state["by_task"]]
+        pairs = [state["by_task"][task] for state in measured["states"] if task in state["by_task"]]
         marker, colour = MARKERS[number // len(COLOURS) % len(MARKERS)], COLOURS[number % len(COLOURS)]
         axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=5, alpha=0.6, label=task)
-    means = [_mean(state["by_task"].values()) for state in found["states"]]
+    means = [_mean(state["by_task"].values()) for state in measured["states"]]
     axes.plot(*zip(*means, strict=True), "*", color="black", markersize=9, label="mean of a memory")
-    everything = [value for state in found["states"] for pair in state["by_task"].values() for value in pair]
+    everything = [value for state in measured["states"] for pair in state["by_task"].values() for value in pair]
     limits = [min(everything), max(everything)]
     axes.plot(limits, limits, ":", color="black", linewidth=1)
-    axes.set(xlabel="NLL on anchors", ylabel=f"NLL on held-out examples ({found['held_out']})")
+    axes.set(xlabel="NLL on anchors", ylabel=f"NLL on held-out examples ({measured['held_out']})")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -160,23 +157,23 @@ def _states(finished: Finished, run: FinishedRun, split: str, questions: int | N
     """Of one run: for the memory after each task but the first, (anchor NLL, held-out NLL) by earlier task."""
     if not remembered(run):
         return []
-    anchors, held_out = _asked(finished, run, split, questions)
+    anchors, held_out = _questions(finished, run, split, questions)
     scorer = Scorer(finished.backbone, batch_size=BATCH_SIZE)
     states = []
     for number in remembered(run):
-        deployed = BundledModel(scorer, run.bundle(number))
+        bundled = BundledModel(scorer, run.bundle(number))
         with tiled_attention(finished.backbone):
             pairs = {
-                task: tuple(deployed.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
+                task: tuple(bundled.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
                 for task in run.order[:number]
             }
         states.append({"seed": run.seed, "after": run.order[number], "by_task": pairs})
     return states
 
 
-def _asked(
+def _questions(
     finished: Finished, run: FinishedRun, split: str, questions: int | None
-) -> tuple[dict[str, Asked], dict[str, Asked]]:
+) -> tuple[dict[str, Questions], dict[str, Questions]]:
     """Anchors and held-out examples of all tasks but the last, by task."""
     stored = AnchorStore(run.state() / ANCHORS).read()
     anchors, held_out = {}, {}
@@ -188,7 +185,7 @@ def _asked(
         if not others:
             raise ConfigError(f"the {split} split of {task.name} holds nothing but anchors")
         anchors[task.name], held_out[task.name] = (
-            Asked(examples, extract_query_keys(finished.backbone, examples, batch_size=BATCH_SIZE))
+            Questions(examples, extract_query_keys(finished.backbone, examples, batch_size=BATCH_SIZE))
             for examples in (mine, others)
         )
     return anchors, held_out
@@ -203,16 +200,16 @@ def _mean(pairs: Iterable[Sequence[float]]) -> Pair:
     return statistics.mean(anchors), statistics.mean(held_out)
 
 
-def _says(run: FinishedRun, split: str, by_memory: Mapping[str, Any], by_task: Mapping[str, Any]) -> str:
-    def told(found: Mapping[str, Any]) -> str:
-        if found["pearson"] is None:
+def _finding(run: FinishedRun, split: str, by_memory: Mapping[str, Any], by_task: Mapping[str, Any]) -> str:
+    def describe(agreed: Mapping[str, Any]) -> str:
+        if agreed["pearson"] is None:
             return "no correlation can be given"
-        return f"Pearson {found['pearson']:.2f}, Spearman {found['spearman']:.2f}"
+        return f"Pearson {agreed['pearson']:.2f}, Spearman {agreed['spearman']:.2f}"
 
     relative = "" if by_memory["relative_gap"] is None else f" ({by_memory['relative_gap']:.1%})"
     return (
         f"Over {by_memory['states']} memories of {run.method}, NLL on anchors and on held-out {split} examples of "
-        f"earlier tasks: {told(by_memory)}, mean gap (anchors less held-out) {by_memory['mean_gap']:+.3f}, "
+        f"earlier tasks: {describe(by_memory)}, mean gap (anchors less held-out) {by_memory['mean_gap']:+.3f}, "
         f"mean absolute gap {by_memory['mean_absolute_gap']:.3f}{relative}; over "
-        f"{by_task['states']} pairs of a memory and a task: {told(by_task)}."
+        f"{by_task['states']} pairs of a memory and a task: {describe(by_task)}."
     )

@@ -1,8 +1,8 @@
 """What the calibration becomes over the stream, and what it gains over a fixed one.
 
 After each task: the temperature tau_t, the mean value gate and the mean layer bias of the memory, as means over the
-seeds. Where the run has a method that differs in nothing but a fixed calibration (tau 0.07, gates 0.5), also the gain
-over it, task by task: in the accuracy on a task after it was learned (a[t, t]), and after the last task (a[T, t]).
+seeds. If the run has a method that differs only in a fixed calibration (tau 0.07, gates 0.5), also the gain over it,
+task by task: in the accuracy on a task after it was learned (a[t, t]), and after the last task (a[T, t]).
 
 Correlations, over the tasks, are between the first of these gains and two proxies of retention: the loss on anchors at
 the end of the task's training (None for the first task, which has no anchors), and how much of the task is forgotten in
@@ -20,11 +20,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.correlation import correlation
-from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
+from benchmarks.continual.diagnostics.drawing import blank, name_ticks
+from benchmarks.continual.diagnostics.statistics import correlation
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 
+SOURCE = "Calibration-dynamics protocol"
 PROXIES = {"anchor_loss": "the loss on anchors", "forgotten": "what is forgotten"}
 
 
@@ -41,13 +43,9 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         trace |= _means([gains(run, finished.counterpart(run, options.fixed)) for run in runs])
         correlations = {proxy: correlation(trace["gain"], trace[proxy]) for proxy in PROXIES}
     return {
-        "diagnostic": "calibration",
-        "source": "Calibration-dynamics protocol",
-        "says": _said(runs[0].order, trace, correlations, options.fixed),
-        "method": runs[0].method,
+        "finding": _finding(runs[0].order, trace, correlations, options.fixed),
+        **describe_runs(runs),
         "fixed": options.fixed if correlations else None,
-        "budget": runs[0].budget,
-        "seeds": [run.seed for run in runs],
         "tasks": runs[0].order,
         "trace": trace,
         "correlations": correlations,
@@ -56,12 +54,12 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 def traced(run: FinishedRun) -> dict[str, list[float]]:
     """One run's numbers after each of T tasks, by name, [T] each."""
-    found = [calibration(run, number) for number in range(len(run.order))]
+    after_tasks = [calibration(run, number) for number in range(len(run.order))]
     a = run.accuracy
     return {
-        "temperature": [one["temperature"] for one in found],
-        "value_gate": [float(np.mean(one["value_gates"])) for one in found],
-        "layer_bias": [float(np.mean(one["layer_bias"])) for one in found],
+        "temperature": [row["temperature"] for row in after_tasks],
+        "value_gate": [float(np.mean(row["value_gates"])) for row in after_tasks],
+        "layer_bias": [float(np.mean(row["layer_bias"])) for row in after_tasks],
         "anchor_loss": [anchor_loss(report) for report in run.matrix["reports"]],
         "forgotten": [*(float(a[t:, t].max() - a[-1, t]) for t in range(len(a) - 1)), math.nan],
     }
@@ -94,11 +92,11 @@ def gains(run: FinishedRun, fixed: FinishedRun) -> dict[str, list[float]]:
 
 
 def _means(of_runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Over the runs, by name; NaN where one of them has none."""
-    return {name: np.mean([one[name] for one in of_runs], axis=0).tolist() for name in of_runs[0]}
+    """Over the runs, by name; NaN if any of them is."""
+    return {name: np.mean([of_run[name] for of_run in of_runs], axis=0).tolist() for name in of_runs[0]}
 
 
-def _said(
+def _finding(
     tasks: Sequence[str], trace: Mapping[str, Sequence[float]], correlations: dict[str, Any] | None, fixed: str
 ) -> str:
     moved = "; ".join(
@@ -108,27 +106,27 @@ def _said(
     if correlations is None:
         return f"Over the stream {moved}; what that gains is not known, the run has no finished {fixed}."
     best = int(np.argmax(trace["gain"]))
-    known = [
-        f"{PROXIES[proxy]} (Spearman {one['spearman']:+.2f})"
-        for proxy, one in correlations.items()
-        if one["spearman"] is not None
+    defined = [
+        f"{PROXIES[proxy]} (Spearman {row['spearman']:+.2f})"
+        for proxy, row in correlations.items()
+        if row["spearman"] is not None
     ]
-    related = f"; over the tasks it goes with {' and '.join(known)}" if known else ""
+    related = f"; over the tasks it goes with {' and '.join(defined)}" if defined else ""
     return (
         f"Over the stream {moved}; over {fixed} a task gains {np.mean(trace['gain']):+.3f} on average when it is "
         f"learned, most {tasks[best]} ({trace['gain'][best]:+.3f}){related}."
     )
 
 
-def plot(found: dict[str, Any]) -> Figure:
-    panels = 2 if found["fixed"] else 1
+def plot(measured: dict[str, Any]) -> Figure:
+    panels = 2 if measured["fixed"] else 1
     figure = blank(0.8 + 2 * panels)
     panel, *below = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    _draw_trace(panel, found["trace"])
+    _draw_trace(panel, measured["trace"])
     for axes in below:
-        _draw_gains(axes, found["trace"])
-        axes.set_ylabel(f"gain over {found['fixed']}")
-    panel.set_xticks(range(len(found["tasks"])), found["tasks"], rotation=45, ha="right", rotation_mode="anchor")
+        _draw_gains(axes, measured["trace"])
+        axes.set_ylabel(f"gain over {measured['fixed']}")
+    name_ticks(panel, measured["tasks"])
     figure.legend(frameon=False, ncols=4, loc="outside upper left", fontsize=8)
     return figure
 

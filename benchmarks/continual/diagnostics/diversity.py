@@ -1,12 +1,12 @@
 """How alike the keys of a memory are, beside a memory selected without the coverage term, and random entries.
 
-Three rules choose entries after each task: the method's own selection; the same with gamma = 0, where the run has that
-method, in its own stream; and as many entries drawn at random from the pool that the method had. Of each set all
+Three rules choose entries after each task: the method's own selection; the same with gamma = 0, if the run has that
+method, in its own stream; and as many entries drawn at random from the method's pool. Of each set all
 pairwise cosines (paper, Eq. selected_pairwise_cosine) and log det(C + 1e-3 I) of its keys projected to 256 dimensions
 (Eq. logdet_cov_eval): the higher, the more diverse.
 
-The pool is the previous memory and the task's training examples. Only states that the run has kept can be looked at;
-where the one before is gone, the pool is the training examples of all tasks by then.
+The pool is the previous memory and the task's training examples. Only states that the run has kept are measured; if
+the previous one is gone, the pool is the training examples of all tasks so far.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
+from benchmarks.continual.diagnostics.drawing import blank, name_ticks
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.backbone.extraction import extract_keys
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 from selector.update.measures import diversity, pairwise_cosines
 
+SOURCE = "Inducing-set diversity protocol"
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
 LABELS = {SELECTED: "as selected", WITHOUT_COVERAGE: "gamma = 0", RANDOM: "random"}
 DRAWS = 10  # random sets of each pool
@@ -51,28 +53,27 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     runs, other = finished.chosen(options), options.without_coverage
     pools = Pools(finished)
-    sets = [one for run in runs for one in selected_and_random(run, pools)]
+    sets = [chosen for run in runs for chosen in selected_and_random(run, pools)]
     if finished.has(other):
         sets += [
-            Chosen(WITHOUT_COVERAGE, one.task, one.keys, one.pool)
+            Chosen(WITHOUT_COVERAGE, chosen.task, chosen.keys, chosen.pool)
             for run in runs
-            for one in selected_and_random(finished.counterpart(run, other), pools)
-            if one.rule == SELECTED
+            for chosen in selected_and_random(finished.counterpart(run, other), pools)
+            if chosen.rule == SELECTED
         ]
-    rules = {rule: summary([one for one in sets if one.rule == rule]) for rule in LABELS}
+    rules = {rule: summary([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
     return {
-        "diagnostic": "diversity",
-        "source": "Inducing-set diversity protocol",
-        "says": _said({rule: one for rule, one in rules.items() if one["sets"]}),
-        "method": runs[0].method,
+        "finding": _finding({rule: row for rule, row in rules.items() if row["sets"]}),
+        **describe_runs(runs),
         "without_coverage": other if finished.has(other) else None,
-        "budget": runs[0].budget,
-        "seeds": [run.seed for run in runs],
         "rules": rules,
         "tasks": [
             {"task": task}
-            | {rule: brief([one for one in sets if (one.rule, one.task) == (rule, task)]) for rule in LABELS}
-            for task in dict.fromkeys(one.task for one in sets)
+            | {
+                rule: means([chosen for chosen in sets if (chosen.rule, chosen.task) == (rule, task)])
+                for rule in LABELS
+            }
+            for task in dict.fromkeys(chosen.task for chosen in sets)
         ],
     }
 
@@ -103,46 +104,46 @@ class Pools:
 
 def selected_and_random(run: FinishedRun, pools: Pools) -> list[Chosen]:
     """The memory after each task whose state was kept, and random sets of its size from its pool."""
-    found = []
+    sets = []
     for number, task in enumerate(run.order):
         if not run.state(number).exists():
             continue
         keys, pool = run.bundle(number).retrieval_keys.float(), pools.pool(run, number)
-        found.append(Chosen(SELECTED, task, keys, len(pool)))
+        sets.append(Chosen(SELECTED, task, keys, len(pool)))
         rng = np.random.default_rng((run.seed, number))
         for _ in range(DRAWS):
             rows = np.sort(rng.choice(len(pool), min(len(keys), len(pool)), replace=False))
-            found.append(Chosen(RANDOM, task, pool[torch.from_numpy(rows)], len(pool)))
-    return found
+            sets.append(Chosen(RANDOM, task, pool[torch.from_numpy(rows)], len(pool)))
+    return sets
 
 
-def brief(sets: Sequence[Chosen]) -> dict[str, Any]:
-    """Means over sets; None where there is none, and for cosines where every set is a single entry."""
-    logdets = [diversity(one.keys)["logdet"] for one in sets]
-    cosines = [float(pairwise_cosines(one.keys).mean()) for one in sets if len(one.keys) > 1]
+def means(sets: Sequence[Chosen]) -> dict[str, Any]:
+    """Means over sets; None without sets, and for cosines if every set is a single entry."""
+    logdets = [diversity(chosen.keys)["logdet"] for chosen in sets]
+    cosines = [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1]
     return {
         "sets": len(sets),
-        "entries": float(np.mean([len(one.keys) for one in sets])) if sets else None,
-        "pool": float(np.mean([one.pool for one in sets])) if sets else None,
+        "entries": float(np.mean([len(chosen.keys) for chosen in sets])) if sets else None,
+        "pool": float(np.mean([chosen.pool for chosen in sets])) if sets else None,
         "logdet": float(np.mean(logdets)) if sets else None,
         "cosine": float(np.mean(cosines)) if cosines else None,
     }
 
 
 def summary(sets: Sequence[Chosen]) -> dict[str, Any]:
-    """The same, and the distribution of all cosines of all sets."""
-    pairs = np.concatenate([np.empty(0), *(pairwise_cosines(one.keys) for one in sets)])
+    """The same means, and the distribution of all cosines of all sets."""
+    pairs = np.concatenate([np.empty(0), *(pairwise_cosines(chosen.keys) for chosen in sets)])
     levels = np.linspace(0, 1, QUANTILES)
-    return brief(sets) | {
+    return means(sets) | {
         "pairs": len(pairs),
         "cosine_quantiles": np.quantile(pairs, levels).tolist() if len(pairs) else [],
     }
 
 
-def _said(rules: dict[str, dict[str, Any]]) -> str:
+def _finding(rules: dict[str, dict[str, Any]]) -> str:
     def listed(name: str, digits: str) -> str:
-        shown = [(rule, one[name]) for rule, one in rules.items() if one[name] is not None]
-        return ", ".join(f"{value:{digits}} {LABELS[rule]}" for rule, value in shown) or "unknown"
+        values = [(rule, row[name]) for rule, row in rules.items() if row[name] is not None]
+        return ", ".join(f"{value:{digits}} {LABELS[rule]}" for rule, value in values) or "unknown"
 
     return (
         f"Within a memory the mean cosine of two keys is {listed('cosine', '.3f')} (lower is more diverse), and the "
@@ -150,26 +151,26 @@ def _said(rules: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def plot(found: dict[str, Any]) -> Figure:
+def plot(measured: dict[str, Any]) -> Figure:
     figure = blank(3.6)
     violins, by_task = figure.subplots(1, 2)
-    drawn = {rule: one for rule, one in found["rules"].items() if one["cosine_quantiles"]}
+    drawn = {rule: row for rule, row in measured["rules"].items() if row["cosine_quantiles"]}
     if drawn:
-        bodies = violins.violinplot([one["cosine_quantiles"] for one in drawn.values()], showmedians=True)["bodies"]
+        bodies = violins.violinplot([row["cosine_quantiles"] for row in drawn.values()], showmedians=True)["bodies"]
         for body, colour, hatch in zip(bodies, COLOURS, HATCHES, strict=False):
             body.set(facecolor=colour, hatch=hatch, alpha=0.5)
         diamonds = violins.twinx()
-        diamonds.plot(range(1, 1 + len(drawn)), [one["logdet"] for one in drawn.values()], "D", color="black")
+        diamonds.plot(range(1, 1 + len(drawn)), [row["logdet"] for row in drawn.values()], "D", color="black")
         diamonds.set(ylabel="mean log det (diamonds)")
         diamonds.grid(False)
     violins.set_xticks(range(1, 1 + len(drawn)), [LABELS[rule] for rule in drawn])
     violins.set(ylabel="cosine of two keys of a memory")
-    names = [row["task"] for row in found["tasks"]]
+    names = [row["task"] for row in measured["tasks"]]
     for (rule, label), colour, stroke in zip(LABELS.items(), COLOURS, STROKES, strict=False):
-        logdets = finite([row[rule]["logdet"] for row in found["tasks"]])
-        if found["rules"][rule]["sets"]:
+        logdets = finite([row[rule]["logdet"] for row in measured["tasks"]])
+        if measured["rules"][rule]["sets"]:
             by_task.plot(range(len(names)), logdets, stroke, marker="o", markersize=3, color=colour, label=label)
-    by_task.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    name_ticks(by_task, names)
     by_task.set(xlabel="after task", ylabel="log det of coverage")
     by_task.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure

@@ -20,12 +20,17 @@ def blank(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def png(plot: Callable[[dict[str, Any]], Figure], found: dict[str, Any]) -> bytes:
-    """What a `plot` draws: the same numbers give the same bytes, with every version of matplotlib its own."""
+def png(plot: Callable[[dict[str, Any]], Figure], measured: dict[str, Any]) -> bytes:
+    """The figure of `plot`: the same numbers give the same bytes, with every version of matplotlib its own."""
     data = io.BytesIO()
     with style():
-        plot(found).savefig(data, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+        plot(measured).savefig(data, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     return data.getvalue()
+
+
+def name_ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Names along the x axis, one for each of the places 0, 1, ..., slanted."""
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
 
 
 def heatmap(
@@ -50,7 +55,7 @@ def heatmap(
         if not np.isnan(value):
             colour = "white" if value < (low + high) / 2 else "black"
             axes.text(column, row, format(value, digits), ha="center", va="center", color=colour, fontsize=7)
-    axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
+    name_ticks(axes, columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.grid(False)
     figure = axes.get_figure()

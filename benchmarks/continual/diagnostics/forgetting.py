@@ -1,4 +1,4 @@
-"""What is kept of each task while others are learned, and of what the model could do before.
+"""How much of each task, and of the base questions, is forgotten while others are learned.
 
 The accuracy matrix a[i, t] of the chosen method, and over the stream, for every method with the same budget: the mean
 accuracy on the tasks seen so far, and the accuracy on the base questions. Means over the seeds.
@@ -6,46 +6,44 @@ accuracy on the tasks seen so far, and the accuracy on the base questions. Means
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.drawing import blank, heatmap
-from benchmarks.continual.diagnostics.framework import UNTOUCHED, Finished, FinishedRun
-from benchmarks.continual.metrics import average_forgetting, standard_error
+from benchmarks.continual.comparison import UNTOUCHED
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
+from benchmarks.continual.diagnostics.drawing import blank, heatmap, name_ticks
+from benchmarks.continual.diagnostics.statistics import Group, mean_and_error
+from benchmarks.continual.metrics import average_forgetting
+from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, STROKES, finite
 
+SOURCE = "Metrics and Continual Learning Scores"
 MARKERS = "os^v"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    pass
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     runs = finished.chosen(options)
-    of_methods = {
-        method: comparable
-        for method in sorted({run.method for run in finished.complete})
-        if (comparable := [run for run in finished.complete if run.method == method and is_comparable(run, runs[0])])
-    }
-    methods = {method: over_the_stream(of_method) for method, of_method in of_methods.items()}
+    groups: dict[str, Group] = {}
+    for run in sorted(finished.complete, key=lambda run: run.method):
+        if run.method == UNTOUCHED or run.budget == runs[0].budget:  # the untouched model has no budget
+            groups.setdefault(run.method, []).append(run)
+    methods = {method: over_the_stream(group) for method, group in groups.items()}
     methods[runs[0].method] = over_the_stream(runs)
     return {
-        "diagnostic": "forgetting",
-        "source": "Metrics and Continual Learning Scores",
-        "says": _said(runs, methods),
-        "method": runs[0].method,
-        "budget": runs[0].budget,
-        "seeds": [run.seed for run in runs],
+        "finding": _finding(runs, methods),
+        **describe_runs(runs),
         "tasks": runs[0].order,
         "matrix": np.mean([run.accuracy for run in runs], axis=0).tolist(),
         "methods": methods,
     }
-
-
-def is_comparable(run: FinishedRun, chosen: FinishedRun) -> bool:
-    """Whether a run has the chosen one's budget; the untouched model has none."""
-    return run.method == UNTOUCHED or run.budget == chosen.budget
 
 
 def over_the_stream(runs: Sequence[FinishedRun]) -> dict[str, Any]:
@@ -59,15 +57,12 @@ def over_the_stream(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     }
 
 
-def _mean_and_error(of_runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    after_tasks = list(zip(*of_runs, strict=True))  # [T] of the runs' values
-    return {
-        "mean": [float(np.mean(values)) for values in after_tasks],
-        "standard_error": [standard_error(values) for values in after_tasks],
-    }
+def _mean_and_error(of_runs: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
+    after_tasks = [mean_and_error(values) for values in zip(*of_runs, strict=True)]  # [T]
+    return {name: [row[name] for row in after_tasks] for name in ("mean", "standard_error")}
 
 
-def _said(runs: Sequence[FinishedRun], methods: dict[str, Any]) -> str:
+def _finding(runs: Sequence[FinishedRun], methods: dict[str, Any]) -> str:
     mine = methods[runs[0].method]
     base = mine["base"]["mean"]
     before = f" (untouched: {methods[UNTOUCHED]['base']['mean'][-1]:.3f})" if UNTOUCHED in methods else ""
@@ -77,13 +72,13 @@ def _said(runs: Sequence[FinishedRun], methods: dict[str, Any]) -> str:
     )
 
 
-def plot(found: dict[str, Any]) -> Figure:
-    methods, tasks = found["methods"], found["tasks"]
+def plot(measured: dict[str, Any]) -> Figure:
+    methods, tasks = measured["methods"], measured["tasks"]
     heights = [1.6 + 0.3 * len(tasks), max(3.2, 0.6 + 0.19 * len(methods))]  # inches
     figure = blank(sum(heights))
     matrix, lines = figure.subfigures(2, 1, height_ratios=heights)
     axes = matrix.subplots()
-    heatmap(axes, found["matrix"], tasks, tasks, f"accuracy of {found['method']}", limits=(0, 1))
+    heatmap(axes, measured["matrix"], tasks, tasks, f"accuracy of {measured['method']}", limits=(0, 1))
     axes.set(xlabel="asked about", ylabel="after learning")
     panels = lines.subplots(1, 2)
     labels = (("seen", "accuracy on tasks seen so far"), ("base", "accuracy on base questions"))
@@ -98,11 +93,11 @@ def plot(found: dict[str, Any]) -> Figure:
                 linestyle=stroke,
                 marker=marker,
                 markersize=3,
-                linewidth=2.2 if method == found["method"] else 1.0,
+                linewidth=2.2 if method == measured["method"] else 1.0,
                 capsize=2,
                 label=method if name == "base" else None,
             )
-        axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor")
+        name_ticks(axes, tasks)
         axes.set(ylabel=label, xlabel="after learning", ylim=(-0.02, 1.02))
     lines.legend(frameon=False, fontsize=8, loc="outside right center")
     return figure

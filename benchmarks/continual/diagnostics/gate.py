@@ -7,16 +7,23 @@ the share that is sent to the task's own entries; of the base's, the share that 
 from __future__ import annotations
 
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.framework import Finished
+from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import openings
 from selector.report.plots import COLOURS, HATCHES
+
+SOURCE = "design: the relevance gate of the refined recipe; not in the paper"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    pass
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
@@ -32,28 +39,24 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     opened[suite.base.name].pop("own_task")
     worst = min(suite.tasks, key=lambda task: opened[task.name]["own_task"])
     return {
-        "diagnostic": "gate",
-        "source": "design: the relevance gate of the refined recipe; not in the paper",
-        "says": f"The gate sends {opened[worst.name]['own_task']:.1%} or more of each task's questions to the task's "
-        f"own entries (least for {worst.name}), and opens for {opened[suite.base.name]['opened']:.1%} of base "
+        "finding": f"The gate sends {opened[worst.name]['own_task']:.1%} or more of each task's questions to the "
+        f"task's own entries (least for {worst.name}), and opens for {opened[suite.base.name]['opened']:.1%} of base "
         "questions.",
-        "method": runs[0].method,
-        "budget": runs[0].budget,
-        "seeds": [run.seed for run in runs],
+        **describe_runs(runs),
         "opened": opened,
     }
 
 
-def plot(found: dict[str, Any]) -> Figure:
+def plot(measured: dict[str, Any]) -> Figure:
     figure = blank(3.2)
     axes = figure.add_subplot()
     labels = {"opened": "gets memory", "own_task": "gets its own task's entries"}
     for number, (name, label) in enumerate(labels.items()):
-        places = [place + 0.4 * (number - 0.5) for place in range(len(found["opened"]))]
-        shares = [share.get(name, 0.0) for share in found["opened"].values()]
+        places = [place + 0.4 * (number - 0.5) for place in range(len(measured["opened"]))]
+        shares = [share.get(name, 0.0) for share in measured["opened"].values()]
         drawn = axes.bar(places, shares, 0.4, color=COLOURS[number], hatch=HATCHES[number], edgecolor="white")
         drawn.set_label(label)
-    axes.set_xticks(range(len(found["opened"])), list(found["opened"]))
+    axes.set_xticks(range(len(measured["opened"])), list(measured["opened"]))
     axes.set(ylabel="share of questions", ylim=(0, 1))
     axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure

@@ -5,7 +5,7 @@ After the last task, for each task's questions, layer l and request (paper, Eq. 
     rho_l = 1/H sum_h (sum_q sum_{k in memory} Attn[h, q, k]) / (sum_q sum_k Attn[h, q, k])
 
 Queries q are the positions that ran: the prompt and the answer that the run recorded, given to the model in one pass.
-Where a relevance gate is closed there is no memory, and rho is 0. A task's gain is its accuracy less that without
+If a relevance gate is closed there is no memory, and rho is 0. A task's gain is its accuracy less that without
 memory, and its normalised gain lies between 0 and 1 (Eq. normalized_task_gain). Means over the seeds.
 """
 
@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
 from selector.backbone.generation import score
@@ -37,6 +38,7 @@ from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import attend_tiled
 from selector.data.examples import Example
 
+SOURCE = "Memory-attention utilization protocol"
 RECORDING = "inducekv_recording"
 BATCH_SIZE = 32
 DELTA = 1e-8  # of Eq. normalized_task_gain
@@ -62,31 +64,27 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     for row, value in zip(rows, [*normalised, None], strict=True):  # the base questions are no task of the stream
         row["normalised_gain"] = value
     return {
-        "diagnostic": "memory_attention",
-        "source": "Memory-attention utilization protocol",
-        "says": _said(rows),
-        "method": runs[0].method,
-        "budget": runs[0].budget,
-        "seeds": [run.seed for run in runs],
+        "finding": _finding(rows),
+        **describe_runs(runs),
         "questions": {task.name: len(task.test[: options.limit]) for task in (*suite.tasks, suite.base)},
         "rows": rows,
     }
 
 
-def plot(found: dict[str, Any]) -> Figure:
-    figure = blank(1.8 + 0.32 * len(found["rows"]))
-    masses, gains = figure.subplots(1, 2, width_ratios=[len(found["rows"][0]["mass"]), 1])
-    names = [f"{row['task']} ({row['gain']:+.2f})" for row in found["rows"]]
-    layers = [str(layer) for layer in range(len(found["rows"][0]["mass"]))]
-    heatmap(masses, [row["mass"] for row in found["rows"]], names, layers, "share of attention on memory")
+def plot(measured: dict[str, Any]) -> Figure:
+    figure = blank(1.8 + 0.32 * len(measured["rows"]))
+    masses, gains = figure.subplots(1, 2, width_ratios=[len(measured["rows"][0]["mass"]), 1])
+    names = [f"{row['task']} ({row['gain']:+.2f})" for row in measured["rows"]]
+    layers = [str(layer) for layer in range(len(measured["rows"][0]["mass"]))]
+    heatmap(masses, [row["mass"] for row in measured["rows"]], names, layers, "share of attention on memory")
     masses.set(xlabel="layer", ylabel="task (gain over no memory)")
-    values = [[row["normalised_gain"]] for row in found["rows"]]
+    values = [[row["normalised_gain"]] for row in measured["rows"]]
     heatmap(gains, values, [""] * len(names), ["gain"], limits=(0, 1))
     gains.set_xlabel("normalised")
     return figure
 
 
-def _said(rows: Sequence[dict[str, Any]]) -> str:
+def _finding(rows: Sequence[dict[str, Any]]) -> str:
     tasks, base = rows[:-1], rows[-1]
     by_layer = np.mean([row["mass"] for row in tasks], axis=0)
     lowest, highest = by_layer.argmin(), by_layer.argmax()
@@ -104,8 +102,8 @@ def gain(finished: Finished, run: FinishedRun, task: str) -> float:
 
 
 def normalise(gains: Sequence[float]) -> list[float]:
-    """From 0 for the smallest to 1 for the largest; all 0 where they are equal (Eq. normalized_task_gain)."""
-    return [(one - min(gains)) / (max(gains) - min(gains) + DELTA) for one in gains]
+    """From 0 for the smallest to 1 for the largest; all 0 if they are equal (Eq. normalized_task_gain)."""
+    return [(gain - min(gains)) / (max(gains) - min(gains) + DELTA) for gain in gains]
 
 
 def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: int) -> np.ndarray:
@@ -124,7 +122,7 @@ def memory_masses(
     answers: Sequence[str],
     query_keys: Tensor,
 ) -> Tensor:
-    """rho of every request and layer: [n, L] float64, 0 where the gate is closed.
+    """rho of every request and layer: [n, L] float64, 0 if the gate is closed.
 
     Args:
         answers: what the model answered with this memory, [n].
@@ -132,7 +130,7 @@ def memory_masses(
     """
     scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
     opened, log_prior = routing(bundle, query_keys)
-    found = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
+    masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
     tokenizer = backbone.processor.tokenizer
     with_memory = opened.nonzero()[:, 0].tolist()
     for rows in (with_memory[at : at + BATCH_SIZE] for at in range(0, len(with_memory), BATCH_SIZE)):
@@ -143,8 +141,8 @@ def memory_masses(
             score(backbone, prompts, tokens, memory, terms)
         for row, prompt, answer, mass in zip(rows, prompts, tokens, torch.stack(masses, dim=1), strict=True):
             length = prompt["input_ids"].shape[1] + len(answer)  # what follows is padding
-            found[row] = mass[:, :length].double().mean(dim=(1, 2)).cpu()
-    return found
+            masses_by_row[row] = mass[:, :length].double().mean(dim=(1, 2)).cpu()
+    return masses_by_row
 
 
 @contextmanager

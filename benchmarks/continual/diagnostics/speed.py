@@ -1,124 +1,56 @@
-"""How fast what methods have made answers, on the server that users run.
-
-Every artifact is loaded into servers of the run's model (`benchmarks.continual.serving`, compiled as by default, which
-the benchmark's own answers are not), and asked its tasks' test questions in streamed requests of a fixed number of
-generated tokens (`benchmarks.serving.load`). Methods take turns in every round, so that a busy machine slows all of
-them alike; one round warms up and is dropped. No question is asked twice, so that neither prefix nor picture caches
-help anyone, and every method gets as many questions of each task as the others. What a method works out in the client
-before it asks (a gate's verdict, which exemplars to show) is not in the times; rows of such methods say so.
-"""
+"""Speed against accuracy: over the methods (the Pareto front), and over the budgets of one method."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from statistics import mean, median
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean
 from typing import Any
 
-from benchmarks.chat import messages_of
-from benchmarks.continual.answering import Ask
-from benchmarks.continual.answering.endpoint import LOADS, EndpointFailed
-from benchmarks.continual.answering.http import Endpoints, HttpAnswerer, Served
-from benchmarks.continual.diagnostics.framework import Finished, FinishedRun
-from benchmarks.continual.diagnostics.groups import Group
-from benchmarks.continual.diagnostics.spread import spread
-from benchmarks.continual.methods import Method, choose_methods
-from benchmarks.continual.serving import Needs, own_servers
-from benchmarks.continual.suites import TaskData
-from benchmarks.server_process import ServerFailed
-from benchmarks.serving.load import Block, RequestFailed, chat_body, send_requests
-from benchmarks.serving.report import summarize
+from matplotlib.figure import Figure
+
+from benchmarks.continual.comparison import UNTOUCHED
+from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.served_speed import Load, measure_speeds
+from benchmarks.continual.diagnostics.statistics import Group, grouped, pareto_front, spread
+from benchmarks.continual.results import Finished
+from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
-from selector.data.examples import Example
+from selector.report.plots import COLOURS
 
-NOT_TIMED: Mapping[str, str] = MappingProxyType(
-    {
-        "exemplars": "finding the exemplars to show is not in the times",
-        "gated_adapter": "the gate's verdict is not in the times",
-        "gated_adapters": "the gate's verdict is not in the times",
-    }
-)
-COMPILED = ("--no-enforce-eager",)
-NO_MODEL = "its answers come from no model: there is nothing to serve"
+PALEST = 0.25  # opacity of the point that forgets most
 
 
-def add_arguments(parser: ArgumentParser, concurrency: int) -> None:
-    add = parser.add_argument
-    add("--concurrency", type=int, default=concurrency, help=f"requests under way at once (default {concurrency})")
-    add("--requests", type=int, default=8, help="of a method in each round (default 8)")
-    add("--rounds", type=int, default=4, help="that count (default 4)")
-    add("--output-tokens", type=int, default=32, help="of every request (default 32)")
-    add("--serve-args", nargs=REMAINDER, default=[], help="flags for the servers, last of all")
+class _Speed:
+    """Both diagnostics: scores are the run's, speeds are measured here, on the server that users run."""
+
+    CONCURRENCY: int  # by default
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        default = self.CONCURRENCY
+        add("--concurrency", type=int, default=default, help=f"requests under way at once (default {default})")
+        add("--requests", type=int, default=8, help="of a method in each round (default 8)")
+        add("--rounds", type=int, default=4, help="that count (default 4)")
+        add("--output-tokens", type=int, default=32, help="of every request (default 32)")
+        add("--serve-args", nargs=REMAINDER, default=[], help="flags for the servers, last of all")
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is sent."""
+def measured_points(finished: Finished, groups: Sequence[Group], options: Namespace) -> dict[str, Any]:
+    """Of each group its scores over the seeds, its bytes, and the speed of its first seed's last artifact: "points".
 
-    concurrency: int
-    requests: int  # of each method in a round
-    rounds: int
-    output_tokens: int
-
-    @classmethod
-    def of(cls, options: Namespace) -> Load:
-        """Raises ConfigError: a number is out of range."""
-        load = cls(options.concurrency, options.requests, options.rounds, options.output_tokens)
-        if min(load.concurrency, load.requests, load.rounds) < 1 or load.output_tokens < 2:
-            raise ConfigError(f"at least one request and round, and two tokens, found {load}")
-        return load
-
-    @property
-    def questions(self) -> int:
-        """Of each method, with those of the round that warms up."""
-        return (self.rounds + 1) * self.requests
-
-
-class NotServed(RuntimeError):
-    """What a run has made cannot be served in this way; the message says why."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """An artifact on its server, with the requests that it gets."""
-
-    requests: Sequence[tuple[Served, Ask]]  # with the model that each goes to
-
-    def send(self, load: Load, number: int) -> Block:
-        """Block number `number`.
-
-        Raises:
-            RequestFailed: a request was refused or broken off.
-        """
-        part = self.requests[number * load.requests : (number + 1) * load.requests]
-        requests = [
-            (model.url, chat_body(model.name, messages_of(ask.conversation), load.output_tokens, {}))
-            for model, ask in part
-        ]
-        try:
-            return asyncio.run(send_requests(requests, load.concurrency))
-        except ExceptionGroup as failures:
-            raise RequestFailed(str(failures.exceptions[0])) from failures
-
-
-def measured_points(finished: Finished, groups: Sequence[Group], options: Namespace) -> list[dict[str, Any]]:
-    """Scores over the seeds of each group, bytes, and the speed of what its first seed has made.
-
-    Where that cannot be served, "why" says so, and there are no times.
+    If an artifact cannot be served, its point's "why" is the reason, and there are no times.
 
     Raises:
         ConfigError: the numbers or the questions do not suffice, a server failed, or nothing could be served.
     """
-    speeds = measure_speeds(finished, [group[0] for group in groups], Load.of(options), options.serve_args)
+    load = Load(options.concurrency, options.requests, options.rounds, options.output_tokens)
+    speeds = measure_speeds(finished, [group[0] for group in groups], load, options.serve_args)
     if all(speed["why"] for speed in speeds):
         raise ConfigError(f"nothing could be served: {'; '.join(dict.fromkeys(speed['why'] for speed in speeds))}")
-    return [scores_of(group) | speed for group, speed in zip(groups, speeds, strict=True)]
+    points = [scores_of(group) | speed for group, speed in zip(groups, speeds, strict=True)]
+    return {"load": asdict(load), "machine": describe_machine(), "points": points}
 
 
 def scores_of(group: Group) -> dict[str, Any]:
@@ -132,124 +64,162 @@ def scores_of(group: Group) -> dict[str, Any]:
     }
 
 
-def measure_speeds(
-    finished: Finished, runs: Sequence[FinishedRun], load: Load, serve_args: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Of what each run has made by its end, on servers of its model: rows of `row_of` or `refused`."""
-    needs = Needs(
-        finished.model,
-        finished.suite,
-        [method_of(run) for run in runs],
-        max(run.budget for run in runs),
-        jobs=sum(map(adapters_of, runs)),
-    )
-    logs = finished.out / "diagnostics"
-    logs.mkdir(parents=True, exist_ok=True)
-    try:
-        with own_servers(needs, logs, [*COMPILED, *serve_args]) as endpoints:
-            return measure_on(endpoints, finished, runs, load)
-    except (EndpointFailed, ServerFailed, RequestFailed) as error:
-        raise ConfigError(f"the speed could not be measured: {error}") from error
+class Pareto(_Speed):
+    """Which methods are worth their time: tokens a second against AP, and the Pareto front.
 
+        python -m benchmarks.continual.diagnostics pareto --out DIR [--methods no_memory lora_replay refined]
 
-def measure_on(
-    endpoints: Endpoints, finished: Finished, runs: Sequence[FinishedRun], load: Load
-) -> list[dict[str, Any]]:
-    """The same on endpoints that are there."""
-    answerer = HttpAnswerer(finished.model, endpoints)
-    shares = share_questions(finished.suite.tasks, len(runs), load.questions)
-    rows: dict[int, dict[str, Any]] = {}
-    blocks: dict[int, list[Block]] = {}
-    with ExitStack() as stack:
-        ready: dict[int, Ready] = {}
-        for number, (run, questions) in enumerate(zip(runs, shares, strict=True)):
-            try:
-                one = stack.enter_context(serve(answerer, run, questions))
-                one.send(load, 0)  # warms up
-            except (NotServed, RequestFailed) as error:
-                rows[number] = refused(str(error))
-            else:
-                ready[number], blocks[number] = one, []
-        for counted in range(1, load.rounds + 1):
-            for number, one in ready.items():
-                blocks[number].append(one.send(load, counted))
-    rows |= {number: row_of(of, NOT_TIMED.get(runs[number].artifact().kind)) for number, of in blocks.items()}
-    return [rows[number] for number in range(len(runs))]
-
-
-@contextmanager
-def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Ready]:
-    """What the run has made by its end, loaded, with the questions as its plan asks them.
-
-    Raises:
-        NotServed: the state is gone, no model answers, or the server refuses to load it.
+    Every method and budget of the run (or those of --methods and --budget) is one point: AP and AF are the run's,
+    tokens a second are measured here (see `served_speed`), of all requests together, --concurrency of them at a time. A
+    method whose answers cannot be served in this way has no place on the plot; the JSON names it, and the reason.
     """
-    with ExitStack() as stack:
-        try:
-            model = answerer.prepare(run.artifact(), run.state())
-            asks = model.plan.asks(questions)
-            if any(ask.answer is not None for ask in asks):
-                raise NotServed(NO_MODEL)
-            models = stack.enter_context(model.loaded(asks))
-        except (ConfigError, EndpointFailed) as error:
-            raise NotServed(str(error)) from error
-        yield Ready(list(zip(models, asks, strict=True)))
+
+    SOURCE = 'paper, "Memory-Compute-Quality Trade-off"'
+    CONCURRENCY = 4
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("--methods", nargs="+", help="(default: all that the run has finished)")
+
+    def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
+        """
+        Raises:
+            ConfigError: a method has no finished run, or nothing could be measured.
+        """
+        groups = {
+            key: group
+            for key, group in grouped(finished.complete, options.seed).items()
+            if options.budget in (None, key[1]) and (options.methods is None or key[0] in options.methods)
+        }
+        for repeated in [key for key in groups if key[0] == UNTOUCHED][1:]:  # it is the same with every budget
+            del groups[repeated]
+        available = {method for method, _ in groups}
+        if missing := sorted(set(options.methods or ()) - available):
+            raise ConfigError(f"no finished run of {missing[0]} under {finished.out}")
+        if not groups:
+            raise ConfigError(f"no finished run under {finished.out}")
+        measured = measured_points(finished, list(groups.values()), options)
+        points = with_front(measured["points"])
+        return {"finding": pareto_finding(points, options.concurrency), **measured, "points": points}
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        """Points are numbered from the best AP down."""
+        points = [point for point in measured["points"] if not point["why"]]
+        points.sort(key=lambda point: -point["AP"]["mean"])
+        figure = blank(max(4.4, 0.6 + 0.17 * len(points)))
+        axes = figure.add_subplot()
+        most_forgotten = max(point["AF"]["mean"] for point in points)
+        methods = list(dict.fromkeys(point["method"] for point in points))
+        for number, point in enumerate(points, start=1):
+            x, y = point["tokens_per_s"], point["AP"]["mean"]
+            kept = 1 - point["AF"]["mean"] / most_forgotten if most_forgotten > 0 else 1.0
+            look = {
+                "color": COLOURS[methods.index(point["method"]) % len(COLOURS)],
+                "alpha": PALEST + (1 - PALEST) * kept,
+            }
+            axes.plot([x], [y], "o", markersize=8, label=f"{number} {point['method']}, {point['budget']}", **look)
+            axes.annotate(str(number), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        front = sorted((point["tokens_per_s"], point["AP"]["mean"]) for point in points if point["on_front"])
+        axes.plot(*zip(*front, strict=True), color="black", linewidth=1, linestyle="--", zorder=0)
+        axes.set(xlabel=f"output tokens a second, {measured['load']['concurrency']} requests at a time", ylabel="AP")
+        axes.set_title("Dashed: the front; the paler, the more was forgotten", fontsize=9)
+        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        return figure
 
 
-def share_questions(tasks: Sequence[TaskData], parts: int, count: int) -> list[list[Example]]:
-    """`count` test questions for each of `parts` methods, the tasks in turn, no question twice.
+def with_front(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each with "on_front": whether no other dominates it in speed and AP; None if it was not measured."""
+    measured = [row for row, point in enumerate(points) if not point["why"]]
+    front = pareto_front([(points[row]["tokens_per_s"], points[row]["AP"]["mean"]) for row in measured])
+    on_front = {measured[row] for row in front}
+    return [{**point, "on_front": row in on_front if row in measured else None} for row, point in enumerate(points)]
 
-    Raises:
-        ConfigError: a task has not enough of them.
-    """
-    each = math.ceil(count / len(tasks))
-    different = [list({e.source_digest: e for e in task.test}.values()) for task in tasks]
-    for task, questions in zip(tasks, different, strict=True):
-        if len(questions) < parts * each:
-            raise ConfigError(
-                f"{parts} methods with {count} requests each need {parts * each} different test questions of every "
-                f"task, {task.name} has {len(questions)}: fewer --rounds or --requests"
-            )
-    return [
-        [different[number % len(tasks)][number // len(tasks) * parts + part] for number in range(count)]
-        for part in range(parts)
+
+def pareto_finding(points: Sequence[Mapping[str, Any]], concurrency: int) -> str:
+    front = sorted((point for point in points if point["on_front"]), key=lambda point: -point["tokens_per_s"])
+    best = [
+        f"{point['method']} ({point['budget']}) with {point['tokens_per_s']:.0f} tokens a second and AP "
+        f"{point['AP']['mean']:.3f}"
+        for point in front
     ]
+    summary = f"With {concurrency} requests at a time no method beats {'; '.join(best)} in both speed and AP."
+    left_out = dict.fromkeys(f"{point['method']}: {point['why']}" for point in points if point["why"])
+    return f"{summary} Not measured: {'; '.join(left_out)}." if left_out else summary
 
 
-def row_of(blocks: Sequence[Block], note: str | None) -> dict[str, Any]:
-    """Medians: times over all requests, throughput over blocks."""
-    found = summarize(list(blocks))
-    return {
-        "why": None,
-        "note": note,
-        "requests": found["requests"],
-        "prompt_tokens": found["prompt_tokens"],
-        "ttft_ms": found["ttft_ms"],
-        "ttft_iqr_ms": found["ttft_iqr_ms"],
-        "tpot_ms": found["tpot_ms"],
-        "decode_tokens_per_s": 1000 / found["tpot_ms"],
-        "tokens_per_s": found["tokens_per_s"],
-        "requests_per_s": median(len(block.timings) / block.seconds for block in blocks),
-    }
+class OperatingPoints(_Speed):
+    """What a budget costs and buys: bytes, time to the first token, decoding speed and AP, for each budget of a method.
 
+        python -m benchmarks.continual.diagnostics operating_points --out DIR [--method M]
 
-def refused(why: str) -> dict[str, Any]:
-    return {"why": why, "note": None}
-
-
-def method_of(run: FinishedRun) -> Method:
-    """The method with the settings of the run.
-
-    Raises:
-        ConfigError: there is no such method any more, or it has other settings.
+    Scores and bytes are the run's. Times are measured here (see `served_speed`): the memory or adapter after the last
+    task on the real server, one request at a time unless --concurrency is given. The time to the first token is what
+    the paper calls prefill; the decoding speed is 1 / (time per output token after the first). The untouched model is
+    measured beside them if the run has it.
     """
-    settings = {name: value for name, value in run.matrix["settings"].items() if name != "name"}
-    return choose_methods([run.method], [f"{name}={json.dumps(value)}" for name, value in settings.items()])[0]
 
+    SOURCE = 'paper, "Budget-Latency-Quality Operating Points"'
+    CONCURRENCY = 1
+    PANELS = (
+        ("AP", "AP"),
+        ("ttft_ms", "time to first token, ms"),
+        ("decode_tokens_per_s", "decoding, tokens a second"),
+    )
 
-def adapters_of(run: FinishedRun) -> int:
-    """How many adapters its answers may need at the same time."""
-    kind = method_of(run).kind
-    if LOADS[kind] != "adapter":
-        return 0
-    return len(run.order) if kind == "gated_adapters" else 1
+    def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
+        """
+        Raises:
+            ConfigError: there is no finished run of the method, or nothing could be measured.
+        """
+        groups = grouped(finished.complete, options.seed)
+        chosen = [
+            group
+            for (method, budget), group in groups.items()
+            if method == options.method and options.budget in (None, budget)
+        ]
+        if not chosen:
+            raise ConfigError(f"no finished run of {options.method} under {finished.out}")
+        untouched = [group for (method, _), group in groups.items() if method == UNTOUCHED][:1]
+        beside = [] if options.method == UNTOUCHED else untouched
+        measured = measured_points(finished, [*beside, *chosen], options)
+        points = measured.pop("points")
+        budgets = points[len(beside) :]
+        return {
+            "finding": self._finding(options.method, budgets),
+            "method": options.method,
+            **measured,
+            "untouched": points[0] if beside else None,
+            "budgets": budgets,
+        }
+
+    def _finding(self, method: str, points: Sequence[Mapping[str, Any]]) -> str:
+        served = [
+            f"{point['budget']} entries ({point['bytes'] / 1024:.0f} KiB): AP {point['AP']['mean']:.3f}, first token "
+            f"after {point['ttft_ms']:.0f} ms, then {point['decode_tokens_per_s']:.0f} tokens a second"
+            for point in points
+            if not point["why"]
+        ]
+        refused = [
+            f"{point['budget']} entries could not be served ({point['why']})" for point in points if point["why"]
+        ]
+        return f"{method}, by budget: {'; '.join([*served, *refused])}."
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        def value(point: Mapping[str, Any], name: str) -> float:
+            return point[name]["mean"] if isinstance(point[name], Mapping) else point[name]
+
+        figure = blank(3.2)
+        points, untouched = [point for point in measured["budgets"] if not point["why"]], measured["untouched"]
+        for number, (name, label) in enumerate(self.PANELS):
+            axes = figure.add_subplot(1, len(self.PANELS), number + 1)
+            heights = [value(point, name) for point in points]
+            errors = [point[name]["standard_error"] or 0.0 for point in points] if name == "AP" else None
+            axes.errorbar(range(len(points)), heights, yerr=errors, color=COLOURS[number], marker="o", capsize=3)
+            if untouched and not untouched["why"]:
+                axes.axhline(value(untouched, name), color="black", linestyle=":", linewidth=1, label=UNTOUCHED)
+                axes.legend(fontsize=8, frameon=False)
+            ticks = [f"{point['budget']}\n{point['bytes'] / 1024:.0f} KiB" for point in points]
+            axes.set_xticks(range(len(points)), ticks)
+            axes.set(xlabel="entries", ylabel=label)
+        figure.suptitle(f"{measured['method']}, requests at a time: {measured['load']['concurrency']}", fontsize=9)
+        return figure

@@ -17,7 +17,7 @@ from benchmarks.continual.methods.knn_copier import KnnCopier
 from benchmarks.continual.methods.lora import Lora
 from benchmarks.continual.methods.lora_replay import LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
-from benchmarks.continual.methods.method import Artifact, Circumstances, Method
+from benchmarks.continual.methods.method import Artifact, Method, RunContext
 from benchmarks.continual.methods.no_memory import NoMemory
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.prompt_replay import PromptReplay
@@ -48,13 +48,13 @@ METHODS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-__all__ = ["METHODS", "Artifact", "Circumstances", "Method", "choose_methods", "with_setting"]
+__all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "with_setting"]
 
 
 def choose_methods(
     names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] | None = None
 ) -> list[Method]:
-    """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that know such a setting.
+    """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
     Args:
         start: every method as it is before that, if not as registered.
@@ -68,18 +68,18 @@ def choose_methods(
     start = METHODS if start is None else start
     chosen = [start[name] for name in dict.fromkeys(names)]
     for setting in settings:
-        key, given, text = setting.partition("=")
+        key, equals, text = setting.partition("=")
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        knowing = [method for method in chosen if key in changeable(method)]
-        if not given or not knowing:
+        users = [method for method in chosen if key in changeable(method)]
+        if not equals or not users:
             raise ConfigError(
                 f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE, "
                 "and what makes an ablation cannot be set"
             )
-        chosen = [with_setting(method, key, value) if method in knowing else method for method in chosen]
+        chosen = [with_setting(method, key, value) if method in users else method for method in chosen]
     return chosen
 
 
@@ -94,7 +94,7 @@ def changeable(method: Any) -> set[str]:
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:
-    """`method` with one other setting; a list becomes a tuple, a whole number a fraction, where the old value is one.
+    """`method` with another value of one setting; a list becomes a tuple and an int a float if the old value is one.
 
     Raises:
         ConfigError: the value is of another type than the old one.

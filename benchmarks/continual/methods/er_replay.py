@@ -1,8 +1,8 @@
 """ER + replay: experience replay with a reservoir (Chaudhry et al., 2019, "On Tiny Episodic Memories").
 
-It differs from `lora_replay` in what is rehearsed. That one keeps a fixed number of anchors of each task; this one a
-buffer of a fixed size, which is a uniform sample of all examples that the stream has brought so far, so that the share
-of each task falls as tasks arrive. The buffer's bytes are matched to the memory's (the paper's rule for rehearsal), and
+It rehearses other examples than `lora_replay`, which keeps a fixed number of anchors of each task: a buffer of a fixed
+size, which is a uniform sample of all examples of the stream so far, so that the share of each task falls with every
+new task. The buffer's bytes are matched to the memory's (the paper's rule for rehearsal), and
 so are the adapter's (its rule for PEFT); inference needs the adapter alone.
 
 A step's batch is half of the current task, half of the buffer, and no larger than the other methods'.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
@@ -28,14 +28,14 @@ class ErReplay(Lora):
 
     name: str = "er_replay"
 
-    def rehearsed(self, lesson: Lesson) -> Sequence[Example]:
-        return [] if lesson.previous is None else AnchorStore(lesson.previous / BUFFER).read()
+    def rehearsed(self, training: AdapterTraining) -> Sequence[Example]:
+        return [] if training.previous is None else AnchorStore(training.previous / BUFFER).read()
 
-    def keep(self, lesson: Lesson) -> dict[str, Any]:
-        allowed = self.bytes_allowed(lesson.scorer.backbone, lesson.circumstances)
-        seed = lesson.circumstances.seed
-        buffer = reservoir(self.rehearsed(lesson), lesson.task.train, allowed, seed)
-        store = AnchorStore(lesson.out / BUFFER)
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        allowed = self.bytes_allowed(training.scorer.backbone, training.context)
+        seed = training.context.seed
+        buffer = reservoir(self.rehearsed(training), training.task.train, allowed, seed)
+        store = AnchorStore(training.out / BUFFER)
         for task in sorted({example.task for example in buffer}):
             store.append([e for e in buffer if e.task == task], run=task, policy="random", seed=seed)
         return {"buffer": len(buffer), "buffer_bytes": sum(map(content_bytes, buffer)), "buffer_bytes_allowed": allowed}

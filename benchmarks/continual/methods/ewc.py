@@ -1,13 +1,13 @@
-"""EWC on LoRA: weights that earlier tasks depend on are held where they are (Kirkpatrick et al., 2017).
+"""EWC on LoRA: a penalty holds the weights that earlier tasks depend on (Kirkpatrick et al., 2017).
 
     loss + strength / 2 sum_i F_i (w_i - w*_i)^2
 
-w* are the adapter's weights after the task before, and F sums the diagonal Fisher information of the tasks before, each
-at the weights it was learnt to: the online form (Schwarz et al., 2018) with decay 1. A task's Fisher is the empirical
-one: the mean, over examples of the task, of the squared gradient of the example's own NLL.
+w* are the adapter's weights after the previous task, and F sums the diagonal Fisher information of the earlier tasks,
+each at the weights after it was learned: the online form (Schwarz et al., 2018) with decay 1. A task's Fisher is the
+empirical one: the mean, over examples of the task, of the squared gradient of the example's own NLL.
 
-F is needed for training alone: it lies in the state in float32, and its bytes are reported beside those stored for
-inference. w* is the adapter itself.
+Only training needs F: it is in the state in float32, and its bytes are reported apart from those stored for inference.
+w* is the adapter itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.continual.methods.fit import Penalty
-from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
@@ -44,30 +44,30 @@ class Ewc(Lora):
         {"learning_rate": 1e-3, "strength": 1e5},
     )
 
-    def penalty(self, lesson: Lesson) -> Penalty | None:
-        if lesson.previous is None:
+    def penalty(self, training: AdapterTraining) -> Penalty | None:
+        if training.previous is None:
             return None
-        fisher = read_fisher(lesson)
-        anchor = [parameter.detach().clone() for parameter in lesson.parameters]
-        return lambda batch, predicted: self.strength / 2 * distance(lesson.parameters, anchor, fisher)
+        fisher = read_fisher(training)
+        anchor = [parameter.detach().clone() for parameter in training.parameters]
+        return lambda batch, predicted: self.strength / 2 * distance(training.parameters, anchor, fisher)
 
-    def keep(self, lesson: Lesson) -> dict[str, Any]:
-        rng = np.random.default_rng((lesson.circumstances.seed, lesson.circumstances.number, 2))
-        training = lesson.task.train
-        rows = rng.choice(len(training), min(self.fisher_examples, len(training)), replace=False)
-        fisher = diagonal_fisher(lesson.scorer, lesson.parameters, [training[row] for row in rows])
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        rng = np.random.default_rng((training.context.seed, training.context.number, 2))
+        examples = training.task.train
+        rows = rng.choice(len(examples), min(self.fisher_examples, len(examples)), replace=False)
+        fisher = diagonal_fisher(training.scorer, training.parameters, [examples[row] for row in rows])
         report = {"fisher_trace": float(sum(values.sum() for values in fisher))}
-        if lesson.previous is not None:
-            fisher = [self.decay * old + new for old, new in zip(read_fisher(lesson), fisher, strict=True)]
+        if training.previous is not None:
+            fisher = [self.decay * old + new for old, new in zip(read_fisher(training), fisher, strict=True)]
         tensors = {f"{number:04d}": values for number, values in enumerate(fisher)}
-        replace_file(lesson.out / FISHER, safetensors.torch.save(tensors))
+        replace_file(training.out / FISHER, safetensors.torch.save(tensors))
         return report | {"training_state_bytes": sum(values.nbytes for values in fisher)}
 
 
-def read_fisher(lesson: Lesson) -> list[Tensor]:
-    """What the state before holds, in the order of the adapter's parameters and of their shapes, float32."""
-    assert lesson.previous is not None
-    tensors = safetensors.torch.load_file(lesson.previous / FISHER)
+def read_fisher(training: AdapterTraining) -> list[Tensor]:
+    """F of the previous state, in the order of the adapter's parameters and of their shapes, float32."""
+    assert training.previous is not None
+    tensors = safetensors.torch.load_file(training.previous / FISHER)
     return [tensors[name] for name in sorted(tensors)]
 
 

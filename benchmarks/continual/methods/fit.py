@@ -17,16 +17,16 @@ WARM_UP = 0.1  # of the steps
 MAX_NORM = 1.0  # of the gradient
 KEEP_LOSS_EVERY = 10  # steps
 
-# From a step's examples, and the log-probabilities [answer tokens, vocabulary] float32 of each, to what is added to
-# the mean loss: [], differentiable.
+# From a step's examples and the log-probabilities [answer tokens, vocabulary] float32 of each to the term added to the
+# mean loss: [], differentiable.
 Penalty = Callable[[Sequence[Example], Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """AdamW on the mean NLL of batches; half of each batch is rehearsed where there is anything to rehearse.
+    """AdamW on the mean NLL of batches; half of each batch is rehearsed if there is anything to rehearse.
 
-    `autocast` computes in bfloat16 while training; parameters, optimizer and every loss that is reported stay float32.
+    `autocast` computes in bfloat16 in training; parameters, optimizer and reported losses stay float32.
     """
 
     scorer: Scorer
@@ -55,14 +55,14 @@ class Fit:
         return history
 
     def losses(self, batch: Sequence[Example]) -> dict[str, Tensor]:
-        """What a step minimises the sum of: the mean NLL, and the penalty where there is one. [] each."""
+        """The terms whose sum a step minimises: the mean NLL, and the penalty if there is one. [] each."""
         with torch.autocast(self.scorer.backbone.device.type, torch.bfloat16, enabled=self.autocast):
             predicted = self.scorer.predicted(batch)
         loss = self.scorer.losses_of(batch, predicted).mean()
         return {"loss": loss} if self.penalty is None else {"loss": loss, "penalty": self.penalty(batch, predicted)}
 
     def batch(self, step: int) -> list[Example]:
-        """Of the current task, and as many rehearsed ones; the same for every learning rate."""
+        """Examples of the current task, and as many rehearsed ones; the same for every learning rate."""
         old = self.batch_size // 2 if self.rehearsed else 0
         rows = batch_rows(len(self.training), self.batch_size - old, self.seed[0], (*self.seed[1:], 0, step))
         batch = [self.training[row] for row in rows]

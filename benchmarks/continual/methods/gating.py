@@ -1,6 +1,6 @@
-"""A relevance gate around adapters, fitted and judged as the memory's own (`selector.refined.gate_fit`), in a file.
+"""A relevance gate around adapters, fitted like the memory's own (`selector.refined.gate_fit`), in a file.
 
-Letters: C tasks, d hidden size.
+Shapes: C tasks, d hidden size.
 """
 
 from __future__ import annotations
@@ -11,33 +11,26 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
-from torch import Tensor
 
-from benchmarks.continual.methods.known_keys import KnownKeys
+from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Gate
-from selector.backbone.model import Backbone
 from selector.data.examples import Example
 from selector.refined.gate_fit import fit_gate
 from selector.runtime.files import replace_file
 
 GATE = "gate.safetensors"
-BATCH_SIZE = 64
 
 
 def gate_of(model: Path, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
-    """The gate after `task`, from what the refined recipe fits its own to.
+    """The gate after `task`, fitted to the same questions as the refined recipe's.
 
     Args:
         model: the folder of the untouched one.
         anchors: of the tasks before, in the order of the stream; none of `task`.
         base: questions that no task is needed for; their answers are not used.
     """
-    backbone, known = Backbone.load(model), KnownKeys(model)
-
-    def keys(examples: Sequence[Example]) -> Tensor:  # [n, 2, d]
-        return known(backbone, examples, batch_size=BATCH_SIZE)
-
+    keys = QueryKeyCache(model).keys
     names = dict.fromkeys(anchor.task for anchor in anchors)
     own = {name: keys([anchor for anchor in anchors if anchor.task == name]) for name in names}
     return fit_gate(own | {task.name: keys([*task.train, *task.validation])}, keys(base))
@@ -51,7 +44,7 @@ def write_gate(gate: Gate, path: Path) -> int:
 
 
 def read_gate(path: Path) -> Gate:
-    """What `write_gate` wrote."""
+    """Reads a file of `write_gate`."""
     with safetensors.safe_open(str(path), framework="pt") as file:
         tasks = json.loads(file.metadata()["tasks"])
         return Gate(file.get_tensor("keys"), file.get_tensor("thresholds"), tuple(tasks))

@@ -1,10 +1,9 @@
 """LoRA on every linear layer of the language model, trained on one task after the other (Hu et al., 2022).
 
-One adapter for the whole stream, trained on from where the task before left it (peft). Its rank is the largest whose
+One adapter for the whole stream, which every task trains further (peft). Its rank is the largest whose
 float16 bytes are no more than those of a memory of the same budget.
 
-The methods that differ from it in what they rehearse, in a penalty, or in what they put around the adapter are in
-modules of their own.
+Methods that rehearse examples, add a penalty, or put something around the adapter are in modules of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, reattach, save
 from benchmarks.continual.methods.fit import Fit, Penalty
-from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -29,15 +28,15 @@ ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """One task, and the adapter that is to learn it."""
+class AdapterTraining:
+    """One task, and the adapter that is trained on it."""
 
     task: TaskData
-    previous: Path | None  # state folder after the task before
+    previous: Path | None  # state folder after the previous task
     out: Path
-    circumstances: Circumstances
+    context: RunContext
     scorer: Scorer
-    parameters: Sequence[nn.Parameter]  # of the adapter, as the task before left them
+    parameters: Sequence[nn.Parameter]  # of the adapter, after the previous task
 
 
 @dataclass(frozen=True)
@@ -57,24 +56,24 @@ class Lora:
         {"learning_rate": 2e-3},
     )
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        backbone = Backbone.load(circumstances.model)
-        allowed = self.bytes_allowed(backbone, circumstances)
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        backbone = Backbone.load(context.model)
+        allowed = self.bytes_allowed(backbone, context)
         rank = largest_rank(backbone, allowed)
-        adapted = reattach(backbone, previous / ADAPTER) if previous else attach(backbone, rank, circumstances.seed)
+        adapted = reattach(backbone, previous / ADAPTER) if previous else attach(backbone, rank, context.seed)
         parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        lesson = Lesson(task, previous, out, circumstances, Scorer(backbone), parameters)
+        training = AdapterTraining(task, previous, out, context, Scorer(backbone), parameters)
         began = time.monotonic()
-        rehearsed = self.rehearsed(lesson)
+        rehearsed = self.rehearsed(training)
         fit = Fit(
-            scorer=lesson.scorer,
+            scorer=training.scorer,
             parameters=parameters,
             training=task.train,
             rehearsed=rehearsed,
             batch_size=self.batch_size,
-            seed=(circumstances.seed, circumstances.number),
+            seed=(context.seed, context.number),
             autocast=self.autocast,
-            penalty=self.penalty(lesson),
+            penalty=self.penalty(training),
         )
         history = fit.run(self.learning_rate, self.steps)
         report = {
@@ -85,22 +84,22 @@ class Lora:
             "rehearsed": len(rehearsed),
             "compute": {"steps": self.steps, "batch_size": self.batch_size},
         }
-        report |= self.keep(lesson)
+        report |= self.keep(training)
         report["seconds"] = round(time.monotonic() - began, 1)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER), report)
 
-    def bytes_allowed(self, backbone: Backbone, circumstances: Circumstances) -> int:
+    def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         """Of one adapter: those of a memory of the whole stream, with its gate."""
-        return memory_bytes(backbone, circumstances.budget, self.payload_tokens, circumstances.num_tasks)
+        return memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
 
-    def rehearsed(self, lesson: Lesson) -> Sequence[Example]:
-        """Examples of earlier tasks, half of every batch; what of them the next task needs goes into the new state."""
+    def rehearsed(self, training: AdapterTraining) -> Sequence[Example]:
+        """Examples of earlier tasks, half of every batch; copies those that later tasks need into the new state."""
         return ()
 
-    def penalty(self, lesson: Lesson) -> Penalty | None:
+    def penalty(self, training: AdapterTraining) -> Penalty | None:
         """What is added to a step's mean NLL; made before the first step."""
         return None
 
-    def keep(self, lesson: Lesson) -> dict[str, Any]:
-        """Writes what training on later tasks needs of this one, learnt by now; returns what to report of it."""
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        """Writes what training on later tasks needs of this one, after it was learned; returns what to report."""
         return {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from benchmarks.continual.methods.rehearsal import earlier_anchors, keep_anchors
 from selector.data.examples import Example
 
@@ -18,9 +18,9 @@ class LoraReplay(Lora):
     name: str = "lora_replay"
     anchors_per_task: int = 64
 
-    def rehearsed(self, lesson: Lesson) -> Sequence[Example]:
-        return earlier_anchors(lesson.previous, lesson.out)
+    def rehearsed(self, training: AdapterTraining) -> Sequence[Example]:
+        return earlier_anchors(training.previous, training.out)
 
-    def keep(self, lesson: Lesson) -> dict[str, Any]:
-        task, seed = lesson.task, lesson.circumstances.seed
-        return {"anchor_bytes": keep_anchors(task.name, task.train, lesson.out, self.anchors_per_task, seed)}
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        task, seed = training.task, training.context.seed
+        return {"anchor_bytes": keep_anchors(task.name, task.train, training.out, self.anchors_per_task, seed)}

@@ -1,10 +1,10 @@
-"""LwF on LoRA: answers to the new task's questions shall stay what they were (Li and Hoiem, 2016).
+"""LwF on LoRA: the answers to the new task's questions are held to the old ones (Li and Hoiem, 2016).
 
     loss + strength T^2 KL(p_old^(1/T) | p_new^(1/T))
 
-Before a task, the model as the task before left it (before the first task: the untouched model) predicts every token
-of the new task's answers, and these distributions are recorded. While the task is learnt, the model is held to them,
-at temperature T. Nothing is kept from one task to the next but the adapter.
+Before a task, the model with the previous adapter (before the first task: the untouched model) predicts every token of
+the new task's answers, and these distributions are recorded. In training the model is held to them, at temperature T.
+Only the adapter is kept from one task to the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from benchmarks.continual.methods.fit import Penalty
-from benchmarks.continual.methods.lora import Lesson, Lora
+from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 
@@ -36,8 +36,8 @@ class Lwf(Lora):
         {"learning_rate": 1e-3, "strength": 1.0},
     )
 
-    def penalty(self, lesson: Lesson) -> Penalty:
-        recorded = record(lesson.scorer, lesson.task.train)
+    def penalty(self, training: AdapterTraining) -> Penalty:
+        recorded = record(training.scorer, training.task.train)
 
         def held(batch: Sequence[Example], predicted: Sequence[Tensor]) -> Tensor:
             targets = [recorded[example.id] for example in batch]
@@ -48,7 +48,7 @@ class Lwf(Lora):
 
 @torch.no_grad()
 def record(scorer: Scorer, examples: Sequence[Example], batch_size: int = 64) -> dict[str, Tensor]:
-    """What the model predicts by now, by example: log-probabilities [answer tokens, vocabulary] float32."""
+    """The model's present predictions, by example: log-probabilities [answer tokens, vocabulary] float32."""
     recorded: dict[str, Tensor] = {}
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
@@ -67,5 +67,5 @@ def divergence(targets: Sequence[Tensor], predicted: Sequence[Tensor], temperatu
         return (rows / temperature).log_softmax(dim=-1)
 
     pairs = zip(predicted, targets, strict=True)
-    found = [kl_div(softened(mine), softened(old), reduction="sum", log_target=True) for mine, old in pairs]
-    return temperature**2 * torch.stack(found)
+    divergences = [kl_div(softened(new), softened(old), reduction="sum", log_target=True) for new, old in pairs]
+    return temperature**2 * torch.stack(divergences)

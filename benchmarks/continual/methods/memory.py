@@ -1,6 +1,6 @@
-"""What all memory methods share: a task's state is a bundle and the anchors of all tasks so far.
+"""Shared by all memory methods: a task's state is a bundle and the anchors of all tasks so far.
 
-A method is served as its bundle, by the plugin, and by nothing else.
+The plugin serves the bundle.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.continual.methods.method import Artifact, Circumstances
+from benchmarks.continual.methods.method import Artifact, RunContext
 from benchmarks.continual.methods.rehearsal import earlier_anchors, keep_anchors
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from selector.backbone.model import Backbone
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.settings import Settings
 from selector.update.inputs import TaskInputs
 from selector.update.measures import memory_bytes
 from selector.update.result import UpdateResult
 
 BUNDLE = "memory.safetensors"
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Settings)
 
 
-def selector_settings(kind: type[S], method: Any, circumstances: Circumstances) -> S:
+def selector_settings(kind: type[S], method: Any, context: RunContext) -> S:
     """The settings of the selector: the method's fields of the same names, with the run's budget and seed.
 
     Raises:
         ConfigError: a value is out of range.
     """
-    shared = {field.name for field in fields(kind)} & {field.name for field in fields(method)}  # type: ignore[arg-type]
-    given = {name: getattr(method, name) for name in sorted(shared)}
-    return kind(budget=circumstances.budget, seed=circumstances.seed, **given)
+    shared = kind.model_fields.keys() & {field.name for field in fields(method)}
+    values = {name: getattr(method, name) for name in sorted(shared)}
+    return kind(budget=context.budget, seed=context.seed, **values)
 
 
 def learn_memory(
@@ -42,18 +43,18 @@ def learn_memory(
     task: TaskData,
     previous: Path | None,
     out: Path,
-    circumstances: Circumstances,
+    context: RunContext,
 ) -> Artifact:
     """One task's update from the bundle and the anchors in `previous`; the next ones go into `out`."""
-    backbone = Backbone.load(circumstances.model)
+    backbone = Backbone.load(context.model)
     anchors = earlier_anchors(previous, out)
     before = None if previous is None else read_bundle(previous / BUNDLE)
-    # Nothing to go on from: the folder is new, and what an attempt that was killed has left is gone.
+    # There is nothing to resume: the folder is new, and the leftovers of a killed attempt are gone.
     checkpoint, _ = Checkpoint.open(out / "progress", {})
-    done = update(backbone, TaskInputs(task.train, task.validation, anchors, before), checkpoint)
+    result = update(backbone, TaskInputs(task.train, task.validation, anchors, before), checkpoint)
     checkpoint.remove()
-    write_bundle(done.bundle, out / BUNDLE)
-    anchor_bytes = keep_anchors(task.name, task.train, out, anchors_per_task, circumstances.seed)
-    report = {name: value for name, value in done.report.items() if name != "diversity"}
+    write_bundle(result.bundle, out / BUNDLE)
+    anchor_bytes = keep_anchors(task.name, task.train, out, anchors_per_task, context.seed)
+    report = {name: value for name, value in result.report.items() if name != "diversity"}
     report |= report.pop("refinement", {}) | {"anchor_bytes": anchor_bytes}
-    return Artifact("bundle", BUNDLE, memory_bytes(done.bundle), report)
+    return Artifact("bundle", BUNDLE, memory_bytes(result.bundle), report)

@@ -18,7 +18,7 @@ ARTIFACT = "artifact.json"
 
 @dataclass(frozen=True)
 class Artifact:
-    """What answers questions after a task: the model, and what it is given.
+    """What answers questions after a task, beside the model.
 
     "none": nothing. "bundle": a memory. "adapter": a LoRA adapter. "gated_adapter": one behind a relevance gate.
     "gated_adapters": one for each task behind a gate. "exemplars": questions and answers to show. "copier": answers.
@@ -38,15 +38,15 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a method is told beside the task."""
+class RunContext:
+    """What a method gets beside the task."""
 
     model: Path
     budget: int  # B entries of memory, or the bytes that they take
     seed: int
     number: int  # of the task in the stream, from 0
     num_tasks: int  # of the whole stream
-    base: Sequence[Example] = ()  # questions of what the model could do before; their answers are not to be used
+    base: Sequence[Example] = ()  # questions of what the model could do before; their answers must not be used
 
 
 class Method(Protocol):
@@ -57,13 +57,13 @@ class Method(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """Of the artifacts that it makes: what an endpoint must be able to load is known before anything is learned."""
+        """Of the artifacts that it makes: what an endpoint must load is known before anything is learned."""
         ...
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         """Learn `task` from the state folder `previous` (None for the first task); the new state goes into `out`.
 
-        `out` exists and is empty, and what it depends on lies in it: `previous` may be gone later. The same arguments
-        give the same state, so that an attempt that was killed is made again. `task.test` is not to be used.
+        `out` exists and is empty, and the new state must not depend on `previous`, which may be removed later. The same
+        arguments give the same state, so that an attempt that was killed can be repeated. `task.test` must not be used.
         """
         ...

@@ -1,6 +1,6 @@
-"""Stored examples that questions are answered by: those whose query keys are nearest to the question's.
+"""Stored examples, found by their query keys: those nearest to a question's.
 
-Letters: n questions, N stored examples, d hidden size, k neighbours.
+Shapes: n questions, N stored examples, d hidden size, k neighbours.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from selector.runtime.files import replace_file
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Query keys r(x) of N examples, as the memory stores its own; and how many of the nearest are to be used."""
+    """Query keys r(x) of N examples, as the memory stores its own; and the number of neighbours to use."""
 
     keys: Tensor  # [N, d] float16
     k: int
-    answers: tuple[str, ...] = ()  # [N], where the examples themselves are not stored
+    answers: tuple[str, ...] = ()  # [N], if the examples themselves are not stored
 
     @classmethod
     def none(cls, hidden_size: int, k: int) -> Neighbours:
@@ -49,7 +49,7 @@ class Neighbours:
         return scores.argsort(dim=1, descending=True, stable=True)[:, : self.k]
 
     def after(self, keys: Tensor, answers: Sequence[str] = ()) -> Neighbours:
-        """With further examples behind these; `keys` [n, d] of any float type."""
+        """With more examples after these; `keys` [n, d] of any float type."""
         return Neighbours(torch.cat([self.keys, keys.half()]), self.k, (*self.answers, *answers))
 
     @property
@@ -65,8 +65,8 @@ class Neighbours:
     @classmethod
     def read(cls, path: Path) -> Neighbours:
         with safetensors.safe_open(str(path), framework="pt") as file:
-            found = json.loads(file.metadata()["neighbours"])
-            return cls(file.get_tensor("keys"), found["k"], tuple(found["answers"]))
+            metadata = json.loads(file.metadata()["neighbours"])
+            return cls(file.get_tensor("keys"), metadata["k"], tuple(metadata["answers"]))
 
 
 def key_bytes(hidden_size: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 
 
@@ -19,5 +19,5 @@ class NoMemory:
     name: str = "no_memory"
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it has no settings
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         return Artifact("none", None, 0, {})

@@ -1,9 +1,9 @@
 """InduceKV by the paper, `inducekv-select --recipe paper`, and its table "Single-factor ablation".
 
-Stated compute. The paper takes 100 outer iterations of 10 inner steps, and on the first task its whole grid: minutes a
+Compute. The paper takes 100 outer iterations of 10 inner steps, and on the first task its whole grid: minutes a
 task on one core. Here it is 16 iterations of 2 inner steps with batches of 4, over a shortlist of twice the budget: on
 the demo model some 20 seconds of one core a task with 32 entries, and 30 with 64, of which 12 go into extraction and
-the report. What is searched are beta and gamma, for the whole stream at once.
+the report. The search tries values of beta and gamma, for the whole stream at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.continual.methods.memory import learn_memory, selector_settings
-from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
 from selector.paper.update import update_paper
 
 # Of the paper's grid, from little to much of both.
 BETAS, GAMMAS = (0.1, 0.5, 1.0), (0.05, 0.1, 0.3)
+
+DEFAULTS = PaperSettings()
 
 
 @dataclass(frozen=True)
@@ -37,25 +39,25 @@ class Paper:
     gamma: float = 0.1
     iterations: int = 16
     inner_steps: int = 2
-    outer_step: float = PaperSettings.outer_step
-    step_rule: StepRule = PaperSettings.step_rule
+    outer_step: float = DEFAULTS.outer_step
+    step_rule: StepRule = DEFAULTS.step_rule
     shortlist: int = 2  # times the budget
     batch_size: int = 4
-    coupling: Coupling = PaperSettings.coupling
-    retrieval: Retrieval = PaperSettings.retrieval
-    value_gates: ValueGates = PaperSettings.value_gates
-    payload_tokens: int = PaperSettings.payload_tokens
+    coupling: Coupling = DEFAULTS.coupling
+    retrieval: Retrieval = DEFAULTS.retrieval
+    value_gates: ValueGates = DEFAULTS.value_gates
+    payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        settings = selector_settings(PaperSettings, self, circumstances)
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        settings = selector_settings(PaperSettings, self, context)
         return learn_memory(
-            lambda *given: update_paper(*given[:2], settings, given[2]),
+            lambda backbone, inputs, checkpoint: update_paper(backbone, inputs, settings, checkpoint),
             self.anchors_per_task,
             task,
             previous,
             out,
-            circumstances,
+            context,
         )
 
 
@@ -80,7 +82,7 @@ class WithoutCoverage(Paper):
 
 
 ABLATIONS = (
-    # "w/o bilevel coupling (single-level update_paper)": w and phi step together, along the gradient of one loss.
+    # "w/o bilevel coupling (single-level update)": w and phi step together, along the gradient of one loss.
     Paper("paper_no_bilevel", coupling="single-level"),
     WithoutAnchors(),
     WithoutCoverage(),

@@ -1,4 +1,4 @@
-"""InduceKV by the practical recipe, `inducekv-select --recipe refined`, and the same with one part taken away."""
+"""InduceKV by the practical recipe, `inducekv-select --recipe refined`, and its ablations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.continual.methods.known_keys import KnownKeys
 from benchmarks.continual.methods.memory import learn_memory, selector_settings
-from benchmarks.continual.methods.method import Artifact, Circumstances, Kind
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.page_terms import Weighting
 from selector.data.choice import Policy
@@ -17,10 +17,12 @@ from selector.refined.lr_search import LEARNING_RATES
 from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined.update import update_refined
 
+DEFAULTS = RefinedSettings()
+
 
 @dataclass(frozen=True)
 class Refined:
-    """The recipe with its own defaults, but for what is known here: how many tasks there will be.
+    """The recipe with its own defaults, except that the number of tasks is given.
 
     `RefinedSettings` says what the fields mean.
     """
@@ -29,40 +31,42 @@ class Refined:
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
 
     name: str = "refined"
-    steps: int = RefinedSettings.steps
-    batch_size: int = RefinedSettings.batch_size
+    steps: int = DEFAULTS.steps
+    batch_size: int = DEFAULTS.batch_size
     entries_per_task: int | None = None  # None: an equal share of the budget for every task of the stream
-    entry_policy: Policy = RefinedSettings.entry_policy
+    entry_policy: Policy = DEFAULTS.entry_policy
     nested: bool = False  # such a share is never halved
     learning_rate: float | None = None  # None: searched for each task, on its validation split
-    beta: float = RefinedSettings.beta
-    calibrate: Calibrate = RefinedSettings.calibrate
-    weighting: Weighting = RefinedSettings.weighting
-    gate: Gating = RefinedSettings.gate
-    allocation: Allocation = RefinedSettings.allocation
-    payload_tokens: int = RefinedSettings.payload_tokens
+    beta: float = DEFAULTS.beta
+    calibrate: Calibrate = DEFAULTS.calibrate
+    weighting: Weighting = DEFAULTS.weighting
+    gate: Gating = DEFAULTS.gate
+    allocation: Allocation = DEFAULTS.allocation
+    payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
-    base: bool = True  # whether the gate is shown base questions
+    base: bool = True  # whether the gate is fitted to base questions too
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, circumstances: Circumstances) -> Artifact:
-        share = max(1, circumstances.budget // circumstances.num_tasks)
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        share = max(1, context.budget // context.num_tasks)
         shared = replace(self, entries_per_task=self.entries_per_task or share)
-        settings = selector_settings(RefinedSettings, shared, circumstances)
-        base = circumstances.base if self.base else ()
-        keys = KnownKeys(circumstances.model)
+        settings = selector_settings(RefinedSettings, shared, context)
+        base = context.base if self.base else ()
+        keys = QueryKeyCache(context.model)
         return learn_memory(
-            lambda *given: update_refined(*given[:2], settings, given[2], base=base, query_keys=keys),
+            lambda backbone, inputs, checkpoint: update_refined(
+                backbone, inputs, settings, checkpoint, base=base, query_keys=keys
+            ),
             self.anchors_per_task,
             task,
             previous,
             out,
-            circumstances,
+            context,
         )
 
 
 @dataclass(frozen=True)
 class Unrefined(Refined):
-    """Entries as they were extracted, with the calibration that they start from: there is nothing to search."""
+    """Entries as extracted, with the starting calibration: there is nothing to search."""
 
     trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()
 
@@ -72,14 +76,14 @@ class Unrefined(Refined):
 
 
 ABLATIONS = (
-    # Every question gets memory, and all entries compete by the prefix key, while they are trained as well.
+    # Every question gets memory, and all entries compete by the prefix key, in training too.
     Refined("refined_no_gate", gate="none"),
     # Gate and routing from the prefix mean alone.
     Refined("refined_prefix_key", gate="prefix"),
-    # The budget goes to what is most spread among old entries and new examples; what is not chosen is evicted. A random
-    # choice would evict nearly all that is held.
+    # k-center chooses the whole budget among old entries and new examples, and the others are evicted; a random choice
+    # would evict nearly all old entries.
     Refined("refined_no_quotas", allocation="joint", entry_policy="k-center"),
     Unrefined(),
-    # A gate needs prior weighting, so this goes without: to be held against refined_no_gate.
+    # A gate needs prior weighting, so this has none: compare it with refined_no_gate.
     Refined("refined_sqrt", weighting="sqrt", gate="none"),
 )

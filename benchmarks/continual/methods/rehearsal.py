@@ -1,4 +1,4 @@
-"""Examples that are kept for training on later tasks; no inference needs them."""
+"""Examples kept for training on later tasks; inference does not need them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANCHORS = "anchors"
 
 
 def earlier_anchors(previous: Path | None, out: Path) -> list[Example]:
-    """Those of all tasks before, copied into the new state."""
+    """The anchors of all earlier tasks, copied into the new state."""
     if previous is None:
         return []
     shutil.copytree(previous / ANCHORS, out / ANCHORS)
@@ -27,7 +27,7 @@ def earlier_anchors(previous: Path | None, out: Path) -> list[Example]:
 
 def keep_anchors(task: str, training: Sequence[Example], out: Path, count: int, seed: int) -> int:
     """Adds the task's own anchors, drawn and stored as the selector draws and stores its own; returns bytes of all."""
-    unread = torch.empty(0)  # "random" looks at no keys
+    unread = torch.empty(0)  # "random" reads no keys
     rows = choose_anchors(training, count, "random", seed, keys=unread)
     store = AnchorStore(out / ANCHORS)
     store.append([training[row] for row in rows], run=task, policy="random", seed=seed)
@@ -35,9 +35,9 @@ def keep_anchors(task: str, training: Sequence[Example], out: Path, count: int, 
 
 
 def content_bytes(example: Example) -> int:
-    """What an example takes where it is stored: its pictures' files, and its questions' and answer's text in UTF-8.
+    """The stored size of an example: its pictures' files, and its questions' and answer's text in UTF-8.
 
-    The paper's budget table counts a picture's JPEG bytes and 2048 bytes of text; this counts what there is.
+    The paper's budget table counts a picture's JPEG bytes and 2048 bytes of text; these are the actual sizes.
     """
     parts = [part for message in example.messages for part in message["content"]]
     texts = [part["text"] for part in parts if part["type"] == "text"]
@@ -46,20 +46,20 @@ def content_bytes(example: Example) -> int:
 
 
 def number_that_fit(sizes: Iterable[int], allowed: int) -> int:
-    """How many, from the first one on, take no more than `allowed` bytes together."""
+    """The number of sizes, from the first one on, whose sum is no more than `allowed`."""
     return sum(total <= allowed for total in accumulate(sizes))
 
 
-def reservoir(kept: Sequence[Example], arriving: Sequence[Example], allowed: int, seed: int) -> list[Example]:
-    """A uniform sample without replacement of a stream, from what was kept of it so far and what has arrived since.
+def reservoir(kept: Sequence[Example], new: Sequence[Example], allowed: int, seed: int) -> list[Example]:
+    """A uniform sample without replacement of a stream, from the sample so far and the new examples.
 
-    Each example draws a number, and those of the smallest are kept while they fit into `allowed` bytes. Which is what
-    a reservoir (Vitter, 1985) keeps, for examples of different sizes: the stream in a random order, as far as it fits.
-    An example that fell out never comes back, as what stands before it only grows.
+    Each example draws a number; those with the smallest numbers are kept while they fit into `allowed` bytes. This is
+    a reservoir (Vitter, 1985) for examples of different sizes: the stream in a random order, as far as it fits. An
+    example that fell out never comes back, since more and more examples come before it.
     """
 
     def draw(example: Example) -> bytes:
         return hashlib.sha256(f"{seed} {example.task} {example.id}".encode()).digest()
 
-    order = sorted([*kept, *arriving], key=draw)
+    order = sorted([*kept, *new], key=draw)
     return order[: number_that_fit(map(content_bytes, order), allowed)]

@@ -13,22 +13,17 @@ FOLDER = Path(__file__).parent
 APPENDED = "set"  # an option that takes one value each time it is given
 
 
-def preset_path(name: str) -> Path:
-    """The preset of this name, or the file itself where there is none."""
-    path = FOLDER / f"{name}.toml"
-    return path if path.is_file() else Path(name)
-
-
 def preset_arguments(name: str, known: Collection[str]) -> list[str]:
-    """The preset as arguments of the command line, to be read before the user's own.
+    """The preset as arguments of the command line, before the user's own.
 
     Args:
-        known: the options that may be set, without dashes before them and with underscores within.
+        known: the options that may be set, with underscores and without leading dashes.
 
     Raises:
         ConfigError: the file cannot be read, or sets an option that is not there.
     """
-    path = preset_path(name)
+    path = FOLDER / f"{name}.toml"
+    path = path if path.is_file() else Path(name)
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

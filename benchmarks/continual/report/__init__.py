@@ -1,8 +1,8 @@
-"""One page for people, and one JSON file, of a folder of streams.
+"""One page and one JSON file about a folder of streams.
 
-findings    what the folder holds, read once
-sentences   who won, by how much, within what error; first where InduceKV gains nothing or loses
-tables, figures, overview    the parts of the page, each of findings alone
-page        puts them together
-command     python -m benchmarks.continual report --out DIR [--html FILE] [--json FILE]
+content     what the JSON file holds, read from the folder; the page is made of nothing else
+ranking     who is compared with whom, and who is ahead
+tables, figures    parts of the page
+page        the numbers of the page; templates/stream.html.j2 has the words
+command     python -m benchmarks.continual report (--out DIR | --from-json FILE) [--html FILE] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.continual report --out DIR [--html FILE] [--json FILE]`, and what a run writes at its end."""
+"""`python -m benchmarks.continual report (--out DIR | --from-json FILE)`: the page and the JSON file about a run."""
 
 from __future__ import annotations
 
@@ -24,59 +24,70 @@ def write_report(
     html: Path | None = None,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes both files (default: into OUT); returns what the JSON file holds.
+    """Writes both files (default: into OUT); returns the content of the JSON file.
 
     Args:
         model, data: None for where the run found them.
-        tuned: what a search has found, to be told on the page.
+        tuned: results of a search, for the page.
 
     Raises:
         ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
     """
-    from benchmarks.continual.report.findings import read_findings
-    from benchmarks.continual.report.page import as_json, render_html
+    from benchmarks.continual.report.content import read_folder
 
-    findings = read_findings(out, model, data, None if tuned is None else read_tuned(tuned))
-    content = as_json(findings)
-    for path, text in (
-        (json_file or out / JSON, json.dumps(content, separators=(",", ":")) + "\n"),
-        (html or out / HTML, render_html(findings)),
-    ):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, text.encode())
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot write the report: {error}") from error
+    content = read_folder(out, model, data, None if tuned is None else read_tuned(tuned))
+    _write_page(content, html or out / HTML)
+    _write(json_file or out / JSON, json.dumps(content, separators=(",", ":")) + "\n")
     return content
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("report", help="the page and the JSON file of a folder of streams, complete or not")
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="the folder of the results")
-    add("--html", type=Path, metavar="FILE", help=f"(default: OUT/{HTML})")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--out", type=Path, help="the folder of the results")
+    source.add_argument("--from-json", type=Path, metavar="FILE", help="an earlier report's JSON file: only the page")
+    add("--html", type=Path, metavar="FILE", help=f"(default: OUT/{HTML}, or beside the JSON file)")
     add("--json", type=Path, metavar="FILE", help=f"(default: OUT/{JSON})")
     add("--model", type=Path, help="the model of the run (default: where the run found it)")
     add("--data", type=Path, help="the suite's data (default: where the run found them)")
-    add("--tuned", type=Path, metavar="FILE", help="what a search found, to be told on the page")
+    add("--tuned", type=Path, metavar="FILE", help="results of a search, for the page")
     parser.set_defaults(command=command)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ends in one JSON line: what was found, in words."""
-    where = {"html": options.html or options.out / HTML, "json": options.json or options.out / JSON}
-    content = write_report(
-        options.out,
-        options.model,
-        data=options.data,
-        tuned=options.tuned,
-        html=where["html"],
-        json_file=where["json"],
-    )
-    print(content["says"], file=sys.stderr)
-    print(
-        json.dumps(
-            {name: content[name] for name in ("verdict", "says", "missing")} | {k: str(v) for k, v in where.items()}
-        )
-    )
+    """Prints the finding, and one JSON line with it and the files.
+
+    Raises:
+        ConfigError: see `write_report`; or the file of --from-json is no report's, or an option does not go with it.
+    """
+    from benchmarks.continual.report.content import read_file
+
+    if options.from_json:
+        if any((options.json, options.model, options.data, options.tuned)):
+            raise ConfigError("--from-json writes the page only, from that file only: of the others, give just --html")
+        files = {"html": options.html or options.from_json.with_suffix(".html"), "json": options.from_json}
+        content = read_file(files["json"])
+        _write_page(content, files["html"])
+    else:
+        files = {"html": options.html or options.out / HTML, "json": options.json or options.out / JSON}
+        places = {"data": options.data, "tuned": options.tuned}
+        content = write_report(options.out, options.model, **places, html=files["html"], json_file=files["json"])
+    print(content["finding"], file=sys.stderr)
+    outcome = {name: content[name] for name in ("verdict", "finding", "missing")}
+    print(json.dumps(outcome | {name: str(path) for name, path in files.items()}))
     return 0
+
+
+def _write_page(content: dict[str, Any], path: Path) -> None:
+    from benchmarks.continual.report.page import render_html
+
+    _write(path, render_html(content))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the report: {error}") from error

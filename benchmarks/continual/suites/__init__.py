@@ -16,7 +16,8 @@ __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 
 
 def load_suite(name: str, data: Path) -> Suite:
-    """The suite that the file `name` describes, or the one of this name from the folder `data`, made there if need be.
+    """The suite that the file `name` describes, or the one of this name from the folder `data`, written there if
+    needed.
 
     Raises:
         ConfigError: there is no such suite.

@@ -87,21 +87,21 @@ def _parse(file: Path) -> Any:
 
 
 def _line(error: tomllib.TOMLDecodeError, text: str) -> int:
-    """The error knows it only as text: "(at line 3, column 5)", or "(at end of document)"."""
-    found = re.search(r"at line (\d+)", str(error))
-    return int(found[1]) if found else text.count("\n") + 1
+    """The error has it only as text: "(at line 3, column 5)", or "(at end of document)"."""
+    match = re.search(r"at line (\d+)", str(error))
+    return int(match[1]) if match else text.count("\n") + 1
 
 
 def _read(file: Path, name: str, splits: _Splits) -> TaskData:
     """Raises TaskDataError: a split cannot be read, an answer is empty, or an id stands in two splits."""
-    found: dict[str, tuple[Example, ...]] = {}
+    examples: dict[str, tuple[Example, ...]] = {}
     homes: dict[str, Path] = {}
     for split in SPLITS:
         path = file.parent / getattr(splits, split)
-        found[split] = tuple(read_task(path))
-        for example in found[split]:
+        examples[split] = tuple(read_task(path))
+        for example in examples[split]:
             if not example.answer.strip():
                 raise TaskDataError(f"{path}: the answer to {example.id!r} is empty")
             if homes.setdefault(example.id, path) != path:
                 raise TaskDataError(f"{path}: the id {example.id!r} is in {homes[example.id]} too")
-    return TaskData(name, **found)
+    return TaskData(name, **examples)

@@ -27,14 +27,14 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Suite:
-    """A stream of tasks in the order of learning, and what the model could do before it."""
+    """A stream of tasks in the order of learning, and questions that the model could answer before it."""
 
     name: str
     tasks: tuple[TaskData, ...]
     base: TaskData  # base questions; what is measured is `base.test`
 
     def in_order(self, order: Sequence[str]) -> Suite:
-        """The tasks in the order that is asked for: "default", "random:SEED", or names (see `ordered`).
+        """The tasks in another order: "default", "random:SEED", or names (see `ordered`).
 
         Raises:
             ConfigError: a name is unknown or repeated, or the seed is no number.
@@ -51,7 +51,7 @@ class Suite:
         return self.ordered(order)
 
     def ordered(self, names: Sequence[str]) -> Suite:
-        """The tasks of `names` alone, in that order.
+        """Only the tasks of `names`, in that order.
 
         Raises:
             ConfigError: a name is unknown or repeated.
@@ -65,7 +65,7 @@ class Suite:
         return replace(self, tasks=tuple(by_name[name] for name in names))
 
     def asked_about(self, split: Literal["test", "validation"]) -> Suite:
-        """The suite whose test questions are those of `split`: to choose settings without a look at the test's."""
+        """The suite with the questions of `split` as test questions, to choose settings without the test split."""
         if split == "test":
             return self
         tasks = tuple(replace(task, test=task.validation) for task in self.tasks)
@@ -85,7 +85,7 @@ class Suite:
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.test[:base]))
 
     def digest(self) -> str:
-        """sha256 over all tasks' examples; where they lie on disk and in which order tasks come does not matter."""
+        """sha256 over all tasks' examples; their place on disk and the order of tasks do not matter."""
         tasks = (*sorted(self.tasks, key=lambda task: task.name), self.base)
         splits = [split for task in tasks for split in (task.train, task.validation, task.test)]
         return hashlib.sha256("".join(examples_digest(split) for split in splits).encode()).hexdigest()

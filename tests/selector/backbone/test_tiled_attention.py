@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as module
+from benchmarks.selector.tiled_attention import attend_concatenated
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend
 from selector.backbone.model import Backbone
-from selector.backbone.tiled_attention import attend_concatenated, attend_tiled, memory_attention, tiled_attention
+from selector.backbone.tiled_attention import attend_tiled, memory_attention, tiled_attention
 from selector.data.examples import read_task
 from selector.paper.calibration import leaf
 

@@ -1,26 +1,19 @@
 """Anchor representativeness: on hand-made losses, and on memories whose losses are computed here one by one."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.diagnostics.anchors import agreement, disjoint
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
 from selector.backbone.injection import Memory
-from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import write_configuration, write_finished_run
+from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run
 
-SIZES = {"train": 4, "validation": 1, "test": 3}
-BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
 TASKS = ("guild", "field", "beside")
 ANCHORS = 2
 
@@ -50,9 +43,8 @@ def test_too_few_or_constant_losses_have_no_correlation(pairs):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return folder, load(folder, SIZES, BASE_SIZES).ordered(TASKS)
+def data(demo_suite):
+    return demo_suite(4, 1, 3, *TASKS)
 
 
 def test_held_out_examples_are_no_anchors_under_any_id(data):
@@ -64,11 +56,6 @@ def test_held_out_examples_are_no_anchors_under_any_id(data):
     assert {len(set(draw)) for draw in draws} == {3}
     assert draws[0] == draws[-1]
     assert len(set(draws)) > 1
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return Backbone.load(CHECKPOINT)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +83,6 @@ def out(data, memories, tmp_path):
     return tmp_path
 
 
-def found_by(out, data, *arguments):
-    command = ["anchors", "--out", str(out), "--data", str(data[0]), "--method", "stored", *arguments]
-    assert main(command) == 0
-    return json.loads((out / "diagnostics" / "anchors.json").read_bytes())
-
-
 @torch.no_grad()
 def loss(backbone, bundle, examples) -> float:
     """Mean NLL, every example by itself."""
@@ -113,7 +94,7 @@ def loss(backbone, bundle, examples) -> float:
 
 
 def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out, data, backbone, memories):
-    found = found_by(out, data, "--held-out", "train")
+    found = diagnose("anchors", out, "--data", data[0], "--method", "stored", "--held-out", "train")
     assert [(state["after"], list(state["by_task"])) for state in found["states"]] == [
         ("field", ["guild"]),
         ("beside", ["guild", "field"]),
@@ -129,7 +110,6 @@ def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out
     means = [found["states"][0]["by_task"]["guild"], [(a + b) / 2 for a, b in zip(*later.values(), strict=True)]]
     assert found["by_memory"]["states"] == 2
     assert found["by_memory"]["mean_absolute_gap"] == pytest.approx(sum(abs(a - h) for a, h in means) / 2, rel=1e-4)
-    assert (out / "diagnostics" / "anchors.png").exists()
 
 
 def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
@@ -137,7 +117,8 @@ def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
     earlier = sum(task.bytes for task in store.tasks()[:2])
     on_disk = [path for number in (0, 1) for path in (store.folder / f"{number:04d}").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in on_disk) == earlier
-    assert found_by(out, data, "--questions", "1")["storage"] == {
+    found = diagnose("anchors", out, "--data", data[0], "--method", "stored", "--questions", 1)
+    assert found["storage"] == {
         "anchors": 4,
         "anchor_bytes": earlier,
         "memory_bytes": 1000,
@@ -148,19 +129,19 @@ def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
 def test_memories_that_were_not_kept_are_counted(out, data):
     state = out / "stored/budget-32/seed-0/01-field/state"
     state.rename(state.with_name("gone"))
-    found = found_by(out, data)
+    found = diagnose("anchors", out, "--data", data[0], "--method", "stored")
     assert ([state["after"] for state in found["states"]], found["memories_gone"]) == (["beside"], 1)
 
 
 def test_a_method_without_anchors_is_refused(out, data, capsys):
     store = out / "stored/budget-32/seed-0/02-beside/state/anchors"
     store.rename(store.with_name("moved"))
-    assert main(["anchors", "--out", str(out), "--data", str(data[0]), "--method", "stored"]) == 2
-    assert "stored keeps no anchors of guild" in capsys.readouterr().err
+    message = refusal(capsys, "anchors", out, "--data", data[0], "--method", "stored")
+    assert "stored keeps no anchors of guild" in message
 
 
 def test_a_stream_of_one_task_is_refused(data, memories, tmp_path, capsys):
     write_configuration(tmp_path, data[1].ordered(TASKS[:1]))
     write_finished_run(tmp_path, "stored", [{"guild": [True], "base": [True]}], bundles=memories[:1])
-    assert main(["anchors", "--out", str(tmp_path), "--data", str(data[0]), "--method", "stored"]) == 2
-    assert "no memory of a task that another came before" in capsys.readouterr().err
+    message = refusal(capsys, "anchors", tmp_path, "--data", data[0], "--method", "stored")
+    assert "no memory of a task that another came before" in message

@@ -1,9 +1,9 @@
-"""Answers on disk: a question that an artifact of the same content has answered before is not asked again.
+"""Answers on disk: a question is asked once of all artifacts with the same content.
 
     OUT/answers/DIGEST.jsonl    {"question": digest, "answer": text}, a line for each, of the artifact with this digest
 
-The folder belongs to one model and one way of asking, as OUT does. While a process asks questions of an artifact it
-holds that artifact's file; another that has the same questions waits, and then finds them answered.
+The folder belongs to one model and one way of asking, as OUT does. A process locks an artifact's file while it asks
+questions; another process with the same questions waits, and then reads the answers.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ NOT_CONTENT = ("artifact.json", "seconds.json")  # of a state: they report how i
 
 
 @dataclass(frozen=True)
-class KnownAnswers:
-    """Asks what is not known yet."""
+class StoredAnswers:
+    """Asks only questions without a stored answer."""
 
     folder: Path
     answerer: Answerer
 
     def answers(self, artifact: Artifact, state: Path, examples: Sequence[Example]) -> tuple[list[str], int]:
-        """The answer to each question, and how many had to be asked now; equal questions are asked once.
+        """The answer to each question, and the number of questions asked now; equal questions are asked once.
 
         Raises:
-            EndpointFailed: an endpoint failed; also says how many of the questions are answered, and kept.
+            EndpointFailed: an endpoint failed; the message also gives the number of stored answers.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / f"{content_digest(artifact, state)}.jsonl") as file:
-            known = _read(file)
-            new = list({e.source_digest: e for e in examples if e.source_digest not in known}.values())
-            asked = self.answerer.prepare(artifact, state) if new else None
+            stored = _read(file)
+            new = list({e.source_digest: e for e in examples if e.source_digest not in stored}.values())
+            model = self.answerer.prepare(artifact, state) if new else None
             for start in range(0, len(new), AT_ONCE):
                 part = new[start : start + AT_ONCE]
                 try:
-                    found = dict(zip((e.source_digest for e in part), asked.answers(part), strict=True))
+                    answers = dict(zip((e.source_digest for e in part), model.answers(part), strict=True))
                 except EndpointFailed as error:
-                    have = sum(e.source_digest in known for e in examples)
+                    have = sum(e.source_digest in stored for e in examples)
                     raise EndpointFailed(f"{error}; {have} of {len(examples)} questions are answered") from error
-                _append(file, found)
-                known |= found
-        return [known[e.source_digest] for e in examples], len(new)
+                _append(file, answers)
+                stored |= answers
+        return [stored[e.source_digest] for e in examples], len(new)
 
 
 def content_digest(artifact: Artifact, state: Path) -> str:
-    """sha256 over the artifact's kind and the files of its state: what answers follow from."""
+    """sha256 over the artifact's kind and the files of its state: all that answers depend on."""
     digest = hashlib.sha256(artifact.kind.encode())
     for path in sorted(path for path in state.rglob("*") if path.is_file() and path.name not in NOT_CONTENT):
         digest.update(f"\n{path.relative_to(state)} {path.stat().st_size}\n".encode())
@@ -67,22 +67,22 @@ def content_digest(artifact: Artifact, state: Path) -> str:
 
 
 def _read(file: BinaryIO) -> dict[str, str]:
-    """By question. A last line that a kill has cut short is cut off."""
+    """By question. Removes a last line that a killed process has cut short."""
     file.seek(0)
-    known, end = {}, 0
+    stored, end = {}, 0
     for line in file:
         if not line.endswith(b"\n"):
             break
         record = json.loads(line)
-        known[record["question"]] = record["answer"]
+        stored[record["question"]] = record["answer"]
         end += len(line)
     file.truncate(end)
-    return known
+    return stored
 
 
-def _append(file: BinaryIO, found: dict[str, str]) -> None:
+def _append(file: BinaryIO, answers: dict[str, str]) -> None:
     """Durably: in the order of the lines, so that only the last can be cut short."""
-    lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in found.items()]
+    lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in answers.items()]
     file.write("".join(lines).encode())
     file.flush()
     os.fsync(file.fileno())

@@ -1,87 +1,50 @@
-"""A finished run as diagnostics read it, and what a diagnostic is.
+"""The folder of a run as it is read again: by diagnostics, by the report, and by runs that go on.
 
     finished = Finished.read(OUT)                    the folder of a `python -m benchmarks.continual run`
     for run in finished.runs("refined", 32):         one for each seed
         run.accuracy, run.bundle(), run.predictions()
 
-Nothing is learned or changed here. Letters: T tasks, n questions, d hidden size.
+Nothing is learned or changed here. Shapes: T tasks, n questions, d hidden size.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
 import json
-import pkgutil
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import Matrix, accuracy_matrix
-from benchmarks.continual.run import weights_digest
-from benchmarks.continual.stream import WHERE
 from benchmarks.continual.suites import Suite, TaskData, load_suite
-from benchmarks.demo.model import CHECKPOINT
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
+from server.demo import CHECKPOINT
 
-UNTOUCHED = "no_memory"
-
-
-@runtime_checkable
-class Diagnostic(Protocol):
-    """A module of this package. Its docstring's first line says what it measures.
-
-    It may also have `add_arguments(parser)`, for options of its own.
-    """
-
-    def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """JSON values, among them "diagnostic" (the module's name), "source" (the paper's section) and "says" (one
-        plain sentence: what was found).
-
-        Args:
-            options: those of `add_common_arguments`, and the diagnostic's own.
-
-        Raises:
-            InduceKVError: what is missing in the run, by name.
-        """
-        ...
-
-    def plot(self, found: dict[str, Any]) -> Figure:
-        """The figure of what `measure` found, as it is read back from JSON: keys are text, NaN is None."""
-        ...
+WHERE = "where"  # key of run.json: where the run read its files, which may have moved since
 
 
-def find_diagnostics() -> dict[str, Diagnostic]:
-    """Every diagnostic of this package, by name."""
-    package = __name__.rpartition(".")[0]
-    folder = importlib.import_module(package).__path__
-    names = [module.name for module in pkgutil.iter_modules(folder) if not module.name.startswith("_")]
-    modules: dict[str, Any] = {name: importlib.import_module(f"{package}.{name}") for name in names}
-    return {name: module for name, module in modules.items() if isinstance(module, Diagnostic)}
-
-
-def add_common_arguments(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="the folder of a finished run")
-    add("--method", default="refined", help="(default: %(default)s)")
-    add("--budget", type=int, help="(default: the method's only one)")
-    add("--seed", nargs="+", type=int, help="(default: all there are)")
-    add("--model", type=Path, help="the model of the run (default: where the run found it)")
-    add("--data", type=Path, help="the suite's data (default: where the run found them)")
+def weights_digest(model: Path) -> str:
+    """sha256 over the model's safetensors files; the folder's place does not matter."""
+    digest = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One question that was asked after a task."""
+    """The answer to one question after a task."""
 
     task: str
     id: str
@@ -133,7 +96,7 @@ class FinishedRun:
         return self.task_folder(number) / "state"
 
     def artifact(self, number: int = -1) -> Artifact:
-        """What answers after task `number`.
+        """The artifact that answers after task `number`.
 
         Raises:
             ConfigError: the state was not kept.
@@ -159,31 +122,32 @@ class FinishedRun:
         return read_bundle(self.state(number) / artifact.path)
 
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
-        """What was asked after task `number`, by task and id, in the order of asking.
+        """Of all questions after task `number`, by task and id, in the order of asking.
 
         Raises:
             TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
         """
         path = self.task_folder(number) / "predictions.jsonl"
-        found: dict[tuple[str, str], Prediction] = {}
+        predictions: dict[tuple[str, str], Prediction] = {}
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise TaskDataError(f"{path}: cannot read the predictions: {error}") from error
         for number_of_line, line in enumerate(lines, start=1):
             try:
-                one = Prediction(**json.loads(line))
+                prediction = Prediction(**json.loads(line))
             except (ValueError, TypeError) as error:
                 raise TaskDataError(f"{path}:{number_of_line}: not a prediction: {error}") from error
-            if (one.task, one.id) in found:
-                raise TaskDataError(f"{path}:{number_of_line}: question {one.id!r} of task {one.task!r} stands twice")
-            found[one.task, one.id] = one
-        return found
+            key = (prediction.task, prediction.id)
+            if key in predictions:
+                raise TaskDataError(f"{path}:{number_of_line}: question {key[1]!r} of task {key[0]!r} stands twice")
+            predictions[key] = prediction
+        return predictions
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The folder of a command whose runs are read; diagnostics look at those that are complete."""
+    """The folder of a run, with all its streams; diagnostics read the complete ones."""
 
     out: Path
     model: Path
@@ -197,7 +161,7 @@ class Finished:
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
         """
         Args:
-            model, data: None for where the run found them; the data may also have moved with the folder.
+            model, data: None for the places recorded by the run; the data may also have moved with the folder.
 
         Raises:
             ConfigError: the folder is not one of a run, or one of its files does not parse.
@@ -213,8 +177,8 @@ class Finished:
         where = configuration.get(WHERE, {})
         model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
-            there = Path(where.get("data", out / "data"))
-            data = there if there.exists() else out / "data"
+            recorded = Path(where.get("data", out / "data"))
+            data = recorded if recorded.exists() else out / "data"
         return cls(out, model, data, configuration, complete, unfinished)
 
     def runs(
@@ -223,7 +187,7 @@ class Finished:
         """The finished runs of a method and a budget, one for each seed.
 
         Args:
-            budget: may be None where all the method's runs have the same.
+            budget: may be None if all the method's runs have the same.
             seeds: None for all.
 
         Raises:
@@ -235,13 +199,15 @@ class Finished:
         chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
         with_budget = "" if budget is None else f" with budget {budget}"
         if not chosen:
-            there = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
-            raise ConfigError(f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(there)}")
-        found = [run.seed for run in chosen]
-        if missing := sorted(set(seeds or ()) - set(found)):
+            available = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
+            raise ConfigError(
+                f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(available)}"
+            )
+        available_seeds = [run.seed for run in chosen]
+        if missing := sorted(set(seeds or ()) - set(available_seeds)):
             raise ConfigError(
                 f"no finished run of {method}{with_budget} with seed {missing[0]} under {self.out}; "
-                f"there are the seeds {_listed(found)}"
+                f"there are the seeds {_listed(available_seeds)}"
             )
         return tuple(run for run in chosen if seeds is None or run.seed in seeds)
 
@@ -253,19 +219,19 @@ class Finished:
         return any(run.method == method for run in self.complete)
 
     def counterpart(self, run: FinishedRun, method: str) -> FinishedRun:
-        """Another method's run with the same budget and seed. The untouched model has neither: any of its runs serves.
+        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run.
 
         Raises:
             ConfigError: there is none.
         """
         if method == UNTOUCHED and self.has(UNTOUCHED):
-            return next(one for one in self.complete if one.method == UNTOUCHED)
+            return next(other for other in self.complete if other.method == UNTOUCHED)
         return self.runs(method, run.budget, [run.seed])[0]
 
     def paired(
         self, run: FinishedRun, method: str = UNTOUCHED, number: int = -1
     ) -> list[tuple[Prediction, Prediction]]:
-        """What a run and its counterpart answered to the same questions after task `number`.
+        """The answers of a run and of its counterpart to the same questions after task `number`.
 
         Raises:
             ConfigError: there is no counterpart.
@@ -289,8 +255,8 @@ class Finished:
             ConfigError: there is no such suite.
             TaskDataError: its data cannot be read.
         """
-        known = self.configuration
-        return load_suite(known.get(WHERE, known)["suite"], self.data)  # its name, or the file that describes it
+        configuration = self.configuration
+        return load_suite(configuration.get(WHERE, configuration)["suite"], self.data)  # its name, or its file
 
     @cached_property
     def suite(self) -> Suite:
@@ -300,10 +266,10 @@ class Finished:
             ConfigError: the data are not those of the run.
             TaskDataError: they cannot be read.
         """
-        known = self.configuration
-        suite = self.whole_suite.ordered(known["order"]).asked_about(known["split"])
-        suite = suite.limited(known["train_limit"], known["test_limit"], known["base_limit"])
-        if suite.digest() != known["data"]:
+        run = self.configuration
+        suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
+        suite = suite.limited(run["train_limit"], run["test_limit"], run["base_limit"])
+        if suite.digest() != run["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")
         return suite
 
@@ -312,16 +278,16 @@ class Finished:
         """The run's model.
 
         Raises:
-            ConfigError: its weights are others.
+            ConfigError: the folder holds another model.
         """
-        known = self.configuration["model"]
+        recorded = self.configuration["model"]
         backbone = Backbone.load(self.model)
-        if weights_digest(self.model) != known["weights"]:
-            raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {known['name']!r}")
+        if weights_digest(self.model) != recorded["weights"]:
+            raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {recorded['name']!r}")
         return backbone
 
     def query_keys(self, task: TaskData) -> Tensor:
-        """Of the questions that were asked about a task: [n, 2, d], see `Backbone.query_keys`. Computed once."""
+        """Of a task's test questions: [n, 2, d], see `Backbone.query_keys`. Computed once."""
         if task.name not in self._query_keys:
             self._query_keys[task.name] = extract_query_keys(self.backbone, task.test, batch_size=64)
         return self._query_keys[task.name]

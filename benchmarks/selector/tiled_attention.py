@@ -1,18 +1,19 @@
-"""Measures the training path's attention with memory against plain concatenation, forward and backward.
+"""Measures tiled memory attention, the training path's, against plain concatenation, forward and backward.
 
-    python -m benchmarks.selector.induced_attention
+    python -m benchmarks.selector.tiled_attention
 
 Each method runs in a process of its own: `--layers` attention layers one after the other, each layer's output being
 the next one's query, with gradients where the selector asks for them (selection weights, temperature, value gates;
 payloads are frozen). Time is the median of `--repeats` after one run to warm up; memory is the peak above what the
 inputs take, from the kernel's own high-water mark. A third process computes the same gradients in float64 with the
-reference, `selector.backbone.injection.attend`; the report says how far each method is from it. Ends in one JSON line.
+reference, `selector.backbone.injection.attend`, for the relative error of each method. Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -22,12 +23,58 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from selector.backbone.injection import Memory, attend
-from selector.backbone.tiled_attention import attend_concatenated, attend_tiled
+from selector.backbone.injection import Memory, Terms, attend
+from selector.backbone.tiled_attention import attend_tiled
 from selector.runtime.phases import status_bytes
 
-METHODS = {"induced": attend_tiled, "concatenated": attend_concatenated, "reference": attend}
 VARIABLES = ("selection weights", "temperature", "value gates")
+
+
+def attend_concatenated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scaling: float,
+    memory: Memory,
+    terms: Terms,
+    layer: int,
+) -> Tensor:
+    """Every request gets scaled copies of all payloads in front of its own keys and values.
+
+    Arguments and result as `selector.backbone.injection.attend`; tiles avoid the copies [n, H, N m, D].
+    """
+    n, H, T, D = query.shape
+    J, S = key.shape[1:3]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    m = memory.payload_keys.shape[3]
+
+    def copies(payload: Tensor, scale: Tensor) -> Tensor:
+        scaled = scale.to(dtype)[:, :, None, None, None] * payload[layer].to(dtype)  # [n, N, J, m, D]
+        return scaled.transpose(1, 2).flatten(2, 3)  # [n, J, N m, D]
+
+    nothing = torch.zeros(n, J, 1, D, dtype=dtype, device=query.device)  # the remainder's key and value
+    keys = torch.cat([copies(memory.payload_keys, terms.key_scale), nothing, key.to(dtype)], dim=2)
+    gate = memory.value_gates[layer].to(dtype)
+    values = torch.cat([gate * copies(memory.payload_values, terms.value_scale), nothing, value.to(dtype)], dim=2)
+    bias = torch.cat(
+        [terms.log_weight.to(dtype).repeat_interleave(m, dim=1), terms.log_remainder.to(dtype)[:, None]], 1
+    )
+    bias = (bias + memory.layer_bias[layer].to(dtype))[:, None].expand(n, T, -1)  # [n, T, N m + 1]
+    hidden = torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill(~visible, -math.inf)
+    mask = torch.cat([bias, hidden.expand(n, T, S)], dim=-1)[:, None]  # [n, 1, T, N m + 1 + S]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.to(dtype),
+        keys.repeat_interleave(H // J, dim=1),  # [n, H, N m + 1 + S, D]
+        values.repeat_interleave(H // J, dim=1),
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return output.transpose(1, 2)
+
+
+# "induced" is the name of tiled memory attention in the committed results.
+METHODS = {"induced": attend_tiled, "concatenated": attend_concatenated, "reference": attend}
 
 
 def main() -> int:
@@ -39,25 +86,25 @@ def main() -> int:
     truth = results.pop("reference").pop("gradients")
     for result in results.values():
         result["gradient_errors"] = {
-            name: _relative_error(found, expected)
-            for name, found, expected in zip(VARIABLES, result.pop("gradients"), truth, strict=True)
+            name: _relative_error(gradient, expected)
+            for name, gradient, expected in zip(VARIABLES, result.pop("gradients"), truth, strict=True)
         }
-    induced, concatenated = results["induced"], results["concatenated"]
+    tiled, concatenated = results["induced"], results["concatenated"]
     settings = {name: value for name, value in vars(options).items() if name != "method"}
     report = {
         "benchmark": "induced_attention",
         "settings": settings,
         "machine": describe_machine(),
         **results,
-        "times_faster": round(concatenated["seconds"] / induced["seconds"], 3),
-        "memory_ratio": round(induced["peak_bytes"] / concatenated["peak_bytes"], 4),
+        "times_faster": round(concatenated["seconds"] / tiled["seconds"], 3),
+        "memory_ratio": round(tiled["peak_bytes"] / concatenated["peak_bytes"], 4),
     }
     print(json.dumps(report))
     return 0
 
 
 def run_apart(method: str) -> dict:
-    command = [sys.executable, "-m", "benchmarks.selector.induced_attention", *sys.argv[1:], "--method", method]
+    command = [sys.executable, "-m", "benchmarks.selector.tiled_attention", *sys.argv[1:], "--method", method]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
@@ -117,9 +164,9 @@ def measure(options: argparse.Namespace) -> dict:
     }
 
 
-def _relative_error(found: list[float], expected: list[float]) -> float:
+def _relative_error(gradient: list[float], expected: list[float]) -> float:
     truth = torch.tensor(expected, dtype=torch.float64)
-    return float((torch.tensor(found, dtype=torch.float64) - truth).norm() / truth.norm())
+    return float((torch.tensor(gradient, dtype=torch.float64) - truth).norm() / truth.norm())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,25 +11,26 @@ import pytest
 from benchmarks.continual.__main__ import main as run_benchmark
 from benchmarks.continual.answering.endpoint import Endpoint
 from benchmarks.continual.answering.http import Endpoints
-from benchmarks.continual.diagnostics import speed
-from benchmarks.continual.diagnostics.__main__ import main
-from benchmarks.continual.diagnostics.framework import Finished
-from benchmarks.continual.diagnostics.pareto import says, with_front
-from benchmarks.continual.diagnostics.speed import Load, adapters_of, measure_on, method_of, row_of, share_questions
-from benchmarks.continual.methods import Artifact, Circumstances
+from benchmarks.continual.diagnostics import served_speed
+from benchmarks.continual.diagnostics.served_speed import (
+    Load,
+    adapters_of,
+    measure_on,
+    method_of,
+    row_of,
+    share_questions,
+)
+from benchmarks.continual.diagnostics.speed import pareto_finding, with_front
+from benchmarks.continual.methods import Artifact, RunContext
 from benchmarks.continual.methods.knn_copier import KnnCopier
-from benchmarks.continual.suites.demo import load
-from benchmarks.demo.model import CHECKPOINT
+from benchmarks.continual.results import Finished
 from benchmarks.serving.load import Block, Timing
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.model import Backbone
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.compared_runs import found_by, write_run
-from tests.benchmarks.finished_runs import write_configuration
+from server.demo import CHECKPOINT
+from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_run
 
-SIZES = {"train": 12, "validation": 4, "test": 12}
-BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
 ORDER = ("guild", "field")
 # Seconds until the first token, and from one to the next.
 PLAIN, WITH_MEMORY, BETWEEN = 0.02, 0.2, 0.02
@@ -79,15 +80,14 @@ def endpoints(server):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return folder, load(folder, SIZES, BASE_SIZES).ordered(ORDER)
+def data(demo_suite):
+    return demo_suite(12, 4, 12, *ORDER)
 
 
 @pytest.fixture(scope="module")
-def memory(data):
+def memory(data, backbone):
     examples = [task.train[0] for task in data[1].tasks]
-    return build_bundle(Backbone.load(CHECKPOINT), examples, BuildSettings(budget=2))
+    return build_bundle(backbone, examples, BuildSettings(budget=2))
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def out(data, memory, tmp_path):
     lora = write_run(tmp_path, "lora", ORDER, {"AP": 0.9, "AF": 0.2}) / "01-field/state"
     Artifact("adapter", "adapter", 512, {}).write(lora)
     copier = write_run(tmp_path, "knn_copier", ORDER, {"AP": 0.3, "AF": 0.0}) / "01-field/state"
-    circumstances = Circumstances(CHECKPOINT, budget=2, seed=0, number=0, num_tasks=2)
-    KnnCopier().learn(data[1].tasks[0], None, copier, circumstances).write(copier)
+    context = RunContext(CHECKPOINT, budget=2, seed=0, number=0, num_tasks=2)
+    KnnCopier().learn(data[1].tasks[0], None, copier, context).write(copier)
     return tmp_path
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_served_says_why(endpoints, out, data):
     load = Load(concurrency=1, requests=2, rounds=1, output_tokens=2)
     lora, copier, plain = measure_on(endpoints, finished, runs, load)
     assert "HTTP 400" in lora["why"]
-    assert copier == {"why": speed.NO_MODEL, "note": None}
+    assert copier == {"why": served_speed.NO_MODEL, "note": None}
     assert plain["why"] is None
 
 
@@ -157,7 +157,7 @@ def known_server(endpoints, monkeypatch):
         given.append((needs, more))
         yield endpoints
 
-    monkeypatch.setattr(speed, "own_servers", started)
+    monkeypatch.setattr(served_speed, "own_servers", started)
     return given
 
 
@@ -166,7 +166,7 @@ FEW = ("--requests", "2", "--rounds", "1", "--output-tokens", "3")
 
 def test_the_front_is_drawn_over_scores_and_measured_speeds(known_server, out, data):
     write_run(out, "no_memory", ORDER, {"AP": 0.1, "AF": 0.0}, budget=64)
-    found = found_by("pareto", out, "--data", data[0], *FEW, "--concurrency", "2")
+    found = diagnose("pareto", out, "--data", data[0], *FEW, "--concurrency", "2")
     points = {point["method"]: point for point in found["points"]}
     assert list(points) == ["knn_copier", "lora", "no_memory", "refined"]
     assert len(found["points"]) == 4  # the untouched model stands once, whatever its budgets
@@ -179,7 +179,7 @@ def test_the_front_is_drawn_over_scores_and_measured_speeds(known_server, out, d
     assert points["refined"]["AP"]["mean"] == pytest.approx(0.7)
     assert (points["refined"]["seeds"], points["refined"]["bytes"]) == ([0, 1], 2048)
     assert points["no_memory"]["tokens_per_s"] > points["refined"]["tokens_per_s"]
-    assert "Not measured: knn_copier: its answers come from no model" in found["says"]
+    assert "Not measured: knn_copier: its answers come from no model" in found["finding"]
     assert found["load"]["concurrency"] == 2
     ((needs, flags),) = known_server
     assert (needs.budget, needs.jobs, list(flags)) == (32, 1, ["--no-enforce-eager"])
@@ -187,11 +187,11 @@ def test_the_front_is_drawn_over_scores_and_measured_speeds(known_server, out, d
 
 def test_operating_points_stand_beside_the_untouched_model(known_server, out, data, memory):
     write_run(out, "refined", ORDER, {"AP": 0.9, "AF": 0.0}, budget=64, bundles=[memory] * 2, stored_bytes=4096)
-    found = found_by("operating_points", out, "--data", data[0], *FEW)
+    found = diagnose("operating_points", out, "--data", data[0], *FEW)
     assert [(point["budget"], point["bytes"]) for point in found["budgets"]] == [(32, 2048), (64, 4096)]
     assert [point["AP"]["mean"] for point in found["budgets"]] == pytest.approx([0.7, 0.9])
     assert found["untouched"]["ttft_ms"] < min(point["ttft_ms"] for point in found["budgets"])
-    assert "32 entries (2 KiB): AP 0.700" in found["says"]
+    assert "32 entries (2 KiB): AP 0.700" in found["finding"]
     assert found["load"] == {"concurrency": 1, "requests": 2, "rounds": 1, "output_tokens": 3}
 
 
@@ -207,8 +207,7 @@ def test_operating_points_stand_beside_the_untouched_model(known_server, out, da
 )
 def test_what_cannot_be_measured_is_named(known_server, out, data, arguments, message, capsys):
     name, *more = arguments
-    assert main([name, "--out", str(out), "--data", str(data[0]), *more]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, name, out, "--data", data[0], *more)
 
 
 def test_questions_are_shared_in_equal_parts_of_every_task(data):
@@ -255,7 +254,7 @@ def test_hand_made_points_have_a_known_front():
         ]
     )
     assert [one["on_front"] for one in points] == [True, None, False, True]
-    assert says(points, 4) == (
+    assert pareto_finding(points, 4) == (
         "With 4 requests at a time no method beats fast (8) with 9 tokens a second and AP 0.100; "
         "good (8) with 5 tokens a second and AP 0.500 in both speed and AP. Not measured: lost: none."
     )
@@ -267,7 +266,7 @@ def test_speeds_are_measured_on_the_real_server(data, tmp_path):
     methods = ["no_memory", "lora_replay", "prompt_replay", "refined"]
     command = ["run", "--method", *methods, "--order", *ORDER, *few, "--budget", "8", "--jobs", "1"]
     assert run_benchmark([*command, "--data", str(data[0]), "--out", str(tmp_path)]) == 0
-    found = found_by("pareto", tmp_path, "--data", data[0], *FEW, "--serve-args", "--enforce-eager")
+    found = diagnose("pareto", tmp_path, "--data", data[0], *FEW, "--serve-args", "--enforce-eager")
     points = {one["method"]: one for one in found["points"]}
     assert sorted(points) == sorted(methods)
     assert {name: one["why"] for name, one in points.items()} == dict.fromkeys(methods)

@@ -1,0 +1,277 @@
+"""What memory gains by the entries that a question retrieves: by their hit rate, and by how ambiguous they are.
+
+A question retrieves from all entries, or behind a relevance gate from those of its routed task; if the gate is closed
+it retrieves nothing. Entries are ranked by cosine similarity with the question's full-prefix key.
+
+Shapes: n questions, B entries, k of them retrieved, d hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from benchmarks.continual.diagnostics.diagnostic import describe_runs
+from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.statistics import mean_and_error
+from benchmarks.continual.metrics import standard_error
+from benchmarks.continual.results import Finished, FinishedRun
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import ConfigError
+from selector.backbone.routing import routing
+from selector.report.plots import COLOURS, finite
+
+HIT_RATE_BINS, AMBIGUITY_BINS = 5, 8
+POINTS = 1500  # at most as many are drawn; means are over all
+JITTER = 0.08  # of a drawn gain, so that points do not cover each other
+GROUPS = {"own_task": "most entries of its own task", "cross_task": "most entries of other tasks"}
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What one question retrieves."""
+
+    gap: float  # g(x) = s_(1) - s_(2) of the two largest similarities (paper, Eq. sim_gap); NaN for a single entry
+    hits: int  # of the retrieved entries, those of the question's own task
+    retrieved: int  # k, or fewer if there are not so many
+
+    @property
+    def is_cross_task(self) -> bool:
+        """Whether most retrieved entries belong to other tasks."""
+        return 2 * self.hits < self.retrieved
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question that got memory, and both answers to it."""
+
+    task: str
+    retrieval: Retrieval
+    right: bool  # with memory
+    right_without: bool  # the untouched model's
+
+    @property
+    def gain(self) -> int:
+        """Delta(x), of exact match: -1, 0 or 1 (paper, Eq. per_example_gain)."""
+        return self.right - self.right_without
+
+
+def retrievals(bundle: Bundle, query_keys: Tensor, task: str, top_k: int) -> list[Retrieval | None]:
+    """Of n questions of `task`, by their query keys [n, 2, d]; None if the gate is closed."""
+    opened, log_prior = routing(bundle, query_keys)  # [n], [n, B]
+    scores = query_keys[:, 0] @ bundle.retrieval_keys.to(query_keys).T + log_prior  # [n, B], -inf for other tasks'
+    ranked, entries = scores.sort(dim=1, descending=True, stable=True)
+    tasks = [entry.task for entry in bundle.metadata.entries]
+    results: list[Retrieval | None] = []
+    for is_open, similarities, order in zip(opened.tolist(), ranked.tolist(), entries.tolist(), strict=True):
+        available = sum(similarity > -math.inf for similarity in similarities)
+        retrieved = order[: min(top_k, available)]
+        gap = similarities[0] - similarities[1] if available > 1 else math.nan
+        hits = sum(tasks[entry] == task for entry in retrieved)
+        results.append(Retrieval(gap, hits, len(retrieved)) if is_open else None)
+    return results
+
+
+def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k: int) -> tuple[list[Answered], int]:
+    """All test questions of all tasks after the last one, in every run: those that got memory, and how many did not.
+
+    Raises:
+        ConfigError: `top_k` is below 1, or something is missing in the runs.
+    """
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, found {top_k}")
+    answered, closed = [], 0
+    for run in runs:
+        bundle = run.bundle()
+        rights = {(mine.task, mine.id): (mine.right, plain.right) for mine, plain in finished.paired(run)}
+        for task in finished.suite.tasks:
+            by_question = retrievals(bundle, finished.query_keys(task), task.name, top_k)
+            for example, retrieval in zip(task.test, by_question, strict=True):
+                if retrieval is None:
+                    closed += 1
+                else:
+                    answered.append(Answered(task.name, retrieval, *rights[task.name, example.id]))
+    return answered, closed
+
+
+class _ByRetrieval:
+    """Both diagnostics: the questions are the same, the bins are not."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "--top-k", type=int, default=8, help="entries that count as retrieved (default %(default)s)"
+        )
+
+    def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
+        runs = finished.chosen(options)
+        answered, closed = answered_with_memory(finished, runs, options.top_k)
+        shared = {**describe_runs(runs), "top_k": options.top_k, "closed": closed}
+        return shared | self.summarize(answered, shared)
+
+    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class HitRate(_ByRetrieval):
+    """What memory gains by how much of the retrieved is of the question's own task (hit rate).
+
+    hit_k(x) is the share of the k entries nearest to a question that were made from its own task (paper, Eq. hit_rate),
+    in five bins. For each bin: the mean gain over the untouched model and both accuracies, with standard errors over
+    all questions and seeds of the bin. Questions with a closed relevance gate retrieve nothing and are counted apart.
+    """
+
+    SOURCE = "Retrieval Quality Diagnosis"
+
+    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
+        bins = hit_rate_bins(answered)
+        filled = [row for row in bins if row["questions"]]
+        parts = [
+            f"{row['gain']['mean']:+.3f} where {row['from']:.0%} to {row['to']:.0%} of the retrieved entries are of "
+            f"the question's own task ({row['questions']} questions)"
+            for row in (filled if len(filled) < 3 else (filled[0], filled[-1]))
+        ]
+        gains = " and ".join(parts) or "not known: no question got memory"
+        return {"finding": f"The mean gain over no memory is {gains}{_closed(shared)}.", "bins": bins}
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        figure = blank(3.4)
+        gains = figure.add_subplot()
+        accuracies = gains.twinx()
+        bins = measured["bins"]
+        places = [(row["from"] + row["to"]) / 2 for row in bins]
+        curves = (
+            (gains, "gain", "mean gain (left)", "o-"),
+            (accuracies, "accuracy", "accuracy with memory (right)", "s-"),
+            (accuracies, "accuracy_without", "accuracy without (right)", "s--"),
+        )
+        for (axes, name, label, form), colour in zip(curves, COLOURS, strict=False):
+            means = np.array(finite([row[name]["mean"] for row in bins]))
+            errors = np.nan_to_num(finite([row[name]["standard_error"] for row in bins]))
+            axes.plot(places, means, form, color=colour, label=label)
+            axes.fill_between(places, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
+        gains.set_xticks(places, [f"{row['from']:.1f}–{row['to']:.1f}\nn = {row['questions']}" for row in bins])
+        gains.axhline(0, color="black", linewidth=0.8)
+        gains.set(xlabel=f"hit rate of the top {measured['top_k']}", ylabel="mean gain over no memory")
+        accuracies.set(ylabel="accuracy", ylim=(-0.02, 1.02))
+        accuracies.grid(False)
+        figure.legend(frameon=False, ncols=3, loc="outside upper left", fontsize=8)
+        return figure
+
+
+def hit_rate_bins(answered: Sequence[Answered]) -> list[dict[str, Any]]:
+    """[0, 0.2), [0.2, 0.4) ... [0.8, 1] of the hit rate; means are None for an empty bin."""
+    members: list[list[Answered]] = [[] for _ in range(HIT_RATE_BINS)]
+    for question in answered:  # in whole numbers: 3 of 5 is in [0.6, 0.8) and not below it
+        hits, retrieved = question.retrieval.hits, question.retrieval.retrieved
+        members[min(HIT_RATE_BINS - 1, HIT_RATE_BINS * hits // retrieved)].append(question)
+    return [
+        {
+            "from": number / HIT_RATE_BINS,
+            "to": (number + 1) / HIT_RATE_BINS,
+            "questions": len(inside),
+            "gain": mean_and_error([question.gain for question in inside]),
+            "accuracy": mean_and_error([question.right for question in inside]),
+            "accuracy_without": mean_and_error([question.right_without for question in inside]),
+        }
+        for number, inside in enumerate(members)
+    ]
+
+
+class Ambiguity(_ByRetrieval):
+    """What memory gains by how clear the nearest entry is (retrieval ambiguity), within the task and across tasks.
+
+    g(x) = s_(1) - s_(2) is the gap between a question's two largest similarities with the memory's keys (paper, Eq.
+    sim_gap): the smaller, the more ambiguous. A question is cross-task if most of its k retrieved entries are of other
+    tasks. Gains are in exact match over the untouched model: -1, 0 or 1; their means are taken in bins of g that hold
+    equally many questions of all seeds. Questions with a closed relevance gate retrieve nothing and are counted apart.
+    """
+
+    SOURCE = "When Does InduceKV Help the Most?"
+
+    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError: no question has two entries to retrieve."""
+        clear = [question for question in answered if not math.isnan(question.retrieval.gap)]
+        if not clear:
+            raise ConfigError(
+                f"no question of {shared['method']} has two entries to retrieve: there is no ambiguity to measure"
+            )
+        rng = np.random.default_rng(0)
+        drawn = [clear[row] for row in sorted(rng.choice(len(clear), min(POINTS, len(clear)), replace=False).tolist())]
+        bins = ambiguity_bins(clear)
+        return {
+            "finding": self._finding(clear, bins, shared),
+            "questions": len(clear),
+            "bins": bins,
+            "points": [[q.retrieval.gap, q.gain, q.retrieval.is_cross_task] for q in drawn],
+        }
+
+    def _finding(self, clear: Sequence[Answered], bins: dict[str, list[dict[str, Any]]], shared: dict[str, Any]) -> str:
+        rows = [row for group in bins.values() for row in group]
+        ends = []
+        for number in (0, max(row["bin"] for row in rows)):
+            of_bin = [row for row in rows if row["bin"] == number]
+            ends.append(sum(row["gain"] * row["questions"] for row in of_bin) / sum(row["questions"] for row in of_bin))
+        cross = [question.gain for question in clear if question.retrieval.is_cross_task]
+        crossing = f", where the gain is {np.mean(cross):+.3f}" if cross else ""
+        return (
+            f"The mean gain over no memory is {ends[0]:+.3f} where retrieval is most ambiguous and {ends[1]:+.3f} "
+            f"where it is clearest; {len(cross) / len(clear):.1%} of {len(clear)} answers retrieve mostly from other "
+            f"tasks{crossing}{_closed(shared)}."
+        )
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        figure = blank(3.6)
+        axes = figure.add_subplot()
+        rng = np.random.default_rng(0)
+        for (group, label), colour, marker in zip(GROUPS.items(), COLOURS, "ox", strict=False):
+            points = np.array([point[:2] for point in measured["points"] if point[2] == (group == "cross_task")])
+            if len(points):
+                heights = points[:, 1] + rng.uniform(-JITTER, JITTER, len(points))
+                axes.scatter(points[:, 0], heights, s=6, color=colour, marker=marker, alpha=0.3, linewidths=0.6)
+            if line := measured["bins"][group]:
+                gaps, gains = [row["gap"] for row in line], [row["gain"] for row in line]
+                errors = np.nan_to_num(finite([row["standard_error"] for row in line]))
+                axes.errorbar(gaps, gains, errors, color=colour, marker=marker, capsize=2, linewidth=1.6, label=label)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set(xlabel="g(x): gap between the two largest similarities", ylabel="gain over no memory")
+        axes.set_yticks([-1, 0, 1])
+        axes.legend(frameon=False, ncols=2, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+        return figure
+
+
+def ambiguity_bins(answered: Sequence[Answered]) -> dict[str, list[dict[str, Any]]]:
+    """Of each group in each bin: the number of questions, their mean gap, and mean gain with its standard error.
+
+    The bins are the same for both groups; a group's empty bins are left out.
+    """
+    gaps = np.array([question.retrieval.gap for question in answered])
+    edges = np.unique(np.quantile(gaps, np.linspace(0, 1, AMBIGUITY_BINS + 1)[1:-1]))  # the inner ones
+    members: dict[tuple[str, int], list[Answered]] = {}
+    for question, number in zip(answered, np.digitize(gaps, edges).tolist(), strict=True):
+        group = "cross_task" if question.retrieval.is_cross_task else "own_task"
+        members.setdefault((group, number), []).append(question)
+    return {
+        group: [
+            {
+                "bin": number,
+                "questions": len(inside),
+                "gap": float(np.mean([question.retrieval.gap for question in inside])),
+                "gain": float(np.mean([question.gain for question in inside])),
+                "standard_error": standard_error([question.gain for question in inside]),
+            }
+            for (of_group, number), inside in sorted(members.items())
+            if of_group == group
+        ]
+        for group in GROUPS
+    }
+
+
+def _closed(shared: dict[str, Any]) -> str:
+    return f"; the gate was closed for {shared['closed']} others" if shared["closed"] else ""
