@@ -19,7 +19,7 @@ from tests.server.test_bundles import Bundles, wait_until
 MODELS = ("base", "sqrt", "prior", "moving")
 NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 40
 NUM_KEEPERS = 4
-Answered = tuple[tuple[str, int], Any]  # the model and prompt that were asked, and the response
+Answered = tuple[tuple[str, int], Any]  # the model and the number of the prompt, and the response
 
 
 def preemptions(server: str) -> float:
@@ -66,7 +66,7 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
             async def leaves(model: str, index: int) -> None:
                 """A client that hangs up: at once, during the key pass, or in the answer.
 
-                With a picture of its own: vLLM takes a picture for sent whose client left while it was being read.
+                Each has its own image: vLLM considers an image sent even if its client left while it was being read.
                 """
                 task = asyncio.create_task(one(model, leaving[index].messages))
                 await asyncio.sleep(0.05 * index)
@@ -81,7 +81,7 @@ def test_each_answer_is_the_requests_own(server: str, client: openai.OpenAI, wor
             replaced = asyncio.Event()
 
             async def keeps_asking(index: int) -> list[Answered]:
-                """The old version is in use when the new one takes its name, however the server bunches its answers."""
+                """Keep the old version in use until the new one takes its name, whatever the server's batching."""
                 answers = []
                 while not replaced.is_set():
                     answers.append(await answered(("moving", index)))
