@@ -16,10 +16,10 @@ from benchmarks.continual.methods.memory import BUNDLE, selector_settings
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
 from inducekv_vllm.bundle import Bundle, read_bundle
-from inducekv_vllm.engine.memory_index import Memory
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryLLM
-from inducekv_vllm.retrieval import page_terms
-from selector.backbone import injection
+from inducekv_vllm.page_terms import page_terms
+from selector.backbone import injection, routing
 from selector.backbone.extraction import extract, extract_query_keys
 from selector.backbone.model import Backbone
 from selector.data.examples import entry_records
@@ -156,16 +156,16 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(
     bundle = learned(name)[1][1]
     asked = [example for task in (*stream.tasks, stream.base) for example in task.test]
     keys = extract_query_keys(backbone, asked, batch_size=8)
-    opened, prior = injection.routing(bundle, keys)
+    opened, prior = routing.routing(bundle, keys)
     terms = injection.Memory.from_bundle(bundle).terms(keys[:, 0], log_prior=prior)
-    memory = Memory.from_bundle(bundle, str(stream.folder / name / "1" / BUNDLE))
+    memory = MemoryIndex.from_bundle(bundle, str(stream.folder / name / "1" / BUNDLE))
     for row, key in enumerate(keys.numpy()):
-        recall = memory.recall(key, None)
-        assert (recall.retrieval is not None) == bool(opened[row])
-        if recall.retrieval is None:
+        lookup = memory.lookup(key, None)
+        assert (lookup.retrieval is not None) == bool(opened[row])
+        if lookup.retrieval is None:
             continue
         B, m = memory.num_entries, memory.payload_tokens
-        page = page_terms(recall.retrieval, memory.weighting, payload_tokens=m, num_entries=B)
+        page = page_terms(lookup.retrieval, memory.weighting, payload_tokens=m, num_entries=B)
         scale, log_weight = np.zeros(B), np.full(B, -np.inf)
         scale[page.entries], log_weight[page.entries] = page.value_scale, page.log_weight
         used = np.isfinite(log_weight)
@@ -240,9 +240,9 @@ def test_the_calibration_of_the_papers_ablations(learned: Learned, stream: Strea
         assert (float(bundle.temperature) == pytest.approx(0.07, abs=1e-7)) is (name == "fixed_calibration"), name
         assert bool((bundle.value_gates == 0.5).all()) is (name == "fixed_calibration"), name
         assert bool((bundle.value_gates == 1).all()) is (name == "paper_no_gates"), name
-    uniform = Memory.from_bundle(bundles["paper_uniform"], str(stream.folder / "paper_uniform" / "1" / BUNDLE))
+    uniform = MemoryIndex.from_bundle(bundles["paper_uniform"], str(stream.folder / "paper_uniform" / "1" / BUNDLE))
     for key in extract_query_keys(backbone, stream.tasks[0].test, batch_size=4).numpy():
-        retrieval = uniform.recall(key, None).retrieval
+        retrieval = uniform.lookup(key, None).retrieval
         assert retrieval is not None
         assert (retrieval.weights == np.float32(1 / uniform.num_entries)).all()
     # Its entries were chosen under it, too: the loss is measured with weights that no query changes.
@@ -331,7 +331,7 @@ def test_the_selector_gets_every_setting_of_the_method(stream: Stream) -> None:
     assert (refined.budget, refined.seed, refined.steps, refined.gate) == (5, 3, 9, "prefix")
     # Every field of a recipe's method but these is one of its settings: nothing is lost on the way.
     for kind, settings, own in ((Paper, PaperSettings, set()), (Refined, RefinedSettings, {"base"})):
-        known = {field.name for field in fields(settings)}
+        known = settings.model_fields.keys()
         assert {field.name for field in fields(kind)} - known == {"name", "anchors_per_task"} | own
 
 
