@@ -327,7 +327,7 @@ def test_the_selector_gets_every_setting_of_the_method(stream: Stream) -> None:
     context = RunContext(stream.model, 5, 3, 0, 1)
     paper = selector_settings(PaperSettings, Paper(iterations=7, beta=0.25), context)
     assert (paper.budget, paper.seed, paper.iterations, paper.beta) == (5, 3, 7, 0.25)
-    refined = selector_settings(RefinedSettings, Refined(steps=9, gate="prefix"), context)
+    refined = selector_settings(RefinedSettings, Refined(steps=9, gate="prefix", entries_per_task=2), context)
     assert (refined.budget, refined.seed, refined.steps, refined.gate) == (5, 3, 9, "prefix")
     # Every field of a recipe's method but these is one of its settings: nothing is lost on the way.
     for kind, settings, own in ((Paper, PaperSettings, set()), (Refined, RefinedSettings, {"base"})):

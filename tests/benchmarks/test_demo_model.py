@@ -12,16 +12,17 @@ from benchmarks.chat import normalise_answer
 from benchmarks.demo import model as m
 from benchmarks.demo import packing, questions, streams, train, world
 from benchmarks.demo.evaluate import Answerer, accuracy
+from server.demo import CHECKPOINT
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(m.CHECKPOINT)
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
 @pytest.fixture(scope="module")
 def answerer():
-    return Answerer(m.CHECKPOINT)
+    return Answerer(CHECKPOINT)
 
 
 def test_architecture():
@@ -64,7 +65,7 @@ def test_chat_template(tokenizer):
 
 def test_processor_makes_the_pixels_and_tokens_training_used(tokenizer):
     record, pixels = next(world.examples("base", "test", 1))
-    processor = AutoProcessor.from_pretrained(m.CHECKPOINT)
+    processor = AutoProcessor.from_pretrained(CHECKPOINT)
     prompt = tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
     inputs = processor(images=[pixels], text=[prompt], return_tensors="pt")
     torch.testing.assert_close(inputs["pixel_values"], packing.normalise([pixels]), atol=1e-6, rtol=0)
@@ -119,7 +120,7 @@ def test_training_and_resuming_export_a_checkpoint_that_loads(tokenizer, tmp_pat
 
 
 def test_checkpoint_is_small_and_has_published_names():
-    path = m.CHECKPOINT / "model.safetensors"
+    path = CHECKPOINT / "model.safetensors"
     assert path.stat().st_size <= 16 * 2**20
     with safe_open(path, "pt") as file:
         names = set(file.keys())

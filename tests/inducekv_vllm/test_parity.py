@@ -254,7 +254,7 @@ def test_a_closed_gate_is_vllm_to_the_bit(
 
 def test_bfloat16_is_as_close_as_it_is_without_memory(llava: World) -> None:
     """Against the float32 reference: no token more than twice as far off as the farthest token without memory."""
-    questions = prompts(5, seed=10)
+    questions = prompts(8, seed=10)
     with engine(llava.model, environment=FEWER_PROCESSES, dtype="bfloat16", enforce_eager=True) as llm:
         offline, memories = load_all(llava, llm)
 

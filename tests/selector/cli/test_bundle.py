@@ -125,7 +125,7 @@ def test_diff_finds_another_order_of_the_same_entries(
     )
     assert main(["diff", str(bundle_file), str(other)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == ["entries kept stand in another order"]
+    assert lines[1:] == ["entries kept are in another order"]
 
 
 def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import selector.data.anchors as module
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.anchors import AnchorStore, examples_digest
-from selector.data.choice import choose_anchors
+from selector.data.choice import AnchorPolicy, choose_anchors
 from selector.data.examples import Example, read_task
 from tests.selector.conftest import record, write_task
 
@@ -127,7 +128,7 @@ def test_all_policies_choose_distinct_rows_and_follow_the_seed() -> None:
     examples = many([str(i % 5) for i in range(50)])
     keys = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=1)
     losses = [float((7 * i) % 50) for i in range(50)]
-    for policy in module.POLICIES:
+    for policy in get_args(AnchorPolicy):
         chosen = choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
         assert chosen == sorted(set(chosen)) == choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
         assert len(chosen) == 12

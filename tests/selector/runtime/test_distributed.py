@@ -171,21 +171,21 @@ def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
     time.sleep(1)
     state = {path.name: path.stat().st_mtime_ns for path in progress.iterdir()}
     time.sleep(1)
-    assert {path.name: path.stat().st_mtime_ns for path in progress.iterdir()} == state, "somebody goes on"
+    assert {path.name: path.stat().st_mtime_ns for path in progress.iterdir()} == state, "a process is still writing"
     assert not stream.output("killed").exists()
     done = torchrun("selector.cli.select", *arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("going on where an earlier run ended") == 1
+    assert done.stderr.count("resuming an earlier run") == 1
     assert read_bundle(stream.output("killed")).digest == shared[0].digest
 
 
-def test_an_error_is_told_once_and_ends_all(stream: Stream) -> None:
+def test_an_error_is_printed_once_and_ends_all(stream: Stream) -> None:
     arguments = stream.arguments("refused")
     done = torchrun("selector.cli.select", *arguments, "--budget", "2")
     assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("inducekv-select: error: ")]
-    assert told == [
-        "inducekv-select: error: the budget of 2 is below the 3 entries the previous tasks hold",
+    errors = [line for line in done.stderr.splitlines() if line.startswith("inducekv-select: error: ")]
+    assert errors == [
+        "inducekv-select: error: the budget of 2 is below the 3 entries of the previous tasks",
     ]
     assert not stream.output("refused").exists()
 

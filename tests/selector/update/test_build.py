@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,23 @@ from selector.update.settings import BuildSettings
 SETTINGS = BuildSettings(budget=4, payload_tokens=3, batch_size=5)
 
 
+def changed(**values: Any) -> BuildSettings:
+    return BuildSettings(**(SETTINGS.model_dump() | values))
+
+
 @pytest.mark.parametrize("policy", ["random", "k-center"])
 def test_the_same_seed_gives_the_same_digest(llava: Backbone, task_file: Path, policy: Any) -> None:
     examples = read_task(task_file)
-    settings = replace(SETTINGS, policy=policy)
+    settings = changed(policy=policy)
     bundle = build_bundle(llava, examples, settings)
     assert build_bundle(llava, examples, settings).digest == bundle.digest
-    others = {build_bundle(llava, examples, replace(settings, seed=seed)).digest for seed in range(1, 5)}
+    others = {build_bundle(llava, examples, changed(policy=policy, seed=seed)).digest for seed in range(1, 5)}
     assert bundle.digest not in others
 
 
 def test_entries_are_the_extraction_of_the_chosen_examples(backbone: Backbone, task_file: Path, tmp_path: Path) -> None:
     examples = read_task(task_file)
-    bundle = build_bundle(backbone, examples, replace(SETTINGS, weighting="prior"))
+    bundle = build_bundle(backbone, examples, changed(weighting="prior"))
     by_id = {example.id: example for example in examples}
     chosen = [by_id[entry.id] for entry in bundle.metadata.entries]
     assert len({example.id for example in chosen}) == 4
@@ -55,7 +58,7 @@ def test_entries_are_the_extraction_of_the_chosen_examples(backbone: Backbone, t
 def test_a_small_task_is_kept_whole(llava: Backbone, task_file: Path) -> None:
     examples = read_task(task_file)[:3]
     for policy in ("random", "k-center"):
-        settings = replace(SETTINGS, policy=policy)  # type: ignore[arg-type]
+        settings = changed(policy=policy)
         bundle = build_bundle(llava, examples, settings)
         assert [entry.id for entry in bundle.metadata.entries] == ["e0", "e1", "e2"]
         assert bundle.metadata.budget == 4
@@ -63,7 +66,7 @@ def test_a_small_task_is_kept_whole(llava: Backbone, task_file: Path) -> None:
 
 def test_random_choices_cover_everything(llava: Backbone, task_file: Path) -> None:
     examples = read_task(task_file)
-    chosen = [choose(llava, examples, replace(SETTINGS, seed=seed)) for seed in range(30)]
+    chosen = [choose(llava, examples, changed(seed=seed)) for seed in range(30)]
     assert set().union(*chosen) == set(range(12))
     assert all(len(set(rows)) == 4 and rows == sorted(rows) for rows in chosen)
 
@@ -106,4 +109,4 @@ def test_k_center_with_equal_keys_still_takes_distinct_rows() -> None:
 )
 def test_bad_settings(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        replace(SETTINGS, **changes)
+        changed(**changes)
