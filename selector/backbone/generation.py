@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle
-
 from .injection import Memory, Terms, injected
 from .model import TOKEN_INPUTS, Backbone, Inputs
-from .routing import routing
 
 
 @dataclass(frozen=True)
@@ -118,30 +115,6 @@ def generate(
         chosen = logprobs[row, :length].gather(1, tokens[row, :length, None])[:, 0]
         generations.append(Generation(ids[:length], chosen))
     return generations
-
-
-@torch.no_grad()
-def reference_logprobs(
-    backbone: Backbone,
-    bundle: Bundle,
-    prompt: Inputs,
-    token_ids: Sequence[int],
-    *,
-    top_k: int | None = None,
-    remainder: bool = False,
-) -> Tensor:
-    """The log-probabilities that a server with this bundle must give to `token_ids` after a prompt: [tokens] float32.
-
-    Runs both passes: the query key from the untouched model, then the tokens under the retrieved memory, or under the
-    untouched model if the bundle's relevance gate is closed.
-    """
-    memory = Memory.from_bundle(bundle, device=backbone.device)
-    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
-    is_open, log_prior = routing(bundle, query_keys)
-    if not is_open[0]:
-        return score(backbone, [prompt], [token_ids])[0]
-    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
-    return score(backbone, [prompt], [token_ids], memory, terms)[0]
 
 
 def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.page_terms import PageTerms, Weighting
+from inducekv_vllm.page_terms import Weighting
 
 ATTENTION_NAME = "inducekv"
 
@@ -42,19 +42,6 @@ class Terms:
     log_weight: Tensor  # [n, B]
     value_scale: Tensor  # [n, B]
     log_remainder: Tensor  # [n], the logit, without the layer bias, of one more token of value 0; -inf: no such token
-
-    @classmethod
-    def from_pages(cls, pages: Sequence[PageTerms], num_entries: int) -> Terms:
-        """From the `page_terms` of the entries that n requests have retrieved."""
-        shape = (len(pages), num_entries)
-        key_scale, value_scale = torch.zeros(shape), torch.zeros(shape)
-        log_weight = torch.full(shape, -math.inf)
-        for row, page in enumerate(pages):
-            entries = torch.from_numpy(page.entries)
-            key_scale[row, entries] = torch.from_numpy(page.key_scale)
-            log_weight[row, entries] = torch.from_numpy(page.log_weight)
-            value_scale[row, entries] = torch.from_numpy(page.value_scale)
-        return cls(key_scale, log_weight, value_scale, torch.tensor([page.log_remainder for page in pages]))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.extraction import extract
-from selector.backbone.generation import reference_logprobs, score
+from selector.backbone.generation import score
 from selector.backbone.model import Backbone
+from tests.reference import reference_logprobs
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16

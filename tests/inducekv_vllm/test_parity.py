@@ -13,7 +13,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryLLM
-from selector.backbone.generation import reference_logprobs
 from server.demo import CHECKPOINT
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
@@ -29,6 +28,7 @@ from tests.inducekv_vllm.parity import (
     prompts,
     served_logprobs,
 )
+from tests.reference import reference_logprobs
 from tests.tiny_models import save_tiny_qwen3_vl
 
 Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]

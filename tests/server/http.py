@@ -8,9 +8,9 @@ import openai
 import torch
 
 from inducekv_vllm.bundle import Bundle
-from selector.backbone.generation import reference_logprobs
 from selector.backbone.generation import score as score_without_memory
 from tests.inducekv_vllm.parity import Prompt, World
+from tests.reference import reference_logprobs
 
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}
 

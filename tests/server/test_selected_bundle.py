@@ -18,11 +18,11 @@ import pytest
 
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.generation import reference_logprobs
 from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
+from tests.reference import reference_logprobs
 from tests.selector.conftest import record, write_task
 from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
 from tests.server.test_bundles import Bundles, wait_until

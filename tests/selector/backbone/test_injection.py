@@ -24,11 +24,12 @@ from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.page_terms import Weighting, page_terms
 from inducekv_vllm.retrieval import PrefixIndex
 from selector.backbone.extraction import extract
-from selector.backbone.generation import generate, reference_logprobs, score
+from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.routing import gated_prior
 from selector.data.examples import read_task
+from tests.reference import reference_logprobs, terms_from_pages
 
 B, M = 5, 3  # entries, payload tokens
 ANSWER = [40, 71, 300, 112, 55, 226]
@@ -171,7 +172,7 @@ def test_terms_are_those_of_the_served_retrieval(
         )
         for key in keys.numpy()
     ]
-    expected, found = Terms.from_pages(pages, B), memory.terms(keys, **settings)
+    expected, found = terms_from_pages(pages, B), memory.terms(keys, **settings)
     left_out = expected.log_weight == -math.inf
     assert torch.equal(found.log_weight == -math.inf, left_out)
     for name in ("key_scale", "value_scale", "log_weight"):
@@ -465,7 +466,7 @@ def test_reference_logprobs_of_a_bundle(
         backbone.retrieval_keys(prompts[0])[0], float(bundle.temperature), settings.get("top_k")
     )
     page = page_terms(retrieval, weighting, payload_tokens=M, num_entries=B, remainder=settings.get("remainder", False))
-    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, Terms.from_pages([page], B))
+    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, terms_from_pages([page], B))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 

@@ -1,0 +1,53 @@
+"""What a server must answer, computed by `selector.backbone`, which shares no attention code with the plugin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.page_terms import PageTerms
+from selector.backbone.generation import score
+from selector.backbone.injection import Memory, Terms
+from selector.backbone.model import Backbone, Inputs
+from selector.backbone.routing import routing
+
+
+@torch.no_grad()
+def reference_logprobs(
+    backbone: Backbone,
+    bundle: Bundle,
+    prompt: Inputs,
+    token_ids: Sequence[int],
+    *,
+    top_k: int | None = None,
+    remainder: bool = False,
+) -> Tensor:
+    """The log-probabilities that a server with this bundle must give to `token_ids` after a prompt: [tokens] float32.
+
+    Runs both passes: the query key from the untouched model, then the tokens under the retrieved memory, or under the
+    untouched model if the bundle's relevance gate is closed.
+    """
+    memory = Memory.from_bundle(bundle, device=backbone.device)
+    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
+    is_open, log_prior = routing(bundle, query_keys)
+    if not is_open[0]:
+        return score(backbone, [prompt], [token_ids])[0]
+    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
+    return score(backbone, [prompt], [token_ids], memory, terms)[0]
+
+
+def terms_from_pages(pages: Sequence[PageTerms], num_entries: int) -> Terms:
+    """The selector's terms from the `page_terms` of the entries that n requests have retrieved."""
+    shape = (len(pages), num_entries)
+    key_scale, value_scale = torch.zeros(shape), torch.zeros(shape)
+    log_weight = torch.full(shape, -math.inf)
+    for row, page in enumerate(pages):
+        entries = torch.from_numpy(page.entries)
+        key_scale[row, entries] = torch.from_numpy(page.key_scale)
+        log_weight[row, entries] = torch.from_numpy(page.log_weight)
+        value_scale[row, entries] = torch.from_numpy(page.value_scale)
+    return Terms(key_scale, log_weight, value_scale, torch.tensor([page.log_remainder for page in pages]))
