@@ -81,18 +81,25 @@ class SelectionResult:
     validation_loss: float | None  # of the bundle
 
 
+@dataclass(frozen=True)
+class SelectionProblem:
+    """Minimise J(w) = L_cur + beta L_anc + gamma Omega over the budget simplex."""
+
+    losses: Losses
+    coverage: Coverage  # Omega
+    settings: SelectionSettings
+    beta: float
+    gamma: float
+    has_anchors: bool
+
+
 def select(
-    losses: Losses,
-    coverage: Coverage,
-    settings: SelectionSettings,
+    problem: SelectionProblem,
     state: SelectionState,
     *,
-    beta: float,
-    gamma: float,
-    has_anchors: bool,
     after_iteration: Callable[[SelectionState], None] = lambda state: None,
 ) -> SelectionState:
-    """Minimise L_cur + beta L_anc + gamma Omega, from `state` to the last iteration.
+    """Optimise from `state` to the last iteration.
 
     Args:
         after_iteration: is called with each new state.
@@ -100,23 +107,15 @@ def select(
     Raises:
         TaskDataError: a loss or its gradient is not finite.
     """
-    while state.iteration < settings.iterations:
-        state = iterate(losses, coverage, settings, state, beta=beta, gamma=gamma, has_anchors=has_anchors)
+    while state.iteration < problem.settings.iterations:
+        state = iterate(problem, state)
         after_iteration(state)
     return state
 
 
-def iterate(
-    losses: Losses,
-    coverage: Coverage,
-    settings: SelectionSettings,
-    state: SelectionState,
-    *,
-    beta: float,
-    gamma: float,
-    has_anchors: bool,
-) -> SelectionState:
+def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
     """One outer iteration: J inner steps on phi, then a projected step on w; if single-level, one step on both."""
+    losses, settings, coverage = problem.losses, problem.settings, problem.coverage
     iteration, w = state.iteration, leaf(state.weights)
     if settings.coupling == "bilevel":
         calibration = fit_inner(losses, settings, state, w)
@@ -124,8 +123,8 @@ def iterate(
         calibration = replace(state.calibration, phi=leaf(state.calibration.phi))
     batch = (iteration, settings.inner_steps)
     current = losses.current_loss(w, calibration.phi, batch).double()
-    anchors = losses.anchor_loss(w, calibration.phi, batch).double() if has_anchors else None
-    likelihood = current if anchors is None else current + beta * anchors
+    anchors = losses.anchor_loss(w, calibration.phi, batch).double() if problem.has_anchors else None
+    likelihood = current if anchors is None else current + problem.beta * anchors
     if settings.coupling == "bilevel":
         (gradient,) = torch.autograd.grad(likelihood, w)
     else:
@@ -135,12 +134,12 @@ def iterate(
         raise TaskDataError(f"the loss or its gradient is not finite in iteration {iteration}; nothing was written")
 
     nll, spread = float(likelihood.detach()), float(coverage.value(state.weights))
-    if gamma:
-        gradient = gradient + gamma * coverage.gradient(state.weights)
+    if problem.gamma:
+        gradient = gradient + problem.gamma * coverage.gradient(state.weights)
     weights = outer_step(state.weights, gradient, settings)
     calibration = calibration.detached()
     record = IterationRecord(
-        objective=nll + gamma * spread,
+        objective=nll + problem.gamma * spread,
         current=float(current.detach()),
         anchors=None if anchors is None else float(anchors.detach()),
         coverage=spread,

@@ -29,7 +29,7 @@ from ..update.coverage import Coverage
 from ..update.inputs import TaskInputs, check_previous, require_context
 from ..update.recipes import PAPER
 from ..update.result import UpdateResult
-from .bilevel import SelectionResult, SelectionState, load_state, save_state, select
+from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
 from .calibration import Calibration
 from .candidate_pool import CandidatePool
 from .objective import Objective
@@ -171,16 +171,8 @@ def _select_all(
                 advance(done + state.iteration, f"J {state.history[-1].objective:.4f}")
 
             with contextlib.nullcontext() if unrolled else tiled_attention(backbone):
-                state = select(
-                    objective,
-                    coverage,
-                    settings,
-                    state,
-                    beta=beta,
-                    gamma=gamma,
-                    has_anchors=len(objective.anchors) > 0,
-                    after_iteration=save,
-                )
+                problem = SelectionProblem(objective, coverage, settings, beta, gamma, len(objective.anchors) > 0)
+                state = select(problem, state, after_iteration=save)
             bundle = _round(inputs, objective, settings, beta, gamma, state)
             with tiled_attention(backbone):
                 loss = objective.scorer.mean_loss(validation, Memory.from_bundle(bundle)) if len(validation) else None

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.paper.bilevel import SelectionState, iterate, outer_step, select
+from selector.paper.bilevel import Losses, SelectionProblem, SelectionState, iterate, outer_step, select
 from selector.paper.calibration import Calibration, fit
 from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
 
 N, LAYERS, BUDGET = 10, 2, 3
 SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)
-WEIGHTS = {"beta": 0.3, "gamma": 0.1}
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,22 @@ def coverage() -> Coverage:
     return Coverage.of_keys(torch.nn.functional.normalize(keys, dim=1), BUDGET)
 
 
+def problem(
+    losses: Losses | None = None,
+    settings: SelectionSettings = SETTINGS,
+    beta: float = 0.3,
+    gamma: float = 0.1,
+    has_anchors: bool = True,
+) -> SelectionProblem:
+    return SelectionProblem(losses or Analytic(), coverage(), settings, beta, gamma, has_anchors)
+
+
 def start() -> SelectionState:
     return SelectionState.initial(N, BUDGET, Calibration.initial(LAYERS))
 
 
 def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
-    state = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
+    state = select(problem(), start())
     assert state.iteration == len(state.history) == 20
     assert state.history[-1].objective < state.history[0].objective
     assert float(state.weights.sum()) == pytest.approx(BUDGET)
@@ -53,9 +62,9 @@ def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
 
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
     kept: list[SelectionState] = []
-    whole = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True, after_iteration=kept.append)
-    resumed = select(Analytic(), coverage(), SETTINGS, kept[6], **WEIGHTS, has_anchors=True)
-    again = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
+    whole = select(problem(), start(), after_iteration=kept.append)
+    resumed = select(problem(), kept[6])
+    again = select(problem(), start())
     for other in (resumed, again):
         assert torch.equal(whole.weights, other.weights)
         assert torch.equal(whole.calibration.phi, other.calibration.phi)
@@ -63,7 +72,7 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
 
 
 def test_alternation_takes_the_plain_partial_gradient() -> None:
-    state = iterate(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=True)
+    state = iterate(problem(), start())
     w = start().weights.clone().requires_grad_()
     phi = state.calibration.phi
     loss = Analytic().current_loss(w, phi, (0, 3)) + 0.3 * Analytic().anchor_loss(w, phi, (0, 3))
@@ -89,10 +98,10 @@ def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
         ],
         dtype=torch.float64,
     )
-    moved = iterate(Analytic(), coverage(), settings, state, beta=0.3, gamma=0.0, has_anchors=True).weights
+    moved = iterate(problem(settings=settings, gamma=0.0), state).weights
     torch.testing.assert_close(moved, outer_step(state.weights, expected, settings), rtol=1e-7, atol=1e-9)
     alternating = settings.model_copy(update={"hypergradient": "alternating"})
-    partial = iterate(Analytic(), coverage(), alternating, state, beta=0.3, gamma=0.0, has_anchors=True)
+    partial = iterate(problem(settings=alternating, gamma=0.0), state)
     assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
@@ -110,25 +119,25 @@ def test_a_single_level_update_steps_w_and_phi_along_one_gradient() -> None:
         optimizer.step()
         assert w.grad is not None
         w = outer_step(w.detach(), w.grad, settings)
-        state = iterate(Analytic(), coverage(), settings, state, **WEIGHTS, has_anchors=True)
+        state = iterate(problem(settings=settings), state)
         torch.testing.assert_close(state.weights, w)
         torch.testing.assert_close(state.calibration.phi, phi.detach())
     assert state.calibration.steps == 3
 
 
 def test_without_anchors_beta_changes_nothing() -> None:
-    one = select(Analytic(), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
-    other = select(Analytic(), coverage(), SETTINGS, start(), beta=7.0, gamma=0.1, has_anchors=False)
+    one = select(problem(has_anchors=False), start())
+    other = select(problem(beta=7.0, has_anchors=False), start())
     assert torch.equal(one.weights, other.weights)
     assert one.history[-1].anchors is None
 
 
 def test_a_steep_loss_collapses_under_the_plain_step_and_not_under_the_normalized_one() -> None:
-    plain = select(Analytic(scale=50), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
+    plain = select(problem(losses=Analytic(scale=50), has_anchors=False), start())
     assert plain.collapsed(BUDGET)
     assert plain.history[-1].support < BUDGET
     settings = SETTINGS.model_copy(update={"step_rule": "normalized"})
-    normalized = select(Analytic(scale=50), coverage(), settings, start(), **WEIGHTS, has_anchors=False)
+    normalized = select(problem(losses=Analytic(scale=50), settings=settings, has_anchors=False), start())
     assert not normalized.collapsed(BUDGET)
     assert len(normalized.selected(BUDGET)) == BUDGET
 
@@ -143,7 +152,7 @@ def test_a_normalized_step_moves_no_weight_by_more_than_its_share_of_the_uniform
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
     with pytest.raises(TaskDataError, match="not finite in iteration 0"):
-        select(Analytic(scale=float("nan")), coverage(), SETTINGS, start(), **WEIGHTS, has_anchors=False)
+        select(problem(losses=Analytic(scale=float("nan")), has_anchors=False), start())
 
 
 @pytest.mark.parametrize(

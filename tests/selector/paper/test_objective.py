@@ -18,7 +18,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer, batch_rows
 from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example, read_task
-from selector.paper.bilevel import SelectionState, iterate, outer_step
+from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step
 from selector.paper.calibration import Calibration, fit, leaf
 from selector.paper.candidate_pool import CandidatePool
 from selector.paper.objective import Objective, log_prior
@@ -101,7 +101,7 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
     warm = fit(start.calibration, lambda phi, s: objective.current_loss(start.weights, phi, (9, s)), 3)
     state = replace(start, calibration=warm, weights=weights_of(objective))
     coverage = Coverage.of_keys(objective.pool.keys, BUDGET)
-    moved = iterate(objective, coverage, settings, state, beta=0.5, gamma=0.0, has_anchors=True).weights
+    moved = iterate(SelectionProblem(objective, coverage, settings, 0.5, 0.0, True), state).weights
 
     def end(weights: Tensor) -> float:
         phi = fit(warm, lambda phi, s: objective.current_loss(weights, phi, (0, s)), 2).phi
@@ -114,7 +114,7 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
     gradient = torch.tensor([(end(state.weights + e) - end(state.weights - e)) / (2 * h) for e in steps]).double()
     torch.testing.assert_close(moved, outer_step(state.weights, gradient, settings), rtol=0, atol=1e-8)
     alternating = settings.model_copy(update={"hypergradient": "alternating"})
-    partial = iterate(objective, coverage, alternating, state, beta=0.5, gamma=0.0, has_anchors=True).weights
+    partial = iterate(SelectionProblem(objective, coverage, alternating, 0.5, 0.0, True), state).weights
     assert (moved - partial).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
