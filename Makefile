@@ -14,7 +14,7 @@ SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # Processes that share the tests; each runs on one thread.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 2
 
 # Models and data come with the repository: nothing but pip needs a network.
 export HF_HUB_OFFLINE ?= 1

@@ -24,6 +24,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Assign tests to workers: by shared fixture, else by module. Skip `gpu` tests if there is no CUDA device, and
     `slow` tests unless they are selected by marker.
