@@ -14,27 +14,17 @@ if TYPE_CHECKING:
     from tests.server.launch import Adapted
 
 
-# Slow session fixtures: tests that use one of them run in one pytest-xdist worker, which makes it once.
-SHARED = ("server", "served", "adapted", "finished")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Workers share the cores, and results must not depend on how many there are."""
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Assign tests to workers: by shared fixture, else by module. Skip `gpu` tests if there is no CUDA device, and
-    `slow` tests unless they are selected by marker.
-    """
+    """Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker."""
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     skip_slow = pytest.mark.skip(reason="slow; select it with -m slow")
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        group = next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
-        item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
         if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
