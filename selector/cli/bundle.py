@@ -22,7 +22,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
 
 from ..update.settings import BuildSettings
-from .flags import add_flags, print_error, require_output
+from .flags import add_flags, error_line, require_output
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except InduceKVError as error:
-        print_error("inducekv-bundle", error)
+        print(error_line("inducekv-bundle", error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("inducekv-bundle: interrupted, nothing was written", file=sys.stderr)

@@ -6,7 +6,6 @@ A field with a `Flag` becomes `--its-name`; its type, choices, default and help 
 from __future__ import annotations
 
 import argparse
-import sys
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -105,9 +104,9 @@ def toml_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     return flags
 
 
-def print_error(program: str, error: InduceKVError) -> None:
-    """On standard error, in one line."""
-    print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+def error_line(program: str, error: InduceKVError) -> str:
+    """The error as a command prints it: one line."""
+    return f"{program}: error: {' '.join(str(error).split())}"
 
 
 def require_output(path: Path) -> None:

@@ -22,7 +22,7 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
 from ..refined.settings import RefinedSettings
-from .flags import require_output
+from .flags import error_line, require_output
 from .publishing import publish
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return run(*parse_arguments(arguments))
         except InduceKVError as error:
-            print_error(f"{PROGRAM}: error: {' '.join(str(error).split())}")
+            print_error(error_line(PROGRAM, error))
             return FAILED
         except KeyboardInterrupt:
             if is_main():

@@ -38,8 +38,9 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
-                    momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                    _step(parameter, parameter.grad, momentum, group["lr"])
+                    if not state:
+                        state["momentum"] = torch.zeros_like(parameter)
+                    _step(parameter, parameter.grad, state["momentum"], group["lr"])
 
 
 def _step(values: Tensor, gradients: Tensor, momentum: Tensor, lr: float) -> None:
