@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import Suite
@@ -16,16 +15,6 @@ from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 from tests.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
 from tests.tiny_models import save_tiny_llava
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are small: more threads cost time, and rounding would depend on the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 DemoSuite = Callable[..., tuple[Path, Suite]]
 
