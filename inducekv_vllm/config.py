@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "inducekv"
 WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
+SCHEDULER_CLS = "inducekv_vllm.scheduler.memory_scheduler"  # for --scheduler-cls
 
 
 class InduceKVConfig(BaseModel):

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import ConfigError
 
-Weighting = Literal["sqrt", "prior"]
+MergedWeighting = Literal["sqrt", "prior"]
+Weighting = Literal["sqrt", "prior", "uniform"]
+# "merged" (the paper): one softmax over [memory ; self]. "decoupled": memory has a softmax of its own with one token of
+# logit 0 and value 0, and its output is added to that of self-attention.
+Form = Literal["merged", "decoupled"]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
@@ -31,10 +35,13 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class PageTerms:
-    """How each retrieved entry ("page") enters attention, for every layer l and every query token of the request:
+    """How each retrieved entry ("page") enters attention, for every layer l and every active query token:
 
         logit = key_scale * (q . k) * softmax_scale + log_weight + layer_bias_l
         value = value_scale * gate_l * v
+
+        merged:     output = softmax([logits ; self logits]) [values ; self values]
+        decoupled:  output = self output + softmax([logits ; 0]) [values ; 0]
 
     `log_remainder` adds one token with logit `log_remainder + layer_bias_l` and value 0, which stands for all entries
     that were not retrieved. It is -inf if there is no such token.
@@ -60,6 +67,7 @@ def page_terms(
     "sqrt" (the paper): key_scale = value_scale = sqrt(alpha), log_weight = 0.
     "prior": key_scale = value_scale = 1, log_weight = log(alpha). Entries with weight 0 are dropped, because their log
     weight would be -inf.
+    "uniform": key_scale = value_scale = 1, log_weight = 0: every retrieved entry counts alike, whatever its weight.
 
     With `remainder` (weighting "sqrt" only), the B - k entries that were not retrieved stay in the softmax as entries
     with alpha = 0: (B - k) m tokens with logit 0 and value 0, merged into one token with logit log((B - k) m).
@@ -74,8 +82,8 @@ def page_terms(
             a memory of B entries.
     """
     entries, alpha = retrieval.entries, retrieval.weights  # [k], [k]
-    if weighting not in ("sqrt", "prior"):
-        raise ConfigError(f'the weighting must be "sqrt" or "prior", found {weighting!r}')
+    if weighting not in get_args(Weighting):
+        raise ConfigError(f"the weighting must be one of {', '.join(get_args(Weighting))}, found {weighting!r}")
     if remainder and weighting != "sqrt":
         raise ConfigError('the zero-logit remainder exists for the weighting "sqrt" only')
     if payload_tokens < 1:
@@ -89,6 +97,9 @@ def page_terms(
     if not np.isfinite(alpha).all() or (alpha < 0).any():
         raise ConfigError("retrieval weights must be finite and not negative")
 
+    if weighting == "uniform":
+        ones = np.ones(len(entries), dtype=np.float32)
+        return PageTerms(entries=entries, key_scale=ones, log_weight=np.zeros_like(ones), value_scale=ones)
     if weighting == "prior":
         used = alpha > 0
         ones = np.ones(int(used.sum()), dtype=np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from .config import SCHEDULER_CLS
 from .errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -37,8 +38,23 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
 
 
-def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
-    """Refuse attention layers that memory cannot be merged into exactly.
+def check_late_activation(config: VllmConfig) -> None:
+    """Refuse engine settings with which memory cannot act from a later position than the first.
+
+    Raises:
+        UnsupportedModel: names the setting.
+    """
+    scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
+    if scheduler != SCHEDULER_CLS:
+        raise UnsupportedModel(
+            f"memory that acts from a later position on needs --scheduler-cls {SCHEDULER_CLS}, found {scheduler}"
+        )
+    if events is not None and events.enable_kv_cache_events:
+        raise UnsupportedModel("memory that acts from a later position on cannot be served with KV cache events")
+
+
+def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
+    """Refuse attention layers that merged memory, which shares their softmax, cannot be exact with.
 
     Args:
         kv_cache: the engine's KV cache.
@@ -53,7 +69,7 @@ def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Attentio
 
     if len(kv_cache.kv_cache_groups) != 1 or type(kv_cache.kv_cache_groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache.kv_cache_groups]
-        raise UnsupportedModel(f"InduceKV serves models with full attention in every layer; found KV caches of {kinds}")
+        raise UnsupportedModel(f"merged memory needs full attention in every layer; found KV caches of {kinds}")
     for name, impl in impls:
         if not isinstance(impl, InduceKVCPUImpl):
             raise UnsupportedModel(f"layer {name} uses {type(impl).__name__}, not InduceKV's attention backend")
@@ -67,4 +83,4 @@ def check_attention(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Attentio
         ]
         for refused, reason in refusals:
             if refused:
-                raise UnsupportedModel(f"InduceKV cannot serve memory: layer {name} has {reason}")
+                raise UnsupportedModel(f"merged memory cannot be served: layer {name} has {reason}")

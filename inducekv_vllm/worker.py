@@ -15,9 +15,12 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
 
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
+from .attention.decoupled import DecoupledStep, active_rows, decoupled_impl
 from .attention.pages import RequestMemory, ResidentBundle
 from .attention.request_table import MemoryOfRequests
 from .bundle import read_bundle
@@ -28,7 +31,7 @@ from .fingerprint import backbone_fingerprint
 from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
-from .requirements import check_attention, check_engine
+from .requirements import check_engine, check_late_activation, check_merged
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
@@ -55,7 +58,10 @@ class InduceKVWorker(CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
         self.resident: dict[str, ResidentBundle] = {}  # by digest
         self.query_keys = QueryKeyAccumulator()
-        self.memory_of_requests: MemoryOfRequests | None = None
+        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
+        self.memory_of_requests = MemoryOfRequests(2 * vllm_config.scheduler_config.max_num_seqs + 1)
+        self.decoupled = DecoupledStep()
+        self._merged_refusal: UnsupportedModel | None = None  # why merged memory cannot be served here
         self._step: SchedulerOutput | None = None
 
     @property
@@ -68,22 +74,36 @@ class InduceKVWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.model_runner.get_model().register_forward_hook(self._sum_query_keys)
+        model = self.model_runner.get_model()
+        model.register_forward_pre_hook(self._find_active_rows)
+        model.register_forward_hook(self._sum_query_keys)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        check_attention(kv_cache_config, [(name, layer.impl) for name, layer in layers.items()])
-        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
-        capacity = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
-        self.memory_of_requests = MemoryOfRequests(kv_cache_config.num_blocks, capacity, torch.device("cpu"))
+        try:
+            check_merged(kv_cache_config, [(name, layer.impl) for name, layer in layers.items()])
+            self._prepare_merged(kv_cache_config)
+        except UnsupportedModel as refusal:
+            self._merged_refusal = refusal
+            logger.info("only decoupled memory can be served: %s", refusal)
+        self._prepare_decoupled(layers)
+
+    def _prepare_merged(self, kv_cache_config: KVCacheConfig) -> None:
         for groups in self.model_runner.attn_groups:
             for builder in (b for group in groups for b in group.metadata_builders):
                 assert isinstance(builder, InduceKVCPUMetadataBuilder)
                 if builder.block_size != kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size:
-                    raise UnsupportedModel("InduceKV cannot serve memory: KV-cache blocks are split for the kernel")
+                    raise UnsupportedModel("merged memory cannot be served: KV-cache blocks are split for the kernel")
                 probe_packed_layout(builder.isa, self._dtype, builder.head_dim, builder.block_size)
-                builder.memory_of_requests = self.memory_of_requests
+                builder.merged_memories = self._merged_memories
+
+    def _prepare_decoupled(self, layers: dict[str, Attention]) -> None:
+        for name, layer in layers.items():
+            if layer.attn_type == AttentionType.DECODER:
+                layer.impl.__class__ = decoupled_impl(type(layer.impl))
+                layer.impl.decoupled_step = self.decoupled
+                layer.impl.layer_index = extract_layer_index(name)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -95,33 +115,27 @@ class InduceKVWorker(CPUWorker):
             return output
         finally:
             self._step = None
+            self.decoupled.active = []
 
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
         """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
-        if self.memory_of_requests is None:
-            return
         self.memory_of_requests.finish(list(scheduled.finished_req_ids))
         self.query_keys.finish(scheduled.finished_req_ids)
         self.memory_of_requests.pause(list(scheduled.preempted_req_ids or ()))
         for request in scheduled.scheduled_new_reqs:
             self._start_request(request)
         cached = scheduled.scheduled_cached_reqs
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                assert new_blocks is not None
-                self.memory_of_requests.place(request_id, new_blocks[0][0])
-                self.query_keys.restart(request_id)
+        for request_id in cached.resumed_req_ids:
+            self.memory_of_requests.resume(request_id)
+            self.query_keys.restart(request_id)
 
     def _start_request(self, request: NewRequestData) -> None:
-        assert self.memory_of_requests is not None
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        content, memory = None, None
         if isinstance(spec, InjectionSpec):
-            content, memory = spec.content, self._memory(spec)
+            self.memory_of_requests.start(request.req_id, spec.content, self._memory(spec), spec.start)
         elif isinstance(spec, KeyPassSpec):
             # A request that was preempted before its first step comes back as a new one, so this may replace a start.
             self.query_keys.start(request.req_id, spec.key_id, self._is_text(request))
-        self.memory_of_requests.start(request.req_id, request.block_ids[0][0], content, memory)
 
     def _is_text(self, request: NewRequestData) -> Tensor:
         """[T] bool: True for prompt tokens that are not multimodal placeholders."""
@@ -139,6 +153,24 @@ class InduceKVWorker(CPUWorker):
             remainder=spec.remainder,
         )
         return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
+
+    def _merged_memories(self) -> list[RequestMemory | None] | None:
+        """The merged memory of each request of the running step; its runner has put them in the order of the rows."""
+        if self._step is None:
+            return None
+        return self.memory_of_requests.of_requests(self.model_runner.input_batch.req_ids, "merged")
+
+    def _find_active_rows(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Model forward pre-hook: by now the runner's batch is in the order of the rows."""
+        batch = self.model_runner.input_batch
+        if self._step is None or (memories := self.memory_of_requests.of_requests(batch.req_ids, "decoupled")) is None:
+            return
+        self.decoupled.active = active_rows(
+            memories,
+            [self.memory_of_requests.first_active(request_id) for request_id in batch.req_ids],
+            batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist(),
+            [self._step.num_scheduled_tokens[request_id] for request_id in batch.req_ids],
+        )
 
     def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
         """Model forward hook; `hidden` [tokens, d] are the final hidden states, after the last norm."""
@@ -167,6 +199,10 @@ class InduceKVWorker(CPUWorker):
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         bundle.require_backbone(backbone_fingerprint(self.model_config.model), path)
+        if bundle.metadata.form == "merged" and self._merged_refusal is not None:
+            raise self._merged_refusal
+        if set(bundle.metadata.activations.values()) - {"prompt"}:
+            check_late_activation(self.vllm_config)
         return ResidentBundle.from_bundle(
             bundle,
             tp_rank=get_tensor_model_parallel_rank(),
@@ -192,10 +228,10 @@ class InduceKVWorker(CPUWorker):
 
     def inducekv_stats(self) -> dict[str, Any]:
         """Report what this worker holds; tests use it to check that nothing leaks."""
-        slots = self.memory_of_requests.slots if self.memory_of_requests is not None else None
+        slots = self.memory_of_requests.slots
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.items()},
-            "slots_used": slots.used if slots else 0,
-            "slots": slots.capacity if slots else 0,
+            "slots_used": slots.used,
+            "slots": slots.capacity,
             "keys_pending": self.query_keys.pending,
         }

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inducekv_vllm.config import CONFIG_KEY, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import CONFIG_KEY, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from .demo import BUNDLE, CHECKPOINT
@@ -97,8 +97,9 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
     arguments = [] if model is None else [model]
     if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
         arguments += ["--host", DEFAULT_HOST]
-    if not (has_flag(rest, "--worker-cls") or "worker-cls" in from_file):
-        arguments += ["--worker-cls", WORKER_CLS]
+    for flag, default in (("worker-cls", WORKER_CLS), ("scheduler-cls", SCHEDULER_CLS)):
+        if not (has_flag(rest, f"--{flag}") or flag in from_file):
+            arguments += [f"--{flag}", default]
     return [*arguments, *rest, "--additional-config", json.dumps(additional)]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from inducekv_vllm.activation import first_active_position
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.page_terms import PageTerms
+from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.routing import routing
+from selector.backbone.routing import routed_tasks, routing
 
 
 @torch.no_grad()
@@ -37,6 +40,11 @@ def reference_logprobs(
     if not is_open[0]:
         return score(backbone, [prompt], [token_ids])[0]
     terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
+    if memory.form == "decoupled":
+        activation = bundle.metadata.activation_of(routed_tasks(bundle, log_prior)[0])
+        placeholders = placeholder_ids(backbone.model.config)
+        start = first_active_position(activation, prompt["input_ids"][0].tolist(), placeholders)
+        terms = replace(terms, first_active=torch.tensor([start]))
     return score(backbone, [prompt], [token_ids], memory, terms)[0]
 
 

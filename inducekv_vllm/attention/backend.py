@@ -6,6 +6,7 @@ calls the built-in implementation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,8 +28,7 @@ from ..config import InduceKVConfig
 from ..errors import UnsupportedModel
 from . import cpu
 from .merge import merge_memory
-from .pages import LayerPages
-from .request_table import MemoryOfRequests
+from .pages import LayerPages, RequestMemory
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # Kernels whose K blocks are plain [D, C]; this backend cannot read the interleaved ones (VNNI, BFMMLA).
@@ -53,13 +53,14 @@ class InduceKVCPUBackend(CPUAttentionBackend):
 
 
 class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Adds the step's memory to the platform's metadata. The worker sets `memory_of_requests`."""
+    """Adds the step's merged memory to the platform's metadata. The worker sets `merged_memories`."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.memory_of_requests: MemoryOfRequests | None = None
+        # The merged memory of each request of the running step, in the order of its rows; None if none has one.
+        self.merged_memories: Callable[[], list[RequestMemory | None] | None] = lambda: None
         if InduceKVConfig.from_vllm(vllm_config) is not None and self.isa not in READABLE_ISAS:
             # Set before the first key is written, so that every block of this cache is readable.
             self.isa = "vec"
@@ -69,11 +70,10 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.memory_of_requests is None:
-            return base
-        memories = self.memory_of_requests.of_rows(base.block_table[: common_attn_metadata.num_reqs, 0])
+        memories = self.merged_memories()
         if memories is None:
             return base
+        assert len(memories) == common_attn_metadata.num_reqs
         step = ScheduledStep(
             memories,
             query_starts=base.query_start_loc.tolist(),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..bundle import Bundle
 from ..errors import UnsupportedModel
-from ..page_terms import PageTerms, Weighting
+from ..page_terms import Form, PageTerms, Weighting
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class ResidentBundle:
     num_entries: int  # B
     payload_tokens: int  # m
     weighting: Weighting
+    form: Form
     layers: tuple[LayerPages, ...]  # [L]
 
     @property
@@ -60,7 +61,7 @@ class ResidentBundle:
             )
             for layer in range(L)
         )
-        return cls(bundle.digest, B, m, bundle.metadata.weighting, layers)
+        return cls(bundle.digest, B, m, bundle.metadata.weighting, bundle.metadata.form, layers)
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:

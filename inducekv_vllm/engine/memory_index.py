@@ -6,10 +6,12 @@ Shapes: B entries, d hidden size. Every worker holds the payload; the digest ide
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..activation import Activation
 from ..bundle import Bundle, EntryRecord
 from ..gate import GateDecision, RelevanceGate
 from ..page_terms import FloatArray, Retrieval, Weighting
@@ -38,6 +40,7 @@ class MemoryIndex:
     budget: int
     payload_tokens: int
     adapter: str | None  # the LoRA adapter for both passes, whether the gate is open or closed
+    activation_of: Callable[[str | None], Activation]  # see `BundleMetadata.activation_of`
     gate: RelevanceGate | None = None
 
     @classmethod
@@ -55,6 +58,7 @@ class MemoryIndex:
             budget=bundle.metadata.budget,
             payload_tokens=bundle.payload_tokens,
             adapter=bundle.metadata.adapter,
+            activation_of=bundle.metadata.activation_of,
             gate=RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks) if gate is not None else None,
         )
 

@@ -29,6 +29,7 @@ from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..fingerprint import backbone_fingerprint
 from ..gate import GateDecision
 from ..page_terms import FloatArray, Retrieval
+from ..placeholders import placeholder_ids
 from .memory_index import MemoryIndex, MemoryLookup
 from .passes import (
     answer_pass_params,
@@ -68,6 +69,7 @@ class MemoryLLM:
                 'the engine\'s workers do not support memory: LLM(worker_cls="inducekv_vllm.worker.InduceKVWorker")'
             ) from error
         self._backbone = backbone_fingerprint(vllm_config.model_config.model, vllm_config.model_config.revision)
+        self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._loaded: dict[str, MemoryIndex] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> MemoryIndex:
@@ -150,13 +152,14 @@ class MemoryLLM:
             remainder = self.config.remainder
 
         with_memory = [i for i, memory_index in enumerate(memories) if memory_index is not None]
-        keys = dict(zip(with_memory, self._query_keys([renders[i] for i in with_memory], adapter), strict=True))
+        passes = dict(zip(with_memory, self._query_keys([renders[i] for i in with_memory], adapter), strict=True))
         lookups = [MemoryLookup(None, None)] * len(renders)
         specs: list[InjectionSpec | None] = [None] * len(renders)
         for i, memory_index in enumerate(memories):
             if memory_index is not None:
-                lookups[i] = memory_index.lookup(keys[i], top_k or self.config.top_k)
-                specs[i] = make_injection_spec(memory_index, lookups[i], remainder)
+                key, token_ids = passes[i]
+                lookups[i] = memory_index.lookup(key, top_k or self.config.top_k)
+                specs[i] = make_injection_spec(memory_index, lookups[i], remainder, token_ids, self._placeholders)
 
         # Render again: vLLM's two caches of processed images stay in step because they see the same sequence.
         outputs = self._run(
@@ -165,19 +168,22 @@ class MemoryLLM:
             adapter,
         )
         return [
-            MemoryAnswer(output, keys.get(i), lookups[i].retrieval, lookups[i].gate_decision)
+            MemoryAnswer(output, passes[i][0] if i in passes else None, lookups[i].retrieval, lookups[i].gate_decision)
             for i, output in enumerate(outputs)
         ]
 
     def _query_keys(
         self, renders: Sequence[Callable[[], EngineInput]], adapter: LoRARequest | None
-    ) -> list[FloatArray]:
-        """Pass one: compute the keys [2, d] of N prompts."""
+    ) -> list[tuple[FloatArray, Sequence[int]]]:
+        """Pass one: compute the keys [2, d] of N prompts; with each, the prompt's token ids."""
         key_ids = [uuid.uuid4().hex for _ in renders]
         try:
             prompts = (require_rendered(render()) for render in renders)
-            self._run(prompts, [key_pass_params(key_id) for key_id in key_ids], adapter)
-            return [decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))) for key_id in key_ids]
+            outputs = self._run(prompts, [key_pass_params(key_id) for key_id in key_ids], adapter)
+            return [
+                (decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))), output.prompt_token_ids or ())
+                for key_id, output in zip(key_ids, outputs, strict=True)
+            ]
         except BaseException:
             for key_id in key_ids:
                 self.llm.collective_rpc("inducekv_drop_key", args=(key_id,))

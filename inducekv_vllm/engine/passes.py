@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from vllm.inputs import EngineInput
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from ..activation import first_active_position
 from ..page_terms import FloatArray
 from .memory_index import MemoryIndex, MemoryLookup
 from .wire import EXTRA_ARGS_KEY, InjectionSpec, KeyPassSpec
@@ -103,6 +104,11 @@ def prompt_identity(prompt: EngineInput, adapter: str | None) -> bytes:
     return sha.digest()
 
 
+def prompt_token_ids(prompt: EngineInput) -> Sequence[int]:
+    """The token ids [T] of a rendered prompt."""
+    return cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])
+
+
 def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
     """List (modality, index) of every multimodal item in the order in which vLLM sends them to the engine."""
     if prompt["type"] != "multimodal":
@@ -127,19 +133,33 @@ def key_pass_params(key_id: str) -> SamplingParams:
     )
 
 
-def make_injection_spec(memory: MemoryIndex, lookup: MemoryLookup, remainder: bool) -> InjectionSpec | None:
+def make_injection_spec(
+    memory: MemoryIndex,
+    lookup: MemoryLookup,
+    remainder: bool,
+    token_ids: Sequence[int],
+    placeholders: Collection[int],
+) -> InjectionSpec | None:
     """Create the spec of the second pass; None if the gate is closed.
+
+    `token_ids` are the prompt's, `placeholders` those that stand for media; they decide from where memory acts.
 
     With `remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
     weighting "prior", in which alpha = 0 removes an entry.
     """
     if (retrieval := lookup.retrieval) is None:
         return None
+    entries = tuple(retrieval.entries.tolist())
+    weights = tuple(retrieval.weights.tolist())  # float32 to float64 is exact
+    if memory.weighting == "uniform":  # the same spec, so the same memory slot, for every request of a task
+        entries, weights = tuple(sorted(entries)), (1.0,) * len(entries)
+    activation = memory.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
     return InjectionSpec(
         bundle=memory.digest,
-        entries=tuple(retrieval.entries.tolist()),
-        weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
+        entries=entries,
+        weights=weights,
         remainder=remainder and memory.weighting == "sqrt",
+        start=first_active_position(activation, token_ids, placeholders),
     )
 
 
@@ -154,11 +174,12 @@ def answer_pass_params(params: SamplingParams, spec: InjectionSpec | None) -> Sa
 
 
 def answer_pass_prompt(prompt: EngineInput, spec: InjectionSpec | None) -> EngineInput:
-    """The prompt of the second pass. An injection changes every K and V, so it gets its own prefix-cache salt.
+    """The prompt of the second pass. An injection that changes every K and V gets its own prefix-cache salt.
 
-    Without an injection it is the same prompt, which reuses the prefix cache that the first pass has filled.
+    Without an injection it is the same prompt, which reuses the prefix cache that the first pass has filled. If memory
+    acts from a later position on, the scheduler keeps the blocks from there on apart (`scheduler.py`).
     """
-    if spec is None:
+    if spec is None or spec.start > 0:
         return prompt
     salt = hashlib.sha256(repr((prompt.get("cache_salt"), spec.content)).encode())
     return cast(EngineInput, {**prompt, "cache_salt": salt.hexdigest()})

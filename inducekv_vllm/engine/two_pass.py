@@ -36,6 +36,7 @@ from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
 from ..metrics import count_request
 from ..page_terms import FloatArray
+from ..placeholders import placeholder_ids
 from .key_cache import KeyCache, KeyLookup
 from .memory_index import MemoryIndex
 from .passes import (
@@ -47,6 +48,7 @@ from .passes import (
     make_injection_spec,
     mm_items,
     prompt_identity,
+    prompt_token_ids,
     read_options,
     refuse_options,
     require_rendered,
@@ -105,6 +107,7 @@ class TwoPassEngine:
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
+        self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._keys = KeyCache(config.key_cache_entries)
         self._background: set[asyncio.Task[None]] = set()
         self.traces = TraceLog()
@@ -156,7 +159,9 @@ class TwoPassEngine:
                 key_lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
             lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
-            spec = make_injection_spec(memory, lookup, self._config.remainder)
+            spec = make_injection_spec(
+                memory, lookup, self._config.remainder, prompt_token_ids(prompt), self._placeholders
+            )
             retrieved = time.perf_counter()
             count_request(name, lookup.gate_decision)
 

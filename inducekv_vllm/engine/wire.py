@@ -29,10 +29,11 @@ class InjectionSpec:
     entries: tuple[int, ...]  # [k]
     weights: tuple[float, ...]  # [k], alpha
     remainder: bool
+    start: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
 
     @property
     def content(self) -> str:
-        """Digest of everything that affects the KV cache; it identifies a memory slot and salts the prefix cache."""
+        """Digest of everything that decides what memory adds at a position it acts on; it identifies a memory slot."""
         parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.remainder]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -42,6 +43,7 @@ class InjectionSpec:
             "entries": list(self.entries),
             "weights": list(self.weights),
             "remainder": self.remainder,
+            "start": self.start,
         }
 
 
@@ -56,7 +58,7 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
         return None
     if isinstance(raw, Mapping) and raw.keys() == {"key_id"}:
         return KeyPassSpec(str(raw["key_id"]))
-    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder"}:
+    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return InjectionSpec(str(raw["bundle"]), entries, weights, bool(raw["remainder"]))
+        return InjectionSpec(str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]))
     raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither a key-pass spec nor an injection spec: {raw!r}")

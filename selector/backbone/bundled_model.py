@@ -6,7 +6,7 @@ Shapes: n questions, B entries, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,7 +19,7 @@ from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
 from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone
-from .routing import routing
+from .routing import routed_tasks, routing
 from .scoring import Scorer
 
 
@@ -57,7 +57,7 @@ class BundledModel:
             with together():
                 for with_memory, rows in batches:
                     chosen = [examples[row] for row in rows]
-                    injection = self._injection(query_keys[rows], prior[rows], with_memory)
+                    injection = self._injection(chosen, query_keys[rows], prior[rows], with_memory)
                     total += self.scorer.losses(chosen, *injection).double().sum().cpu()
         all_reduce_sum([total])
         return float(total) / len(examples)
@@ -103,17 +103,24 @@ class BundledModel:
             batches += [(with_memory, rows[at : at + size]) for at in range(0, len(rows), size)]
         return batches
 
-    def _injection(self, keys: Tensor, prior: Tensor, with_memory: bool) -> tuple[Memory | None, Terms | None]:
+    def _injection(
+        self, examples: Sequence[Example], keys: Tensor, prior: Tensor, with_memory: bool
+    ) -> tuple[Memory | None, Terms | None]:
         """The memory and the terms of n questions for which the gate decides alike, or neither."""
-        if not with_memory or self.memory is None:
+        if not with_memory or self.memory is None or self.bundle is None:
             return None, None
-        return self.memory, self.memory.terms(keys[:, 0], log_prior=prior)
+        terms = self.memory.terms(keys[:, 0], log_prior=prior)
+        if self.memory.form == "decoupled":
+            activations = [self.bundle.metadata.activation_of(task) for task in routed_tasks(self.bundle, prior)]
+            terms = replace(terms, first_active=self.scorer.first_active(examples, activations))
+        return self.memory, terms
 
     def _generate(
         self, examples: Sequence[Example], keys: Tensor, prior: Tensor, with_memory: bool, max_new_tokens: int
     ) -> list[str]:
         prompts = [self.scorer.prefix(example) for example in examples]
-        generations = generate(self.backbone, prompts, max_new_tokens, *self._injection(keys, prior, with_memory))
+        injection = self._injection(examples, keys, prior, with_memory)
+        generations = generate(self.backbone, prompts, max_new_tokens, *injection)
         tokenizer = self.backbone.processor.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
@@ -121,6 +128,5 @@ class BundledModel:
 def openings(bundle: Bundle, task: str, query_keys: Tensor) -> dict[str, float]:
     """For questions of `task` with query keys [n, 2, d]: the shares with memory, and with their own task's entries."""
     opened, prior = routing(bundle, query_keys)
-    entry = prior.argmax(dim=1)  # [n], one of the task it is sent to
-    own = torch.tensor([bundle.metadata.entries[row].task == task for row in entry.tolist()])
+    own = torch.tensor([routed in (task, None) for routed in routed_tasks(bundle, prior)])
     return {"opened": float(opened.double().mean()), "own_task": float((opened & own).double().mean())}

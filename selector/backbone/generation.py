@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,9 @@ def generate(
 ) -> list[Generation]:
     """Greedy generation with the KV cache, until an end-of-text token; arguments as in `score`."""
     batch = backbone.collate(prompts, side="left")
+    if terms is not None and terms.first_active is not None:
+        padding = (batch["attention_mask"] == 0).sum(dim=1)  # [n]
+        terms = replace(terms, first_active=terms.first_active + padding)
     stop = backbone.model.generation_config.eos_token_id
     stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
     with _injecting(memory, terms):

@@ -1,5 +1,8 @@
 """Attention with injected memory in transformers: the plain, differentiable reference for the server.
 
+    merged      one softmax over [memory ; self]
+    decoupled   self-attention plus a softmax over [memory ; one token of logit 0 and value 0], from a position on
+
 Shapes: n requests, B entries, m payload tokens, L layers, H query heads, J KV heads, G = H / J, D head size,
 d hidden size, T query tokens, S tokens of the request itself that they may see.
 
@@ -29,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.page_terms import Form, Weighting
 
 ATTENTION_NAME = "inducekv"
 
@@ -42,6 +45,8 @@ class Terms:
     log_weight: Tensor  # [n, B]
     value_scale: Tensor  # [n, B]
     log_remainder: Tensor  # [n], the logit, without the layer bias, of one more token of value 0; -inf: no such token
+    # [n] int64, decoupled memory only: the first position that memory acts on; None for all positions.
+    first_active: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Memory:
     value_gates: Tensor  # [L]
     layer_bias: Tensor  # [L]
     weighting: Weighting
+    form: Form = "merged"
 
     @classmethod
     def from_bundle(
@@ -68,6 +74,7 @@ class Memory:
             value_gates=bundle.value_gates.to(device, dtype),
             layer_bias=bundle.layer_bias.to(device, dtype),
             weighting=bundle.metadata.weighting,
+            form=bundle.metadata.form,
         )
 
     def terms(
@@ -106,6 +113,10 @@ class Memory:
         if self.weighting == "prior":
             ones = torch.ones_like(log_alpha)
             return Terms(ones, log_alpha, ones, torch.full_like(num_left_out, -math.inf))
+        if self.weighting == "uniform":
+            ones = torch.ones_like(log_alpha)
+            used = torch.zeros_like(log_alpha).masked_fill(log_alpha == -math.inf, -math.inf)
+            return Terms(ones, used, ones, torch.full_like(num_left_out, -math.inf))
         # exp(log / 2), not sqrt: its gradient is finite at alpha = 0.
         scale = (0.5 * log_alpha).exp()
         log_weight = torch.zeros_like(scale).masked_fill(left_out, -math.inf)
@@ -126,10 +137,16 @@ def injected(memory: Memory, terms: Terms) -> Iterator[None]:
         _injected.reset(token)
 
 
-def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers that calls `attend` if memory is injected.
+def attention_with(
+    attend_merged: Callable[..., Tensor], attend_memory: Callable[..., Tensor]
+) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for transformers that injects memory of either form, if there is any.
 
-    Without memory it is transformers' own, bit for bit.
+    Without memory, and before its first active token, it is transformers' own, bit for bit.
+
+    Args:
+        attend_merged: computes merged attention, as `attend`.
+        attend_memory: computes what decoupled memory adds, as `attend_decoupled`.
     """
 
     def attention(
@@ -144,15 +161,23 @@ def attention_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor,
         active = _injected.get()
         if active is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        memory, terms = active
+        assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
+        if memory.form == "decoupled":
+            own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            with torch.autocast(query.device.type, enabled=False):
+                added = attend_memory(query, scaling, memory, terms, module.layer_idx)  # [n, T, H, D]
+            acts = _acts(terms.first_active, query, key)
+            return own + added.to(own.dtype) if acts is None else torch.where(
+                acts, own + added.to(own.dtype), own
+            ), None
         for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
-        memory, terms = active
-        assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         visible = _visible(attention_mask, query, key)
         # Attention over memory runs in at least float32, whatever precision the model's products have.
         with torch.autocast(query.device.type, enabled=False):
-            output = attend(query, key, value, visible, scaling, memory, terms, module.layer_idx)
+            output = attend_merged(query, key, value, visible, scaling, memory, terms, module.layer_idx)
         return output.to(query.dtype), None
 
     return attention
@@ -177,11 +202,8 @@ def attend(
     memory_key, memory_value = memory.payload_keys[layer].to(dtype), memory.payload_values[layer].to(dtype)
     bias = memory.layer_bias[layer].to(dtype)
 
-    def per_entry(term: Tensor) -> Tensor:
-        return term.to(dtype)[:, None, None, None, :, None]  # [n, 1, 1, 1, B, 1]
-
     memory_logits = torch.einsum("njgtd,bjmd->njgtbm", query, memory_key) * scaling  # [n, J, G, T, B, m]
-    memory_logits = memory_logits * per_entry(terms.key_scale) + per_entry(terms.log_weight) + bias
+    memory_logits = memory_logits * _per_entry(terms.key_scale, dtype) + _per_entry(terms.log_weight, dtype) + bias
     remainder_logits = (terms.log_remainder.to(dtype) + bias)[:, None, None, None, None]
     remainder_logits = remainder_logits.expand(n, J, H // J, T, 1)
     self_logits = torch.einsum("njgtd,njsd->njgts", query, key) * scaling  # [n, J, G, T, S]
@@ -189,12 +211,49 @@ def attend(
 
     logits = torch.cat([memory_logits.flatten(-2), remainder_logits, self_logits], dim=-1)
     share = logits.softmax(dim=-1)  # [n, J, G, T, B m + 1 + S]
-    memory_share = share[..., : -1 - S].view_as(memory_logits) * per_entry(terms.value_scale)  # [n, J, G, T, B, m]
+    memory_share = share[..., : -1 - S].view_as(memory_logits) * _per_entry(
+        terms.value_scale, dtype
+    )  # [n, J, G, T, B, m]
     self_share = share[..., -S:]  # [n, J, G, T, S]
     gate = memory.value_gates[layer].to(dtype)
     output = gate * torch.einsum("njgtbm,bjmd->njgtd", memory_share, memory_value)
     output = output + torch.einsum("njgts,njsd->njgtd", self_share, value)
     return output.reshape(n, H, T, D).transpose(1, 2)
+
+
+def attend_decoupled(
+    query: Tensor,  # [n, H, T, D]
+    scaling: float,
+    memory: Memory,
+    terms: Terms,
+    layer: int,
+) -> Tensor:
+    """gate softmax([memory logits ; 0]) [memory values ; 0], computed in at least float32. Returns [n, T, H, D]."""
+    n, H, T, D = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    keys, values = memory.payload_keys[layer].to(dtype), memory.payload_values[layer].to(dtype)  # [B, J, m, D]
+    J = keys.shape[1]
+    query = query.to(dtype).view(n, J, H // J, T, D)
+    logits = torch.einsum("njgtd,bjmd->njgtbm", query, keys) * scaling  # [n, J, G, T, B, m]
+    logits = logits * _per_entry(terms.key_scale, dtype) + _per_entry(terms.log_weight, dtype)
+    logits = (logits + memory.layer_bias[layer].to(dtype)).flatten(-2)  # [n, J, G, T, B m]
+    share = torch.cat([logits, torch.zeros_like(logits[..., :1])], dim=-1).softmax(dim=-1)[..., :-1]
+    share = share.view(n, J, H // J, T, *keys.shape[:3:2]) * _per_entry(terms.value_scale, dtype)
+    output = memory.value_gates[layer].to(dtype) * torch.einsum("njgtbm,bjmd->njgtd", share, values)
+    return output.reshape(n, H, T, D).transpose(1, 2)
+
+
+def _per_entry(term: Tensor, dtype: torch.dtype) -> Tensor:  # [n, B] -> [n, 1, 1, 1, B, 1]
+    return term.to(dtype)[:, None, None, None, :, None]
+
+
+def _acts(first_active: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[n, T, 1, 1] bool: which query tokens memory acts on; None for all of them."""
+    if first_active is None:
+        return None
+    T, S = query.shape[2], key.shape[2]
+    position = torch.arange(S - T, S, device=query.device)  # [T]
+    return (position >= first_active[:, None])[:, :, None, None]
 
 
 def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -207,6 +266,6 @@ def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tenso
     return attention_mask[:, 0, :, : key.shape[2]]
 
 
-attention = attention_with(attend)
+attention = attention_with(attend, attend_decoupled)
 AttentionInterface.register(ATTENTION_NAME, attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -52,3 +52,10 @@ def routing(bundle: Bundle, query_keys: Tensor) -> tuple[Tensor, Tensor]:
     if bundle.gate is None:
         return torch.ones(n, dtype=torch.bool, device=device), torch.zeros(n, bundle.num_entries, device=device)
     return gated_prior(bundle.gate, [entry.task for entry in bundle.metadata.entries], query_keys)
+
+
+def routed_tasks(bundle: Bundle, log_prior: Tensor) -> list[str | None]:
+    """The task that each of n requests is sent to, from `routing`'s log prior [n, B]; None without a gate."""
+    if bundle.gate is None:
+        return [None] * len(log_prior)
+    return [bundle.metadata.entries[row].task for row in log_prior.argmax(dim=1).tolist()]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from cachetools import LRUCache
 from torch import Tensor
 
+from inducekv_vllm.activation import Activation, first_active_position
 from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from ..runtime.distributed import all_reduce_sum, in_step, shard, summed, together
@@ -34,9 +36,15 @@ class Questions:
 
     examples: Sequence[Example]
     keys: Tensor  # [number of examples, d] float32, unit norm
+    first_active: Tensor | None = None  # [number of examples] int64, see `Terms`
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def terms(self, memory: Memory, rows: slice | list[int], log_prior: Tensor | None) -> Terms:
+        """The memory's terms for these rows; `log_prior` is theirs, [B] or [number of rows, B]."""
+        terms = memory.terms(self.keys[rows], log_prior=log_prior)
+        return terms if self.first_active is None else replace(terms, first_active=self.first_active[rows])
 
 
 class Scorer:
@@ -58,6 +66,17 @@ class Scorer:
         if (inputs := self._prefixes.get(example.source_digest)) is None:
             inputs = self._prefixes[example.source_digest] = self.backbone.encode_example(example)
         return inputs
+
+    def first_active(self, examples: Sequence[Example], activations: Sequence[Activation]) -> Tensor:
+        """The first position at which memory acts on each of n prefixes: [n] int64."""
+        placeholders = placeholder_ids(self.backbone.model.config)
+        return torch.tensor(
+            [
+                first_active_position(activation, self.prefix(example)["input_ids"][0].tolist(), placeholders)
+                for example, activation in zip(examples, activations, strict=True)
+            ],
+            dtype=torch.int64,
+        )
 
     def require_context(self, example: Example) -> None:
         """Refuse an example whose prefix and answer together are longer than the model's context.
@@ -120,7 +139,7 @@ class Scorer:
             with together():
                 for start in starts:
                     rows = slice(start, start + self.batch_size)
-                    terms = None if memory is None else memory.terms(questions.keys[rows], log_prior=log_prior)
+                    terms = None if memory is None else questions.terms(memory, rows, log_prior)
                     total += self.losses(questions.examples[rows], memory, terms).double().sum().cpu()
         all_reduce_sum([total])
         return float(total) / len(questions)

@@ -57,14 +57,7 @@ def attend_tiled(
     self_logits = torch.einsum("njgtd,njsd->njgts", query, key.to(dtype))  # [n, J, G, T, S]
     self_logits = self_logits.masked_fill(~visible[:, None, None], -math.inf)
 
-    memory_output, memory_lse = memory_attention(
-        query.flatten(2, 3),
-        memory.payload_keys[layer],
-        memory.payload_values[layer],
-        terms.key_scale.to(dtype),
-        terms.log_weight.to(dtype),
-        terms.value_scale.to(dtype),
-    )
+    memory_output, memory_lse = _attend_memory(query.flatten(2, 3), memory, terms, layer)
     bias = memory.layer_bias[layer].to(dtype)
     memory_lse = memory_lse.view(n, J, H // J, T) + bias
     remainder = (terms.log_remainder.to(dtype) + bias)[:, None, None, None].expand_as(memory_lse)
@@ -74,6 +67,29 @@ def attend_tiled(
     share = memory.value_gates[layer].to(dtype) * (memory_lse - lse).exp()  # [n, J, G, T]
     output = output + share[..., None] * memory_output.view_as(output)
     return output.reshape(n, H, T, D).transpose(1, 2)
+
+
+def attend_decoupled_tiled(
+    query: Tensor,  # [n, H, T, D]
+    scaling: float,
+    memory: Memory,
+    terms: Terms,
+    layer: int,
+) -> Tensor:
+    """`injection.attend_decoupled` from the output and log-sum-exp over the memory: [n, T, H, D]."""
+    n, H, T, D = query.shape
+    J = memory.payload_keys.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output, lse = _attend_memory((query.to(dtype) * scaling).reshape(n, J, H // J * T, D), memory, terms, layer)
+    # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
+    share = memory.value_gates[layer].to(dtype) * torch.sigmoid(lse + memory.layer_bias[layer].to(dtype))
+    return (share[..., None] * output).view(n, H, T, D).transpose(1, 2)
+
+
+def _attend_memory(query: Tensor, memory: Memory, terms: Terms, layer: int) -> tuple[Tensor, Tensor]:
+    """`memory_attention` for query [n, J, R, D], already times the softmax scale."""
+    scales = (term.to(query.dtype) for term in (terms.key_scale, terms.log_weight, terms.value_scale))
+    return memory_attention(query, memory.payload_keys[layer], memory.payload_values[layer], *scales)
 
 
 def memory_attention(
@@ -226,5 +242,5 @@ def _has_log_weights(log_weight: Tensor) -> bool:
     return bool((log_weight != 0).any())
 
 
-AttentionInterface.register(TILED_ATTENTION_NAME, attention_with(attend_tiled))
+AttentionInterface.register(TILED_ATTENTION_NAME, attention_with(attend_tiled, attend_decoupled_tiled))
 AttentionMaskInterface.register(TILED_ATTENTION_NAME, sdpa_mask)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.page_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Settings
 
@@ -44,7 +44,7 @@ class PaperSettings(SelectionSettings):
     """One task's update by the paper's recipe. Raises `ConfigError` for values out of range."""
 
     payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
-    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "sqrt"
+    weighting: Annotated[MergedWeighting, Flag("how retrieval weights enter attention")] = "sqrt"
     # None: the value that the previous memory has fixed, else a grid search on the validation examples.
     beta: Annotated[
         float | None, Field(ge=0), Flag("weight of the anchors; paper: as the previous bundle has it, else searched")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
@@ -44,6 +45,7 @@ class EntryPlan:
     chosen: list[int]  # rows of the training examples
     shares: dict[str, int]  # number of entries by task
     shrunk: frozenset[str]  # tasks that lose entries, and whose remaining entries must be trained again
+    activations: dict[str, Activation]  # by task, for decoupled memory; empty for merged memory
 
 
 def new_task(examples: Sequence[Example]) -> str:
@@ -60,7 +62,11 @@ def new_task(examples: Sequence[Example]) -> str:
 
 def plan_entries(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
     """Choose the entries by `settings.allocation`."""
-    return (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
+    plan = (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
+    if settings.form == "merged":
+        return plan
+    earlier = inputs.previous.metadata.activations if inputs.previous is not None else {}
+    return replace(plan, activations={**earlier, new_task(inputs.training): settings.activation})
 
 
 def quotas(before: Mapping[str, int], task: str, *, budget: int, entries_per_task: int) -> dict[str, int]:
@@ -90,18 +96,23 @@ def quotas(before: Mapping[str, int], task: str, *, budget: int, entries_per_tas
 def initial_memory(
     backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, plan: EntryPlan
 ) -> tuple[Memory, tuple[EntryRecord, ...]]:
-    """The K entries before training: old ones as stored, new ones as extracted, all in float32."""
+    """The K entries before training: old ones as stored, new ones as extracted, all in float32.
+
+    New values of decoupled memory are 0, so that untrained entries change nothing (LLaMA-Adapter, arXiv 2303.16199).
+    """
     examples = [inputs.training[row] for row in plan.chosen]
     extraction = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
     records = entry_records(examples)
+    decoupled = settings.form == "decoupled"
     new = Memory(
         retrieval_keys=extraction.keys.half().float(),  # a bundle rounds its keys; train with rounded ones
         payload_keys=extraction.payload_keys,
-        payload_values=extraction.payload_values,
+        payload_values=torch.zeros_like(extraction.payload_values) if decoupled else extraction.payload_values,
         temperature=torch.tensor(INITIAL_TEMPERATURE),
-        value_gates=torch.full((backbone.num_layers,), INITIAL_VALUE_GATE),
+        value_gates=torch.full((backbone.num_layers,), 1.0 if decoupled else INITIAL_VALUE_GATE),
         layer_bias=torch.zeros(backbone.num_layers),
         weighting=settings.weighting,
+        form=settings.form,
     )
     if inputs.previous is None:
         return new, records
@@ -136,7 +147,7 @@ def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryK
     chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, retrieval_keys)
     nested = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
     shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not nested)
-    return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
+    return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk, {})
 
 
 def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
@@ -159,4 +170,4 @@ def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQuery
     chosen = sorted(row - num_old for row in rows if row >= num_old)
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     shares = composition([entries[row] for row in kept]) | {new_task(inputs.training): len(chosen)}
-    return EntryPlan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())
+    return EntryPlan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset(), {})

@@ -90,7 +90,7 @@ def _nll(
 ) -> Tensor:
     """NLL of each row: [len(rows)]."""
     memory, prior = reachable(memory, routed.log_prior[rows])
-    terms = memory.terms(routed.questions.keys[rows], log_prior=prior)
+    terms = routed.questions.terms(memory, rows, prior)
     with _precision(problem, settings):
         return problem.scorer.losses([routed.questions.examples[row] for row in rows], memory, terms)
 
@@ -104,15 +104,15 @@ def _kl(
     rows: list[int],
 ) -> Tensor:
     """KL(teacher | memory), summed over the answer's tokens, of each row: [len(rows)]."""
-    scorer, keys = problem.scorer, routed.questions.keys[rows]
+    scorer = problem.scorer
     examples = [routed.questions.examples[row] for row in rows]
     prompts, answers = [scorer.prefix(e) for e in examples], [scorer.answer_tokens(e) for e in examples]
     teacher_memory, prior = reachable(teacher.memory, teacher.log_prior[rows])
-    teacher_terms = teacher_memory.terms(keys, log_prior=prior)
+    teacher_terms = routed.questions.terms(teacher_memory, rows, prior)
     with torch.no_grad(), _precision(problem, settings):
         targets = answer_logprobs(scorer.backbone, prompts, answers, teacher_memory, teacher_terms)
     memory, prior = reachable(memory, routed.log_prior[rows])
-    terms = memory.terms(keys, log_prior=prior)
+    terms = routed.questions.terms(memory, rows, prior)
     with _precision(problem, settings):
         predicted = answer_logprobs(scorer.backbone, prompts, answers, memory, terms)
     pairs = zip(predicted, targets, strict=True)

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.activation import Activation
+from inducekv_vllm.page_terms import Form, Weighting
 
 from ..data.choice import Policy
 from ..runtime.settings import Flag, Settings
@@ -22,7 +23,12 @@ class RefinedSettings(Settings):
 
     budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
     payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
+    form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "merged"
     weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "prior"
+    # Of the new task's memory; only decoupled memory may act later than from the prompt's start.
+    activation: Annotated[Activation, Flag("from where on memory acts: all, after the last medium, or the answer")] = (
+        "prompt"
+    )
     # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
     # uses the memory, and the entries of all tasks compete.
     gate: Gating = "two-part"
@@ -51,6 +57,17 @@ class RefinedSettings(Settings):
     def _check_combinations(self) -> Self:
         if self.nested and self.allocation != "quotas":
             raise ValueError("nested training is for halved quotas; an allocation without quotas needs nested=False")
-        if self.gate != "none" and self.weighting != "prior":
-            raise ValueError(f'a memory with a gate needs the weighting "prior", found {self.weighting!r}')
+        if self.gate != "none" and self.weighting == "sqrt":
+            raise ValueError('a memory with a gate needs another weighting than "sqrt"')
+        if self.form == "merged" and (self.weighting == "uniform" or self.activation != "prompt"):
+            raise ValueError(
+                "merged memory acts on the whole prompt and weights its entries by retrieval: "
+                f"found the weighting {self.weighting!r} and the activation {self.activation!r}"
+            )
+        if self.form == "decoupled" and (self.weighting == "sqrt" or self.calibrate != "never"):
+            # A calibration shared by all tasks depends on which task came first.
+            raise ValueError(
+                'decoupled memory needs the weighting "prior" or "uniform" and calibrate="never", '
+                f"found {self.weighting!r} and {self.calibrate!r}"
+            )
         return self

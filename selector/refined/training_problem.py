@@ -6,13 +6,14 @@ Shapes: K entries of the next memory, n questions, S subsets of the entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import EntryRecord
 
 from ..backbone.injection import Memory
@@ -77,12 +78,12 @@ def prepare_problem(
         if anchor.task in plan.shrunk or (calibrate and anchor.task in plan.shares)
     ]
     examples = [inputs.anchors[row] for row in anchor_rows]
-    anchors = Questions(examples, keys.anchors[anchor_rows, 0])
+    anchors = questions(scorer, examples, keys.anchors[anchor_rows], plan.activations)
     teacher = None
     if inputs.previous is not None and anchor_rows:
         prior = log_prior(examples, inputs.previous.metadata.entries, settings)
         teacher = Teacher(Memory.from_bundle(inputs.previous), prior)
-    training = Questions(inputs.training, keys.training[:, 0])
+    training = questions(scorer, inputs.training, keys.training, plan.activations)
     return TrainingProblem(
         scorer=scorer,
         memory=start,
@@ -93,6 +94,14 @@ def prepare_problem(
         calibrate=calibrate,
         nested=nested_subsets(torch.tensor([name == task for name in tasks]), settings),
     )
+
+
+def questions(
+    scorer: Scorer, examples: Sequence[Example], query_keys: Tensor, activations: Mapping[str, Activation]
+) -> Questions:
+    """Examples with query keys [n, 2, d]; `activations` by task, empty for merged memory."""
+    first_active = scorer.first_active(examples, [activations[e.task] for e in examples]) if activations else None
+    return Questions(examples, query_keys[:, 0], first_active)
 
 
 def nested_subsets(new: Tensor, settings: RefinedSettings) -> Tensor:

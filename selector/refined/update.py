@@ -23,7 +23,7 @@ from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from ..backbone.extraction import QueryKeysOf, extract_query_keys
 from ..backbone.injection import Memory
 from ..backbone.model import Backbone
-from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.scoring import EVALUATION_BATCHES, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ from .lr_search import progress_text, require_storable, search_learning_rate
 from .report import report_update
 from .settings import RefinedSettings
 from .training import train
-from .training_problem import prepare_problem
+from .training_problem import prepare_problem, questions
 
 
 def update_refined(
@@ -79,7 +79,7 @@ def update_refined(
         start, records = initial_memory(backbone, inputs, settings, plan)
     with phases.phase("refine"), tiled_attention(backbone):
         problem = prepare_problem(scorer, inputs, settings, keys, plan, start, records)
-        validation = Questions(inputs.validation, keys.validation[:, 0])
+        validation = questions(scorer, inputs.validation, keys.validation, plan.activations)
         trials = search_learning_rate(problem, settings, validation, checkpoint, progress)
         best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
         training = best.training
@@ -89,7 +89,9 @@ def update_refined(
         gate = None
         if settings.gate != "none":
             gate = fit_gate(_keys_by_task(inputs, keys, plan), keys.base, prefix_only=settings.gate == "prefix")
-        bundle = _bundle(backbone, inputs, settings, best.learning_rate, records, training.memory(), gate, len(base))
+        bundle = _bundle(
+            backbone, inputs, settings, best.learning_rate, records, training.memory(), gate, plan, len(base)
+        )
     with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, keys, base, bundle, training, trials, plan)
     return UpdateResult(bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
@@ -100,7 +102,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
 
     Raises:
         TaskDataError: the examples belong to several tasks, or to one that the previous bundle holds.
-        BundleError: the previous bundle has another weighting.
+        BundleError: the previous bundle has another form or weighting.
         ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
     """
     task = new_task(inputs.training)
@@ -120,11 +122,13 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
             "name it, or use another store for this stream"
         )
     previous = inputs.previous.metadata if inputs.previous is not None else None
-    if previous is not None and previous.recipe == REFINED and previous.weighting != settings.weighting:
-        raise BundleError(
-            f"the previous bundle was refined for the weighting {previous.weighting!r}, "
-            f"found {settings.weighting!r} in the settings"
-        )
+    if previous is not None and previous.recipe == REFINED:
+        for name in ("form", "weighting"):
+            if getattr(previous, name) != getattr(settings, name):
+                raise BundleError(
+                    f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
+                    f"found {getattr(settings, name)!r} in the settings"
+                )
     if settings.allocation == "quotas":
         quotas(inputs.entries_by_task, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
     if settings.learning_rate is None and not inputs.validation:
@@ -146,6 +150,7 @@ def _bundle(
     records: tuple[EntryRecord, ...],
     memory: Memory,
     gate: Gate | None,
+    plan: EntryPlan,
     base_questions: int,
 ) -> Bundle:
     require_storable(memory)
@@ -165,4 +170,6 @@ def _bundle(
         | {"learning_rate": learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
         gate=gate,
+        form=settings.form,
+        activations=plan.activations,
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.page_terms import MergedWeighting
 
 from ..data.choice import Policy
 from ..runtime.settings import Flag, Settings
@@ -18,6 +18,6 @@ class BuildSettings(Settings):
     budget: Annotated[int, Field(ge=1), Flag("maximum number of entries")]  # B
     payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
     policy: Annotated[Policy, Flag("how entries are chosen")] = "random"
-    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "sqrt"
+    weighting: Annotated[MergedWeighting, Flag("how retrieval weights enter attention")] = "sqrt"
     seed: Annotated[int, Field(ge=0), Flag("seed of the choice")] = 0
     batch_size: Annotated[int, Field(ge=1), Flag("examples extracted at once")] = 8  # affects speed and memory only

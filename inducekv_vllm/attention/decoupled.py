@@ -1,0 +1,111 @@
+"""Decoupled memory around any attention backend: output + gate softmax([memory logits ; 0]) [values ; 0].
+
+It needs the queries and the output of self-attention alone, neither its log-sum-exp nor the layout of the KV cache. So
+it works with every backend and every kind of self-attention: sliding window, sinks, soft caps, quantised caches.
+
+Shapes: see the package.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .pages import RequestMemory
+
+
+@dataclass(frozen=True, eq=False)
+class ActiveRows:
+    """The rows of a step that one memory acts on."""
+
+    rows: slice | Tensor  # [R] rows of the step's query tensor
+    memory: RequestMemory
+
+
+@dataclass
+class DecoupledStep:
+    """The active rows of the running step. The worker sets them before the forward pass; every layer reads them."""
+
+    active: list[ActiveRows] = field(default_factory=list)
+
+
+def active_rows(
+    memories: Sequence[RequestMemory | None],
+    first_active: Sequence[int],
+    num_computed: Sequence[int],
+    num_scheduled: Sequence[int],
+) -> list[ActiveRows]:
+    """Group the rows of a step that memory acts on by memory: requests of one task share theirs.
+
+    Args:
+        memories: of each of the step's n requests, in the order of their rows.
+        first_active: [n], the first position that the request's memory acts on.
+        num_computed: [n], tokens before this step.
+        num_scheduled: [n], rows of this step.
+    """
+    ranges: dict[int, list[tuple[int, int]]] = {}  # by the memory's id
+    by_id: dict[int, RequestMemory] = {}
+    first_row = 0
+    for memory, start, computed, rows in zip(memories, first_active, num_computed, num_scheduled, strict=True):
+        inactive = max(0, start - computed)
+        if memory is not None and inactive < rows:
+            by_id[id(memory)] = memory
+            ranges.setdefault(id(memory), []).append((first_row + inactive, first_row + rows))
+        first_row += rows
+    return [ActiveRows(_rows_of(ranges[key]), memory) for key, memory in by_id.items()]
+
+
+def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, scale: float) -> None:
+    """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
+    for active in step.active:
+        pages = active.memory.bundle.layers[layer]
+        read, lse = cpu.prefill_memory_attention(query[active.rows], pages, active.memory, scale)
+        # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
+        share = torch.sigmoid(lse + pages.bias)[..., None] * pages.gate  # [R, H, 1]
+        output[active.rows] += (share * read).to(output.dtype)
+
+
+@cache
+def decoupled_impl(base: type) -> type:
+    """A subclass of an attention implementation that adds memory to its output.
+
+    The worker sets `decoupled_step` and `layer_index` on each instance.
+    """
+
+    class DecoupledImpl(base):  # type: ignore[valid-type, misc]
+        decoupled_step: DecoupledStep
+        layer_index: int
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if self.decoupled_step.active:
+                add_memory(self.decoupled_step, query, output, self.layer_index, self.scale)
+            return result
+
+    DecoupledImpl.__name__ = DecoupledImpl.__qualname__ = f"Decoupled{base.__name__}"
+    return DecoupledImpl
+
+
+def _rows_of(ranges: Sequence[tuple[int, int]]) -> slice | Tensor:
+    """The rows of ascending ranges (first, end): a slice if they are adjacent."""
+    if all(end == first for (_, end), (first, _) in itertools.pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return torch.cat([torch.arange(first, end) for first, end in ranges])

@@ -1,0 +1,27 @@
+"""The memory bundle: one safetensors file with the whole adaptation state of a task stream.
+
+metadata.py   entries, backbone, form, gate tasks: everything that is not a tensor
+bundle.py     the tensors, the digest, and all checks
+file.py       reading and writing, atomically and without unpickling
+"""
+
+from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
+from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, EntryRecord
+from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes
+
+__all__ = [
+    "FORMAT_VERSIONS",
+    "MAX_HEADER_BYTES",
+    "METADATA_KEY",
+    "UNIT_NORM_TOLERANCE",
+    "BackboneFingerprint",
+    "Bundle",
+    "BundleMetadata",
+    "EntryRecord",
+    "Gate",
+    "bundle_digest",
+    "check_bundle",
+    "expected_shapes",
+    "read_bundle",
+    "write_bundle",
+]

@@ -1,0 +1,165 @@
+"""The part of a bundle that is not tensors, and what must hold in it.
+
+Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
+each task; each version is written only for a bundle that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+
+from ..activation import Activation, earliest
+from ..errors import BundleError
+from ..page_terms import Form, Weighting
+
+FORMAT_VERSIONS: Final = (1, 2, 3)
+
+
+class EntryRecord(BaseModel):
+    """The training example that an entry was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(min_length=1)
+    task: str = Field(min_length=1)
+    source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
+
+
+class BackboneFingerprint(BaseModel):
+    """The properties that must match between the model a memory was extracted from and the model that serves it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str
+    num_layers: int = Field(ge=1)  # L
+    num_kv_heads: int = Field(ge=1)  # J
+    head_dim: int = Field(ge=1)  # D
+    hidden_size: int = Field(ge=1)  # d
+    rope: dict[str, Any]
+    norm: dict[str, Any]
+    tokenizer_digest: str
+
+    def differences(self, other: BackboneFingerprint) -> list[str]:
+        """List every field that differs as "field: own value, other value"."""
+        return [
+            f"{name}: {getattr(self, name)!r}, other {getattr(other, name)!r}"
+            for name in type(self).model_fields
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+class BundleMetadata(BaseModel):
+    """The part of a bundle that is not tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1, 2, 3] = 1  # see `format_version_of`
+    backbone: BackboneFingerprint
+    budget: int = Field(ge=1)  # the maximum number of entries
+    payload_tokens: int = Field(ge=1)  # m
+    entries: tuple[EntryRecord, ...] = Field(min_length=1)  # [B]
+    weighting: Weighting
+    recipe: str  # the recipe that made the memory; "build" is extraction only
+    settings: dict[str, Any]  # the recipe's settings, JSON values only
+    adapter: str | None = None  # the LoRA adapter that the memory was made with and requires
+    parent_digest: str | None = None  # the memory this one was made from
+    gate_tasks: tuple[str, ...] = ()  # [C], the tasks of the relevance gate; empty without a gate
+    form: Form = "merged"
+    activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
+    digest: str = ""  # see `bundle_digest`
+
+    @model_serializer(mode="wrap")
+    def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit the fields that a format version does not have, so that its files and digests do not change."""
+        fields: dict[str, Any] = serialize(self)
+        for version, name in ((2, "gate_tasks"), (3, "form"), (3, "activations")):
+            if self.format_version < version:
+                fields.pop(name, None)
+        return fields
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks of the entries, in the order of their first entries."""
+        return tuple(dict.fromkeys(entry.task for entry in self.entries))
+
+    def activation_of(self, task: str | None) -> Activation:
+        """From where memory acts on a request that the gate sends to `task`; None for a bundle without a gate."""
+        if self.form == "merged":
+            return "prompt"
+        return earliest(self.activations.values()) if task is None else self.activations[task]
+
+
+def format_version_of(form: Form, gated: bool) -> Literal[1, 2, 3]:
+    """The lowest format version that holds such a bundle."""
+    if form == "decoupled":
+        return 3
+    return 2 if gated else 1
+
+
+def check_metadata(metadata: BundleMetadata, name: str) -> None:
+    """Check what the types cannot; error messages begin with `name`.
+
+    Raises:
+        BundleError: names the first problem.
+    """
+    _check_entries(metadata, name)
+    _check_form(metadata, name)
+    if metadata.gate_tasks:
+        _check_gate_tasks(metadata, name)
+
+
+def _check_entries(metadata: BundleMetadata, name: str) -> None:
+    if len(metadata.entries) > metadata.budget:
+        raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
+    if (twice := _duplicate([entry.id for entry in metadata.entries])) is not None:
+        raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+
+
+def _duplicate(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _check_form(metadata: BundleMetadata, name: str) -> None:
+    expected = format_version_of(metadata.form, bool(metadata.gate_tasks))
+    if metadata.format_version != expected:
+        raise BundleError(
+            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks is format version {expected}, "
+            f"found {metadata.format_version}"
+        )
+    weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior")
+    if metadata.weighting not in weightings:
+        raise BundleError(
+            f"{name}: {metadata.form} memory needs the weighting {' or '.join(weightings)}, "
+            f"found {metadata.weighting!r}"
+        )
+    tasks = metadata.tasks if metadata.form == "decoupled" else ()
+    if set(metadata.activations) != set(tasks):
+        raise BundleError(
+            f"{name}: {metadata.form} memory needs activations for the tasks [{', '.join(sorted(tasks))}], "
+            f"found [{', '.join(sorted(metadata.activations))}]"
+        )
+
+
+def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
+    tasks = metadata.gate_tasks
+    if (twice := _duplicate(tasks)) is not None:
+        raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
+    if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
+        raise BundleError(
+            f"{name}: entry {stray.id!r} belongs to the task {stray.task!r}, which the gate does not have"
+        )
+    if empty := set(tasks) - {entry.task for entry in metadata.entries}:
+        raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
+    if metadata.weighting == "sqrt":
+        # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.
+        raise BundleError(f'{name}: a relevance gate needs another weighting than "sqrt"')
+
+
+def first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place or 'metadata'}: {problem['msg']}"
