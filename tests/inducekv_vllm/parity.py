@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
-from inducekv_vllm.config import WORKER_CLS
+from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.page_terms import Weighting
@@ -155,7 +155,8 @@ def engine(
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     if memory:
-        options = {"worker_cls": WORKER_CLS, "additional_config": {"inducekv": {}}, **options}
+        ours = {"worker_cls": WORKER_CLS, "scheduler_cls": SCHEDULER_CLS, "additional_config": {"inducekv": {}}}
+        options = {**ours, **options}
     llm = None
     try:
         llm = LLM(**{"model": str(model), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options})

@@ -1,0 +1,131 @@
+"""Decoupled memory on a real engine against transformers, for every activation, and the prefix cache around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.activation import ACTIVATIONS, Activation
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from server.demo import CHECKPOINT
+from tests.inducekv_vllm.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    Prompt,
+    World,
+    check_answers,
+    engine,
+    greedy,
+    make_world,
+    prompts,
+    served_logprobs,
+)
+
+BLOCK = 32
+Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]
+
+
+def decoupled(merged: Bundle, activation: Activation, weighting: str = "uniform", scale: float = 6.0) -> Bundle:
+    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
+    L = merged.num_layers
+    return Bundle.create(
+        retrieval_keys=merged.retrieval_keys,
+        payload_keys=merged.payload_keys,
+        payload_values=scale * merged.payload_values,
+        temperature=0.07,
+        value_gates=torch.linspace(-0.5, 1.5, L),
+        layer_bias=torch.linspace(-1.0, 0.5, L),
+        backbone=merged.metadata.backbone,
+        budget=merged.metadata.budget,
+        entries=merged.metadata.entries,
+        weighting=weighting,  # type: ignore[arg-type]
+        recipe="refined",
+        settings={},
+        gate=merged.gate,
+        form="decoupled",
+        activations=dict.fromkeys(merged.metadata.tasks, activation),
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The demo model with merged bundles, and decoupled ones named after their activation and weighting."""
+    folder = tmp_path_factory.mktemp("decoupled")
+    world = make_world(CHECKPOINT, folder)
+    for activation in ACTIVATIONS:
+        for weighting in ("uniform", "prior"):
+            world.bundles[f"{activation}-{weighting}"] = decoupled(world.bundles["prior"], activation, weighting)
+        world.bundles[f"{activation}-other"] = decoupled(world.bundles["other"], activation, scale=-6.0)
+    for name, bundle in world.bundles.items():
+        world.paths[name] = folder / f"{name}.safetensors"
+        write_bundle(bundle, world.paths[name])
+    return world
+
+
+@pytest.fixture(scope="module")
+def served(world: World) -> Iterator[Served]:
+    """Prompts in chunks, prefix caching on, too few blocks."""
+    small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 24, "block_size": BLOCK}
+    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
+        offline = MemoryLLM(llm)
+        yield world, offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}
+
+
+def ask(served: Served, questions: Sequence[Prompt], names: Sequence[str | None], **params: Any) -> list[MemoryAnswer]:
+    """Every answer is checked against transformers."""
+    world, offline, memories = served
+    answers = offline.chat([p.messages for p in questions], greedy(**params), memory=[n and memories[n] for n in names])
+    check_answers(world, questions, answers, [n and world.bundles[n] for n in names])
+    return answers
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "prior"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_parity(served: Served, activation: Activation, weighting: str) -> None:
+    questions = prompts(6, seed=1)
+    answers = ask(served, questions, [f"{activation}-{weighting}"] * 6)
+    plain = ask(served, questions, [None] * 6)
+    pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
+    assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
+
+
+def test_all_kinds_in_one_batch_under_preemption(served: Served) -> None:
+    kinds = (None, "text-uniform", "prompt-uniform", "generation-uniform", "sqrt", "generation-other", "text-prior")
+    questions = prompts(28, seed=2)
+    ask(served, questions, [kinds[i % 7] for i in range(28)], max_tokens=40)
+    metrics = served[1].llm.get_metrics()
+    assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
+
+
+def test_samples_of_one_request(served: Served) -> None:
+    ask(served, prompts(4, seed=3), ["generation-uniform"] * 4, n=3, temperature=2.0)
+
+
+def cached(served: Served, question: Prompt, name: str | None) -> int:
+    (answer,) = ask(served, [question], [name])
+    return answer.output.num_cached_tokens or 0
+
+
+def test_blocks_before_the_first_active_position_are_shared_and_no_others(served: Served) -> None:
+    world = served[0]
+    for seed in range(4, 7):
+        question = next(p for p in prompts(5, seed=seed) if len(p.question) > 80)
+        inputs = world.backbone.encode(question.chat_messages, [question.image])
+        length = inputs["input_ids"].shape[1]
+        after_media = int((~world.backbone.text_mask(inputs)[0]).nonzero()[-1]) + 1
+        whole, before_text = (length - 1) // BLOCK * BLOCK, after_media // BLOCK * BLOCK
+        assert 0 < before_text < whole
+        # The key pass of each request fills the untouched blocks, which its own answer then reads.
+        assert cached(served, question, "generation-uniform") == whole
+        assert cached(served, question, "generation-other") == whole
+        assert cached(served, question, "text-uniform") == before_text
+        assert cached(served, question, "text-other") == before_text  # not the blocks of the other memory
+        assert cached(served, question, "text-uniform") == whole  # its own blocks
+        assert cached(served, question, "prompt-uniform") == 0
+        assert cached(served, question, "prompt-uniform") == whole
+        assert cached(served, question, None) == whole
