@@ -5,6 +5,7 @@ Shapes: T prompt tokens of a request, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,15 @@ from cachetools import FIFOCache
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from .block_sums import BlockSums
+
 
 @dataclass
 class _Running:
     key_id: str
     is_text: Tensor  # [T] bool
-    seen: int = 0
+    cached_blocks: Sequence[int]  # hold the first tokens, which the key pass does not compute
+    seen: int  # tokens so far
     total: Tensor | float = 0.0  # [2, d] float32, once a row has been seen
 
     @property
@@ -40,8 +44,12 @@ class QueryKey:
 class QueryKeyAccumulator:
     """Accumulates the means over the final hidden states (paper, Eq. key_rewrite) of prompts in any chunks."""
 
-    def __init__(self, max_pending: int = 4096) -> None:
-        """A request aborted after its key pass never fetches its key; beyond `max_pending` the oldest are dropped."""
+    def __init__(self, max_pending: int = 4096, block_sums: BlockSums | None = None) -> None:
+        """A request aborted after its key pass never fetches its key; beyond `max_pending` the oldest are dropped.
+
+        `block_sums` are needed for key passes that read the prefix cache.
+        """
+        self._block_sums = block_sums
         self._running: dict[str, _Running] = {}
         self._finished: FIFOCache[str, QueryKey] = FIFOCache(max_pending)
 
@@ -56,17 +64,29 @@ class QueryKeyAccumulator:
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def start(self, request_id: str, key_id: str, is_text: Tensor) -> None:
-        """Begin a key pass; `is_text` [T] bool is False for placeholder tokens."""
-        self._running[request_id] = _Running(key_id, is_text)
+    def start(
+        self, request_id: str, key_id: str, is_text: Tensor, num_cached: int = 0, cached_blocks: Sequence[int] = ()
+    ) -> None:
+        """Begin a key pass.
 
-    def restart(self, request_id: str) -> None:
-        """Begin again: the request was preempted and recomputes its prompt from the first token."""
+        Args:
+            is_text: [T] bool, False for placeholder tokens.
+            num_cached: tokens that are read from the prefix cache.
+            cached_blocks: the KV-cache blocks that hold them, all full.
+        """
+        self._running[request_id] = _Running(key_id, is_text, cached_blocks, num_cached)
+
+    def restart(self, request_id: str, num_cached: int = 0, cached_blocks: Sequence[int] = ()) -> None:
+        """Begin again: the request was preempted and computes its prompt anew."""
         if run := self._running.get(request_id):
-            self.start(request_id, run.key_id, run.is_text)
+            self.start(request_id, run.key_id, run.is_text, num_cached, cached_blocks)
 
     def add(self, request_id: str, hidden: Tensor) -> None:
-        """Add the next rows [rows, d] of the request's final hidden states, in order."""
+        """Add the next rows [rows, d] of the request's final hidden states, in order.
+
+        After the step's rows have been added to the sums by block: another request of the same step may have computed
+        the cached blocks.
+        """
         run = self._running[request_id]
         rows = hidden[: run.num_tokens - run.seen].float()  # [rows, d], without generated tokens
         text = rows[run.is_text[run.seen : run.seen + len(rows)]]  # [text rows, d]
@@ -74,6 +94,9 @@ class QueryKeyAccumulator:
         run.seen += len(rows)
         if run.seen == run.num_tokens:
             del self._running[request_id]
+            if run.cached_blocks:
+                assert self._block_sums is not None
+                run.total = run.total + self._block_sums.of(run.cached_blocks)
             counts = torch.tensor([run.num_tokens, max(int(run.is_text.sum()), 1)])[:, None].to(run.total)  # [2, 1]
             self._finished[run.key_id] = QueryKey(normalize(run.total / counts, dim=1), run.num_tokens)
 

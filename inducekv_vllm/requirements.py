@@ -53,6 +53,15 @@ def check_late_activation(config: VllmConfig) -> None:
         raise UnsupportedModel("memory that acts from a later position on cannot be served with KV cache events")
 
 
+def keys_read_prefix_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+    """Whether key passes may read the prefix cache: the worker then keeps the sums of hidden states by block."""
+    return (
+        config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        and bool(config.cache_config.enable_prefix_caching)
+        and len(kv_cache.kv_cache_groups) == 1
+    )
+
+
 def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
     """Refuse attention layers that merged memory, which shares their softmax, cannot be exact with.
 

@@ -1,8 +1,11 @@
-"""Prefix-cache blocks of requests whose memory acts from a later position than the first.
+"""The prefix cache around the two passes of a request with memory.
 
-K and V before that position are the untouched model's, so their blocks keep vLLM's hashes and are shared with every
-other request. Hashes are chained: one extra key, in the block of the first active position, keeps that block and all
-later ones, of the prompt or generated, apart from untouched ones and from those of any other memory.
+Key passes read it if the workers keep the sums that the key needs (`block_sums.py`).
+
+Memory may act from a later position than the first. K and V before that position are the untouched model's, so their
+blocks keep vLLM's hashes and are shared with every other request. Hashes are chained: one extra key, in the block of
+the first active position, keeps that block and all later ones, of the prompt or generated, apart from untouched ones
+and from those of any other memory.
 
 `--scheduler-cls inducekv_vllm.scheduler.memory_scheduler` selects it.
 """
@@ -18,18 +21,21 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from .engine.wire import InjectionSpec, parse_spec
+from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
+from .requirements import keys_read_prefix_cache
 
 
 def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
-    """The scheduler of an engine with memory: vLLM's own choice of two, with our block hashes."""
+    """The scheduler of an engine with memory: vLLM's own choice of two, with the prefix cache as described above."""
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (_MemoryAsyncScheduler if asynchronous else _MemoryScheduler)(vllm_config=vllm_config, **options)
 
 
-class _MemoryHashes(Scheduler):
+class _MemoryRequests(Scheduler):
     def add_request(self, request: Request) -> None:
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
+        if isinstance(spec, KeyPassSpec) and keys_read_prefix_cache(self.vllm_config, self.kv_cache_config):
+            request.skip_reading_prefix_cache = False
         # Without a hasher there is no prefix cache.
         if isinstance(spec, InjectionSpec) and spec.start > 0 and request._block_hasher is not None:
             hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
@@ -39,11 +45,11 @@ class _MemoryHashes(Scheduler):
         super().add_request(request)
 
 
-class _MemoryScheduler(_MemoryHashes, Scheduler):
+class _MemoryScheduler(_MemoryRequests, Scheduler):
     pass
 
 
-class _MemoryAsyncScheduler(_MemoryHashes, AsyncScheduler):
+class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
 
 

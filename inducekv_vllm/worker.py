@@ -20,9 +20,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
-from .attention.decoupled import DecoupledStep, active_rows, decoupled_impl
+from .attention.decoupled import DecoupledStep, active_rows, attach
 from .attention.pages import RequestMemory, ResidentBundle
 from .attention.request_table import MemoryOfRequests
+from .block_sums import BlockSums
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
@@ -31,7 +32,7 @@ from .fingerprint import backbone_fingerprint
 from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
-from .requirements import check_engine, check_late_activation, check_merged
+from .requirements import check_engine, check_late_activation, check_merged, keys_read_prefix_cache
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
@@ -58,6 +59,8 @@ class InduceKVWorker(CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
         self.resident: dict[str, ResidentBundle] = {}  # by digest
         self.query_keys = QueryKeyAccumulator()
+        self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
+        self._placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
         self.memory_of_requests = MemoryOfRequests(2 * vllm_config.scheduler_config.max_num_seqs + 1)
         self.decoupled = DecoupledStep()
@@ -88,6 +91,11 @@ class InduceKVWorker(CPUWorker):
             self._merged_refusal = refusal
             logger.info("only decoupled memory can be served: %s", refusal)
         self._prepare_decoupled(layers)
+        if keys_read_prefix_cache(self.vllm_config, kv_cache_config):
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            hidden_size = self.model_config.get_hidden_size()
+            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size)
+            self.query_keys = QueryKeyAccumulator(block_sums=self.block_sums)
 
     def _prepare_merged(self, kv_cache_config: KVCacheConfig) -> None:
         for groups in self.model_runner.attn_groups:
@@ -101,9 +109,7 @@ class InduceKVWorker(CPUWorker):
     def _prepare_decoupled(self, layers: dict[str, Attention]) -> None:
         for name, layer in layers.items():
             if layer.attn_type == AttentionType.DECODER:
-                layer.impl.__class__ = decoupled_impl(type(layer.impl))
-                layer.impl.decoupled_step = self.decoupled
-                layer.impl.layer_index = extract_layer_index(name)
+                attach(layer.impl, extract_layer_index(name), self.decoupled)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -125,9 +131,12 @@ class InduceKVWorker(CPUWorker):
         for request in scheduled.scheduled_new_reqs:
             self._start_request(request)
         cached = scheduled.scheduled_cached_reqs
-        for request_id in cached.resumed_req_ids:
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id not in cached.resumed_req_ids:
+                continue
             self.memory_of_requests.resume(request_id)
-            self.query_keys.restart(request_id)
+            if self.query_keys.is_running(request_id) and (blocks := cached.new_block_ids[index]) is not None:
+                self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
 
     def _start_request(self, request: NewRequestData) -> None:
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
@@ -135,13 +144,21 @@ class InduceKVWorker(CPUWorker):
             self.memory_of_requests.start(request.req_id, spec.content, self._memory(spec), spec.start)
         elif isinstance(spec, KeyPassSpec):
             # A request that was preempted before its first step comes back as a new one, so this may replace a start.
-            self.query_keys.start(request.req_id, spec.key_id, self._is_text(request))
+            cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
+            assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
+            is_text = self._is_text(torch.tensor(request.prompt_token_ids))
+            self.query_keys.start(request.req_id, spec.key_id, is_text, *cached)
 
-    def _is_text(self, request: NewRequestData) -> Tensor:
-        """[T] bool: True for prompt tokens that are not multimodal placeholders."""
-        assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
-        placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
-        return ~torch.isin(torch.tensor(request.prompt_token_ids), placeholders)
+    def _cached_part(self, num_cached: int, blocks: list[int]) -> tuple[int, list[int]]:
+        """How many tokens a request reads from the prefix cache, and its blocks that hold them."""
+        if num_cached == 0:
+            return 0, []
+        assert self.block_sums is not None
+        return num_cached, blocks[: num_cached // self.block_sums.block_size]
+
+    def _is_text(self, token_ids: Tensor) -> Tensor:
+        """Which tokens are not multimodal placeholders: bool, of the shape of `token_ids`."""
+        return ~torch.isin(token_ids, self._placeholders)
 
     def _memory(self, spec: InjectionSpec) -> RequestMemory:
         bundle = self.resident[spec.bundle]
@@ -174,7 +191,13 @@ class InduceKVWorker(CPUWorker):
 
     def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
         """Model forward hook; `hidden` [tokens, d] are the final hidden states, after the last norm."""
-        if self._step is None or not self.query_keys.any_running:
+        if self._step is None:
+            return
+        if self.block_sums is not None:
+            runner, count = self.model_runner, self._step.total_num_scheduled_tokens
+            slots = runner.input_batch.block_table[0].slot_mapping.gpu[:count]
+            self.block_sums.add(hidden[:count], self._is_text(runner.input_ids.gpu[:count]), slots)
+        if not self.query_keys.any_running:
             return
         start = 0
         for request_id in self.model_runner.input_batch.req_ids:

@@ -72,14 +72,16 @@ def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, s
         output[active.rows] += (share * read).to(output.dtype)
 
 
+def attach(impl: Any, layer_index: int, step: DecoupledStep) -> None:
+    """Make a layer's attention implementation, of whatever class, add the step's memory to its output."""
+    kind: Any = type(impl)
+    impl.__class__ = _with_memory(kind)
+    impl.layer_index, impl.decoupled_step = layer_index, step
+
+
 @cache
-def decoupled_impl(base: type) -> type:
-    """A subclass of an attention implementation that adds memory to its output.
-
-    The worker sets `decoupled_step` and `layer_index` on each instance.
-    """
-
-    class DecoupledImpl(base):  # type: ignore[valid-type, misc]
+def _with_memory(base: Any) -> type:
+    class DecoupledImpl(base):  # type: ignore[misc]
         decoupled_step: DecoupledStep
         layer_index: int
 

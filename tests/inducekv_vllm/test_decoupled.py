@@ -129,3 +129,34 @@ def test_blocks_before_the_first_active_position_are_shared_and_no_others(served
         assert cached(served, question, "prompt-uniform") == 0
         assert cached(served, question, "prompt-uniform") == whole
         assert cached(served, question, None) == whole
+
+
+def prefix_hits(served: Served) -> int:
+    metrics = served[1].llm.get_metrics()
+    return next(m for m in metrics if m.name == "vllm:prefix_cache_hits").value  # type: ignore[union-attr]
+
+
+def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prompt(served: Served) -> None:
+    world, offline, memories = served
+    questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
+    for name, key_pass_hits in (("prompt-uniform", False), ("prompt-other", True), ("sqrt", True)):
+        for question in questions:
+            before = prefix_hits(served)
+            (answer,) = offline.chat([question.messages], greedy(max_tokens=1), memory=memories[name])
+            expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
+            torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)
+            # The answer pass of a memory that acts from the start on shares no block with another request.
+            assert answer.output.num_cached_tokens == 0
+            assert (prefix_hits(served) > before) == key_pass_hits
+
+
+def test_keys_of_prompts_with_one_prefix_in_one_batch(served: Served) -> None:
+    """The first request's blocks are found in the cache in the step that computes them."""
+    world, offline, memories = served
+    image = prompts(1, seed=10)[0].image
+    text = "The picture shows two green stars and a yellow ring. "
+    questions = [Prompt(image, text * 3 + ending) for ending in ("How many stars?", "Which colour?", "A ring?")]
+    answers = offline.chat([p.messages for p in questions], greedy(max_tokens=1), memory=memories["prior"])
+    for question, answer in zip(questions, answers, strict=True):
+        expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
+        torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,44 @@
+"""Sums of final hidden states by KV-cache block, kept beside the cache: a key pass need not compute a cached prefix.
+
+A block's sum is of the tokens whose K and V it holds. It is filled with the block, by whatever request, and starts anew
+when the block's first token is written; so it is valid whenever the block is.
+
+Shapes: R rows of a step, C tokens of a block, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class BlockSums:
+    """2 d float32 numbers for each block."""
+
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
+        self.block_size = block_size  # C
+        self._sums = torch.zeros(num_blocks, 2, hidden_size)  # over all tokens of a block, over its text tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes
+
+    def add(self, hidden: Tensor, is_text: Tensor, slots: Tensor) -> None:
+        """Add the rows of a step.
+
+        Args:
+            hidden: [R, d], any float type.
+            is_text: [R] bool, False for tokens that stand for media.
+            slots: [R] int64, a row's place in the KV cache: block times C plus offset.
+        """
+        blocks = slots // self.block_size  # [R]
+        self._sums[blocks[slots % self.block_size == 0]] = 0
+        rows = hidden.float()
+        self._sums[:, 0].index_add_(0, blocks, rows)
+        self._sums[:, 1].index_add_(0, blocks, rows * is_text[:, None])
+
+    def of(self, blocks: Sequence[int]) -> Tensor:
+        """The sum over these blocks: [2, d]."""
+        return self._sums[list(blocks)].sum(dim=0)
