@@ -83,7 +83,7 @@ def attend_decoupled_tiled(
     output, lse = _attend_memory((query.to(dtype) * scaling).reshape(n, J, H // J * T, D), memory, terms, layer)
     # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
     share = memory.value_gates[layer].to(dtype) * torch.sigmoid(lse + memory.layer_bias[layer].to(dtype))
-    return (share[..., None] * output).view(n, H, T, D).transpose(1, 2)
+    return (share[..., None] * output).reshape(n, H, T, D).transpose(1, 2)
 
 
 def _attend_memory(query: Tensor, memory: Memory, terms: Terms, layer: int) -> tuple[Tensor, Tensor]:
