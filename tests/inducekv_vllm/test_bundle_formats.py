@@ -1,0 +1,108 @@
+"""What each format version holds, and which contents it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+
+from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, read_bundle, write_bundle
+from inducekv_vllm.errors import BundleError
+from tests.inducekv_vllm.bundles import L, random_bundle, random_gated_bundle
+
+DECOUPLED: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "text"}}
+
+
+def decoupled_bundle(**changes: Any) -> Bundle:
+    return random_bundle(**(DECOUPLED | changes))
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with safetensors.safe_open(path, "pt") as file:
+        content: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
+    return content
+
+
+@pytest.mark.parametrize(
+    ("bundle", "version", "later_fields"),
+    [
+        (random_bundle(), 1, set()),
+        (random_gated_bundle(), 2, {"gate_tasks"}),
+        (decoupled_bundle(), 3, {"gate_tasks", "form", "activations"}),
+        (
+            random_gated_bundle(form="decoupled", activations={"a": "prompt", "b": "generation"}),
+            3,
+            {"gate_tasks", "form", "activations"},
+        ),
+    ],
+)
+def test_each_version_has_its_own_fields(bundle: Bundle, version: int, later_fields: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "bundle.safetensors"
+    write_bundle(bundle, path)
+    stored = metadata_of(path)
+    assert stored["format_version"] == version
+    assert stored.keys() & {"gate_tasks", "form", "activations"} == later_fields
+    read = read_bundle(path)
+    assert read.metadata == bundle.metadata
+    assert all(torch.equal(t, bundle.tensors()[name]) for name, t in read.tensors().items())
+
+
+def test_gates_of_decoupled_memory_are_any_finite_numbers() -> None:
+    gates = torch.linspace(-3, 4, L)
+    assert torch.equal(decoupled_bundle(value_gates=gates).value_gates, gates)
+    with pytest.raises(BundleError, match="value_gates contains NaN or infinite"):
+        decoupled_bundle(value_gates=torch.full((L,), float("inf")))
+    with pytest.raises(BundleError, match="value_gates must be above 0 and at most 1"):
+        random_bundle(value_gates=gates)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"weighting": "sqrt"}, "decoupled memory needs the weighting prior or uniform, found 'sqrt'"),
+        ({"activations": {}}, r"decoupled memory needs activations for the tasks \[t\], found \[\]"),
+        ({"activations": {"t": "text", "u": "text"}}, r"for the tasks \[t\], found \[t, u\]"),
+        ({"activations": {"t": "answer"}}, "activations.t: Input should be 'prompt', 'text' or 'generation'"),
+        ({"form": "merged"}, "merged memory needs the weighting sqrt or prior, found 'uniform'"),
+        ({"form": "merged", "weighting": "prior"}, r"merged memory needs activations for the tasks \[\], found \[t\]"),
+        ({"form": "mixed"}, "form: Input should be 'merged' or 'decoupled'"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BundleError, match=problem):
+        decoupled_bundle(**changes)
+
+
+def test_a_gate_refuses_sqrt_weighting() -> None:
+    with pytest.raises(BundleError, match='another weighting than "sqrt"'):
+        random_gated_bundle(weighting="sqrt")
+
+
+def test_the_activation_of_a_request() -> None:
+    tasks: dict[str, Any] = {"a": "generation", "b": "text"}
+    metadata = random_gated_bundle(form="decoupled", activations=tasks).metadata
+    assert [metadata.activation_of(task) for task in ("a", "b", None)] == ["generation", "text", "text"]
+    assert random_bundle().metadata.activation_of(None) == "prompt"
+
+
+def test_the_digest_covers_form_and_activation() -> None:
+    bundles = [
+        random_bundle(weighting="prior"),
+        decoupled_bundle(weighting="prior"),
+        decoupled_bundle(),
+        decoupled_bundle(activations={"t": "generation"}),
+    ]
+    assert len({bundle.digest for bundle in bundles}) == len(bundles)
+
+
+def test_a_version_that_does_not_fit_its_content(tmp_path: Path) -> None:
+    gate = Gate(torch.zeros(1, 2, 16), torch.zeros(1), ("t",))
+    bundle = decoupled_bundle(gate=gate)
+    older = bundle.metadata.model_copy(update={"format_version": 2})
+    with pytest.raises(BundleError, match="decoupled memory with 1 gate_tasks is format version 3, found 2"):
+        write_bundle(Bundle(**bundle.tensors(), metadata=older), tmp_path / "bundle.safetensors")
+    assert not list(tmp_path.iterdir())
