@@ -239,8 +239,8 @@ class BundleRegistry:
         version = self._named[name]
         memory = version.memory
         facts: dict[str, Any] = {
-            field: getattr(memory, field)
-            for field in ("digest", "budget", "payload_tokens", "weighting", "file_bytes", "adapter")
+            field: getattr(memory.metadata, field)
+            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
         }
         return MemoryBundleCard(
             name=name,
@@ -248,6 +248,7 @@ class BundleRegistry:
             entries=memory.num_entries,
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
+            file_bytes=memory.file_bytes,
             resident_bytes=version.resident_bytes,
             active_requests=version.active,
             **facts,

@@ -35,7 +35,9 @@ class MemoryBundleCard(BaseModel):
     entries: int  # B
     budget: int  # the maximum number of entries
     payload_tokens: int  # m
+    form: str
     weighting: str
+    activations: dict[str, str]  # by task; empty for merged memory
     tasks: dict[str, int]  # entries by task
     gate_tasks: list[str] | None  # the tasks of the relevance gate; null without a gate
     file_bytes: int

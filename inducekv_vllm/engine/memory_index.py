@@ -6,13 +6,11 @@ Shapes: B entries, d hidden size. Every worker holds the payload; the digest ide
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..activation import Activation
-from ..bundle import Bundle, EntryRecord
+from ..bundle import Bundle, BundleMetadata, EntryRecord
 from ..gate import GateDecision, RelevanceGate
 from ..page_terms import FloatArray, Retrieval, Weighting
 from ..retrieval import PrefixIndex
@@ -30,17 +28,11 @@ class MemoryLookup:
 class MemoryIndex:
     """One version of a memory. A changed file is another version with another digest."""
 
-    digest: str
+    metadata: BundleMetadata
     path: str  # the workers read the same file
     file_bytes: int
     index: PrefixIndex  # over the retrieval keys [B, d]
     temperature: float
-    weighting: Weighting
-    entries: tuple[EntryRecord, ...]  # [B], in the order of the index
-    budget: int
-    payload_tokens: int
-    adapter: str | None  # the LoRA adapter for both passes, whether the gate is open or closed
-    activation_of: Callable[[str | None], Activation]  # see `BundleMetadata.activation_of`
     gate: RelevanceGate | None = None
 
     @classmethod
@@ -48,23 +40,35 @@ class MemoryIndex:
         """Raises OSError if the file at `path` has been removed."""
         gate = bundle.gate
         return cls(
-            digest=bundle.digest,
+            metadata=bundle.metadata,
             path=path,
             file_bytes=os.path.getsize(path),
             index=PrefixIndex(bundle.retrieval_keys.numpy()),
             temperature=float(bundle.temperature),
-            weighting=bundle.metadata.weighting,
-            entries=bundle.metadata.entries,
-            budget=bundle.metadata.budget,
-            payload_tokens=bundle.payload_tokens,
-            adapter=bundle.metadata.adapter,
-            activation_of=bundle.metadata.activation_of,
             gate=RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks) if gate is not None else None,
         )
 
     @property
+    def digest(self) -> str:
+        return self.metadata.digest
+
+    @property
+    def weighting(self) -> Weighting:
+        return self.metadata.weighting
+
+    @property
+    def entries(self) -> tuple[EntryRecord, ...]:
+        """[B], in the order of the index."""
+        return self.metadata.entries
+
+    @property
     def num_entries(self) -> int:
         return len(self.entries)
+
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter for both passes, whether the gate is open or closed."""
+        return self.metadata.adapter
 
     def lookup(self, key: FloatArray, top_k: int | None) -> MemoryLookup:
         """Find the entries and weights for a query key [2, d]; `top_k` None means all entries.

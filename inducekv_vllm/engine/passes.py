@@ -153,7 +153,7 @@ def make_injection_spec(
     weights = tuple(retrieval.weights.tolist())  # float32 to float64 is exact
     if memory.weighting == "uniform":  # the same spec, so the same memory slot, for every request of a task
         entries, weights = tuple(sorted(entries)), (1.0,) * len(entries)
-    activation = memory.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
+    activation = memory.metadata.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
     return InjectionSpec(
         bundle=memory.digest,
         entries=entries,

@@ -19,7 +19,9 @@ def describe_injection(
     return {
         "bundle": name,
         "digest": memory.digest,
+        "form": memory.metadata.form,
         "weighting": memory.weighting,
+        "start": spec.start if spec is not None else None,
         "num_entries": memory.num_entries,
         "gate": _describe_gate(memory, gate_decision),
         "remainder": spec is not None and spec.remainder and len(spec.entries) < memory.num_entries,

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, BundleMetadata, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
 
@@ -140,6 +140,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
         "relevance gate": _gate_summary(bundle),
+        **_form_summary(metadata),
         "weighting": metadata.weighting,
         "temperature": f"{float(bundle.temperature):.6g}",
         "value gates": f"{float(gates.min()):.4g} to {float(gates.max()):.4g}",
@@ -151,6 +152,14 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
     }
+
+
+def _form_summary(metadata: BundleMetadata) -> dict[str, str]:
+    """Nothing for merged memory, which every older bundle is."""
+    if metadata.form == "merged":
+        return {}
+    activations = ", ".join(f"{task} ({activation})" for task, activation in metadata.activations.items())
+    return {"form": metadata.form, "memory acts on": activations}
 
 
 def _gate_summary(bundle: Bundle) -> str:
