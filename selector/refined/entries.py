@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
@@ -45,7 +44,6 @@ class EntryPlan:
     chosen: list[int]  # rows of the training examples
     shares: dict[str, int]  # number of entries by task
     shrunk: frozenset[str]  # tasks that lose entries, and whose remaining entries must be trained again
-    activations: dict[str, Activation]  # by task, for decoupled memory; empty for merged memory
 
 
 def new_task(examples: Sequence[Example]) -> str:
@@ -62,11 +60,7 @@ def new_task(examples: Sequence[Example]) -> str:
 
 def plan_entries(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
     """Choose the entries by `settings.allocation`."""
-    plan = (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
-    if settings.form == "merged":
-        return plan
-    earlier = inputs.previous.metadata.activations if inputs.previous is not None else {}
-    return replace(plan, activations={**earlier, new_task(inputs.training): settings.activation})
+    return (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
 
 
 def quotas(before: Mapping[str, int], task: str, *, budget: int, entries_per_task: int) -> dict[str, int]:
@@ -147,7 +141,7 @@ def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryK
     chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, retrieval_keys)
     nested = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
     shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not nested)
-    return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk, {})
+    return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
 
 
 def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
@@ -170,4 +164,4 @@ def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQuery
     chosen = sorted(row - num_old for row in rows if row >= num_old)
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()
     shares = composition([entries[row] for row in kept]) | {new_task(inputs.training): len(chosen)}
-    return EntryPlan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset(), {})
+    return EntryPlan(torch.tensor(kept, dtype=torch.int64), chosen, shares, frozenset())

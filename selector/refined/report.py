@@ -14,9 +14,8 @@ from ..data.examples import Example
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
+from .activation_search import Candidate
 from .entries import EntryPlan, TaskQueryKeys
-from .lr_search import Trial
-from .training import Training
 
 
 def report_update(
@@ -24,12 +23,12 @@ def report_update(
     inputs: TaskInputs,
     keys: TaskQueryKeys,
     base: Sequence[Example],
-    bundle: Bundle,
-    training: Training,
-    trials: Sequence[Trial],
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
     plan: EntryPlan,
 ) -> dict[str, Any]:
     """Losses and accuracy with the bundle and without, gate openings, and the history of the training."""
+    bundle, trials = chosen.bundle, candidates[0].trials
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
     search = [
         {"learning_rate": trial.learning_rate, "validation_nll": trial.validation_nll}
@@ -49,7 +48,11 @@ def report_update(
             "anchors": len(inputs.anchors),
             "base_questions": len(base),
         },
-        "refinement": {"search": search, "history": [asdict(record) for record in training.history]},
+        "refinement": {"search": search, "history": [asdict(record) for record in chosen.training.history]},
+        "activation": {
+            "chosen": chosen.activation,
+            "search": [{"activation": c.activation, "accuracy": c.accuracy} for c in candidates if len(candidates) > 1],
+        },
         "calibration": calibration_report(bundle),
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},

@@ -16,6 +16,7 @@ Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]
 Gating = Literal["two-part", "prefix", "none"]
 Precision = Literal["bfloat16", "float32"]
+ActivationChoice = Literal[Activation, "search"]
 
 
 class RefinedSettings(Settings):
@@ -25,10 +26,11 @@ class RefinedSettings(Settings):
     payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "merged"
     weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "prior"
-    # Of the new task's memory; only decoupled memory may act later than from the prompt's start.
-    activation: Annotated[Activation, Flag("from where on memory acts: all, after the last medium, or the answer")] = (
-        "prompt"
-    )
+    # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": each is
+    # trained, and the latest one within a standard error of the best validation accuracy is kept.
+    activation: Annotated[
+        ActivationChoice, Flag("from where on memory acts: all, the text after the last medium, the answer")
+    ] = "prompt"
     # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
     # uses the memory, and the entries of all tasks compete.
     gate: Gating = "two-part"

@@ -67,8 +67,12 @@ def prepare_problem(
     plan: EntryPlan,
     start: Memory,
     records: tuple[EntryRecord, ...],
+    activations: Mapping[str, Activation],
 ) -> TrainingProblem:
-    """New entries train on the task; entries of shrunk tasks train on their anchors."""
+    """New entries train on the task; entries of shrunk tasks train on their anchors.
+
+    `activations` are by task, old and new; empty for merged memory.
+    """
     tasks = [record.task for record in records]
     task = new_task(inputs.training)
     calibrate = settings.calibrate == "every" or (settings.calibrate == "first" and inputs.previous is None)
@@ -78,12 +82,12 @@ def prepare_problem(
         if anchor.task in plan.shrunk or (calibrate and anchor.task in plan.shares)
     ]
     examples = [inputs.anchors[row] for row in anchor_rows]
-    anchors = questions(scorer, examples, keys.anchors[anchor_rows], plan.activations)
+    anchors = questions(scorer, examples, keys.anchors[anchor_rows], activations)
     teacher = None
     if inputs.previous is not None and anchor_rows:
         prior = log_prior(examples, inputs.previous.metadata.entries, settings)
         teacher = Teacher(Memory.from_bundle(inputs.previous), prior)
-    training = questions(scorer, inputs.training, keys.training, plan.activations)
+    training = questions(scorer, inputs.training, keys.training, activations)
     return TrainingProblem(
         scorer=scorer,
         memory=start,

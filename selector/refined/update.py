@@ -17,11 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
+from ..backbone.bundled_model import BundledModel
 from ..backbone.extraction import QueryKeysOf, extract_query_keys
-from ..backbone.injection import Memory
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Scorer
 from ..backbone.tiled_attention import tiled_attention
@@ -32,13 +33,14 @@ from ..runtime.progress import progress_bar
 from ..update.inputs import TaskInputs, check_previous, require_context
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
+from .activation_search import Candidate, activations_by_task, activations_to_try, latest_good
 from .entries import EntryPlan, TaskQueryKeys, initial_memory, new_task, plan_entries, quotas
 from .gate_fit import fit_gate
-from .lr_search import progress_text, require_storable, search_learning_rate
+from .lr_search import Trial, progress_text, require_storable, search_learning_rate
 from .report import report_update
 from .settings import RefinedSettings
-from .training import train
-from .training_problem import prepare_problem, questions
+from .training import Training, train
+from .training_problem import TrainingProblem, prepare_problem, questions
 
 
 def update_refined(
@@ -77,24 +79,35 @@ def update_refined(
         )
         plan = plan_entries(inputs, settings, keys)
         start, records = initial_memory(backbone, inputs, settings, plan)
-    with phases.phase("refine"), tiled_attention(backbone):
-        problem = prepare_problem(scorer, inputs, settings, keys, plan, start, records)
-        validation = questions(scorer, inputs.validation, keys.validation, plan.activations)
-        trials = search_learning_rate(problem, settings, validation, checkpoint, progress)
-        best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
-        training = best.training
-        with progress_bar("Training", settings.steps, progress) as advance:
-            train(training, checkpoint, "refinement", after_step=lambda t: advance(t.step, progress_text(t)))
     with phases.phase("gate"):
         gate = None
         if settings.gate != "none":
             gate = fit_gate(_keys_by_task(inputs, keys, plan), keys.base, prefix_only=settings.gate == "prefix")
-        bundle = _bundle(
-            backbone, inputs, settings, best.learning_rate, records, training.memory(), gate, plan, len(base)
-        )
+    with phases.phase("refine"), tiled_attention(backbone):
+        candidates: list[Candidate] = []
+        for activation in activations_to_try(settings):
+            activations = activations_by_task(inputs, settings, activation)
+            problem = prepare_problem(scorer, inputs, settings, keys, plan, start, records, activations)
+            validation = questions(scorer, inputs.validation, keys.validation, activations)
+            # All activations take the learning rate of the first one.
+            fixed = {"learning_rate": candidates[0].learning_rate} if candidates else {}
+            trials = search_learning_rate(problem, settings.model_copy(update=fixed), validation, checkpoint, progress)
+            best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
+            _train_to_the_end(best.training, checkpoint, f"refinement-{activation}", progress)
+            bundle = _bundle(inputs, settings, problem, best, records, gate, activations, len(base))
+            accuracy = None
+            if settings.activation == "search":
+                accuracy = BundledModel(scorer, bundle).accuracy(inputs.validation, keys.validation)
+            candidates.append(Candidate(activation, best.learning_rate, bundle, best.training, tuple(trials), accuracy))
+        chosen = latest_good(candidates, len(inputs.validation))
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, keys, base, bundle, training, trials, plan)
-    return UpdateResult(bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
+        report = report_update(scorer, inputs, keys, base, candidates, chosen, plan)
+    return UpdateResult(chosen.bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
+
+
+def _train_to_the_end(training: Training, checkpoint: Checkpoint, name: str, progress: bool) -> None:
+    with progress_bar("Training", training.settings.steps, progress) as advance:
+        train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
 
 
 def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
@@ -131,8 +144,13 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
                 )
     if settings.allocation == "quotas":
         quotas(inputs.entries_by_task, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
-    if settings.learning_rate is None and not inputs.validation:
-        raise ConfigError("the learning rate is searched on validation examples, and there are none: give it, or some")
+    if not inputs.validation:
+        if settings.learning_rate is None:
+            raise ConfigError(
+                "the learning rate is searched on validation examples, and there are none: give it, or some"
+            )
+        if settings.activation == "search":
+            raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
 
 
 def _keys_by_task(inputs: TaskInputs, keys: TaskQueryKeys, plan: EntryPlan) -> dict[str, Tensor]:
@@ -143,16 +161,16 @@ def _keys_by_task(inputs: TaskInputs, keys: TaskQueryKeys, plan: EntryPlan) -> d
 
 
 def _bundle(
-    backbone: Backbone,
     inputs: TaskInputs,
     settings: RefinedSettings,
-    learning_rate: float,
+    problem: TrainingProblem,
+    trial: Trial,
     records: tuple[EntryRecord, ...],
-    memory: Memory,
     gate: Gate | None,
-    plan: EntryPlan,
+    activations: dict[str, Activation],
     base_questions: int,
 ) -> Bundle:
+    memory = trial.training.memory()
     require_storable(memory)
     return Bundle.create(
         retrieval_keys=memory.retrieval_keys,
@@ -161,15 +179,15 @@ def _bundle(
         temperature=memory.temperature,
         value_gates=memory.value_gates,
         layer_bias=memory.layer_bias,
-        backbone=backbone.fingerprint,
+        backbone=problem.scorer.backbone.fingerprint,
         budget=settings.budget,
         entries=records,
         weighting=settings.weighting,
         recipe=REFINED,
         settings=settings.model_dump()
-        | {"learning_rate": learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
+        | {"learning_rate": trial.learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
         gate=gate,
         form=settings.form,
-        activations=plan.activations,
+        activations=activations,
     )
