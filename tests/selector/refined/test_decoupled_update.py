@@ -1,0 +1,150 @@
+"""The refined recipe with decoupled memory: a stream of tasks, the choice of an activation, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import BundleError, ConfigError
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example, read_task
+from selector.refined.activation_search import Candidate, latest_good
+from selector.refined.settings import RefinedSettings
+from selector.refined.update import update_refined
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.inputs import TaskInputs
+from selector.update.result import UpdateResult
+
+DECOUPLED: dict[str, Any] = {
+    "form": "decoupled",
+    "weighting": "uniform",
+    "calibrate": "never",
+    "budget": 4,
+    "payload_tokens": 2,
+    "entries_per_task": 4,
+    "steps": 3,
+    "batch_size": 4,
+    "learning_rate": 0.3,
+    "precision": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def examples(task_file: Path) -> list[Example]:
+    return read_task(task_file)
+
+
+def learn(
+    llava: Backbone,
+    folder: Path,
+    examples: Sequence[Example],
+    task: str = "colours",
+    previous: Bundle | None = None,
+    anchors: Sequence[Example] = (),
+    **changes: Any,
+) -> UpdateResult:
+    named = [replace(example, task=task, id=f"{task}-{example.id}") for example in examples]
+    inputs = TaskInputs(named[:8], named[8:], anchors, previous)
+    checkpoint, _ = Checkpoint.open(folder / task, changes)
+    return update_refined(llava, inputs, RefinedSettings(**(DECOUPLED | changes)), checkpoint)
+
+
+def test_a_stream_of_tasks(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    first = learn(llava, tmp_path, examples, activation="generation").bundle
+    assert (first.metadata.form, first.metadata.activations) == ("decoupled", {"colours": "generation"})
+    assert torch.equal(first.value_gates, torch.ones(llava.num_layers))
+    assert torch.equal(first.layer_bias, torch.zeros(llava.num_layers))
+    assert first.payload_values.abs().max() > 0
+    second = learn(
+        llava,
+        tmp_path,
+        examples,
+        "counts",
+        first,
+        [replace(e, id=f"anchor-{e.id}") for e in examples[:2]],
+        activation="text",
+    ).bundle
+    assert second.metadata.activations == {"colours": "generation", "counts": "text"}
+    assert torch.equal(second.payload_values[:, :2], first.payload_values[:, :2])  # the first half of the quota
+
+
+def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    bundle = learn(llava, tmp_path, examples, steps=0, gate="none").bundle
+    scorer = Scorer(llava)
+    keys = torch.cat([llava.query_keys(llava.encode_example(e)) for e in examples])
+    losses = [BundledModel(scorer, each).mean_loss(examples, keys) for each in (bundle, None)]
+    assert losses[0] == losses[1]
+
+
+def test_the_activation_is_searched(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    result = learn(llava, tmp_path, examples, activation="search")
+    report = result.report["activation"]
+    assert [trial["activation"] for trial in report["search"]] == ["prompt", "text", "generation"]
+    # The random model answers no question rightly, with any: the latest is kept.
+    assert {trial["accuracy"] for trial in report["search"]} == {0.0}
+    assert report["chosen"] == "generation"
+    alone = learn(llava, tmp_path / "..", examples, activation="generation").bundle
+    assert result.bundle.metadata.activations == {"colours": "generation"}
+    assert torch.equal(result.bundle.payload_values, alone.payload_values)
+
+
+def candidate(accuracy: float) -> Candidate:
+    made: Any = SimpleNamespace(accuracy=accuracy)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "chosen"),
+    [
+        ((0.5, 0.5, 0.5), 2),
+        ((0.9, 0.875, 0.8), 1),  # one standard error of 0.9 on 100 questions: 0.03
+        ((0.9, 0.5, 0.871), 2),
+        ((0.9, 0.5, 0.869), 0),
+        ((0.5, 0.9, 0.1), 1),
+        ((1.0, 0.99, 1.0), 2),
+        ((1.0, 0.99, 0.99), 0),  # no error at 1
+    ],
+)
+def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float, ...], chosen: int) -> None:
+    candidates = [candidate(accuracy) for accuracy in accuracies]
+    assert latest_good(candidates, 100) is candidates[chosen]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"weighting": "sqrt", "gate": "none"},
+            'decoupled memory needs the weighting "prior" or "uniform" and calibrate="never"',
+        ),
+        ({"calibrate": "first"}, "decoupled memory needs .* calibrate=\"never\", found 'uniform' and 'first'"),
+        ({"form": "merged"}, "merged memory acts on the whole prompt .* found the weighting 'uniform'"),
+        ({"form": "merged", "weighting": "prior", "activation": "text"}, "and the activation 'text'"),
+        ({"activation": "answer"}, "activation must be prompt, text, generation or search, found 'answer'"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        RefinedSettings(**(DECOUPLED | changes))
+
+
+def test_a_search_needs_validation_examples(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    with pytest.raises(ConfigError, match="the activation is searched on validation examples, and there are none"):
+        learn(llava, tmp_path, examples[:8], activation="search")
+
+
+def test_a_bundle_of_another_form_is_not_continued(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    merged = {"form": "merged", "weighting": "prior", "calibrate": "first"}
+    first = learn(llava, tmp_path, examples, **merged).bundle
+    anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
+    with pytest.raises(BundleError, match="refined for the form 'merged', found 'decoupled' in the settings"):
+        learn(llava, tmp_path, examples, "counts", first, anchors)
