@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     CLIPImageProcessor,
     CLIPVisionConfig,
     GenerationConfig,
@@ -26,7 +27,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedModel,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
     Qwen3Config,
@@ -140,6 +141,19 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def save_tiny_text_model(folder: str | Path, make_config: Callable[..., PretrainedConfig], *, seed: int = 0) -> Path:
+    """A text model of any architecture; `make_config` takes the tokenizer's numbers."""
+    tokenizer = _tokenizer([], _TEMPLATE)
+    config = make_config(
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    _save(AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
+    return Path(folder)
+
+
 TINY_MODELS: dict[str, Callable[[str | Path], Path]] = {
     "llava": save_tiny_llava,
     "llava-llama": lambda folder: save_tiny_llava(folder, k_norm=False),
@@ -194,15 +208,15 @@ def _tokenizer(specials: list[str], chat_template: str) -> PreTrainedTokenizerFa
     )
 
 
-def _save(model_class: type[PreTrainedModel], config: object, processor: object, folder: Path, seed: int) -> None:
+def _save(make_model: Callable[[Any], Any], config: Any, processor: Any, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
-    model = model_class(config)
+    model = make_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # matrices and convolutions; norms and biases keep their values
                 parameter.normal_(0.0, 1.5 / parameter[0].numel() ** 0.5)
     model.generation_config = GenerationConfig(
-        eos_token_id=config.text_config.eos_token_id, pad_token_id=config.text_config.pad_token_id
+        eos_token_id=config.get_text_config().eos_token_id, pad_token_id=config.get_text_config().pad_token_id
     )
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
