@@ -34,11 +34,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[str]:
-    """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy.
-
-    Raises:
-        ServerFailed: it never became healthy.
-    """
+    """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy."""
     with starting(arguments, log, environment) as wait_until_healthy:
         yield wait_until_healthy()
 

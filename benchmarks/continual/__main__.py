@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_and_report(options: argparse.Namespace) -> int:
     """Writes the report into OUT if any stream is finished.
 
-    Raises:
-        InduceKVError: the options cannot be run, or a stream could not be run to its end.
-        EndpointFailed, ServerFailed: questions could not be asked.
+    Raises InduceKVError: the options cannot be run, or a stream could not be run to its end; EndpointFailed,
+    ServerFailed: questions could not be asked.
     """
     outcome = run(options)
     if outcome.finished:
@@ -59,8 +58,7 @@ def run_and_report(options: argparse.Namespace) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, for a run with a preset under the user's own; `given` are the arguments themselves.
 
-    Raises:
-        ConfigError: the preset cannot be used, or no method is named.
+    Raises ConfigError: the preset cannot be used, or no method is named.
     """
     parser = _parser()
     options = parser.parse_args(arguments)

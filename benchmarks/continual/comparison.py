@@ -96,9 +96,8 @@ def learn_seconds(run: Collected) -> float:
 class Streams:
     """All runs of one suite, model and order.
 
-    Raises:
-        ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
-            one run occurs twice.
+    Raises ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
+    one run occurs twice.
     """
 
     runs: Sequence[Collected]

@@ -26,8 +26,7 @@ def run_all(runs: Sequence[Run], stream: Stream, jobs: int, threads: int) -> Ite
         jobs: processes; one job runs in this process.
         threads: of torch, in each process.
 
-    Raises:
-        Exception: any other error of a stream; the other streams are ended.
+    Raises Exception: any other error of a stream; the other streams are ended.
     """
     if jobs == 1:
         prepare_process(threads)

@@ -20,8 +20,7 @@ class HeldElsewhere(RuntimeError):
 def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
     """Locks the file `path`, created if needed, and opens it for reading and appending.
 
-    Raises:
-        HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).
+    Raises HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).
     """
     with path.open("a+b") as file:
         deadline = None if patience is None else time.monotonic() + patience

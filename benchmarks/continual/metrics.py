@@ -19,8 +19,7 @@ Matrix = NDArray[np.float64]
 def accuracy_matrix(rows: Sequence[Sequence[float]]) -> Matrix:
     """From the rows a[i, 0..i] that a stream measures, [T, T] with NaN for tasks not yet seen.
 
-    Raises:
-        ValueError: row i has another number of entries than i + 1 (or T).
+    Raises ValueError: row i has another number of entries than i + 1 (or T).
     """
     size = len(rows)
     matrix = np.full((size, size), np.nan)
@@ -80,8 +79,7 @@ def base_retention(base: Sequence[float], untouched: float) -> float:
     Args:
         base: [T], accuracy on the base questions after each task.
 
-    Raises:
-        ValueError: `untouched` is not positive.
+    Raises ValueError: `untouched` is not positive.
     """
     if not untouched > 0:
         raise ValueError(f"the untouched model's accuracy must be positive, found {untouched}")

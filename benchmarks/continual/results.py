@@ -96,11 +96,7 @@ class FinishedRun:
         return self.task_folder(number) / "state"
 
     def artifact(self, number: int = -1) -> Artifact:
-        """The artifact that answers after task `number`.
-
-        Raises:
-            ConfigError: the state was not kept.
-        """
+        """The artifact that answers after task `number`. Raises ConfigError: the state was not kept."""
         state = self.state(number)
         try:
             return Artifact.read(state)
@@ -112,9 +108,7 @@ class FinishedRun:
     def bundle(self, number: int = -1) -> Bundle:
         """The memory after task `number`.
 
-        Raises:
-            ConfigError: the method makes no memory, or the state was not kept.
-            BundleError: the file is damaged.
+        Raises ConfigError: the method makes no memory, or the state was not kept; BundleError: the file is damaged.
         """
         artifact = self.artifact(number)
         if artifact.kind != "bundle" or artifact.path is None:
@@ -124,8 +118,7 @@ class FinishedRun:
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
         """Of all questions after task `number`, by task and id, in the order of asking.
 
-        Raises:
-            TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
+        Raises TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
         """
         path = self.task_folder(number) / "predictions.jsonl"
         predictions: dict[tuple[str, str], Prediction] = {}
@@ -159,12 +152,8 @@ class Finished:
 
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
-        """
-        Args:
-            model, data: None for the places recorded by the run; the data may also have moved with the folder.
-
-        Raises:
-            ConfigError: the folder is not one of a run, or one of its files does not parse.
+        """Args:
+        model, data: None for the places recorded by the run; the data may also have moved with the folder.
         """
         configuration = _read_json(out / "run.json", "not the folder of a run")
         matrices = [
@@ -190,8 +179,7 @@ class Finished:
             budget: may be None if all the method's runs have the same.
             seeds: None for all.
 
-        Raises:
-            ConfigError: there is none, a seed is missing, or the budget is not clear.
+        Raises ConfigError: there is none, a seed is missing, or the budget is not clear.
         """
         budgets = sorted({run.budget for run in self.complete if run.method == method})
         if budget is None and len(budgets) > 1:
@@ -219,11 +207,7 @@ class Finished:
         return any(run.method == method for run in self.complete)
 
     def counterpart(self, run: FinishedRun, method: str) -> FinishedRun:
-        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run."""
         if method == UNTOUCHED and self.has(UNTOUCHED):
             return next(other for other in self.complete if other.method == UNTOUCHED)
         return self.runs(method, run.budget, [run.seed])[0]
@@ -233,9 +217,7 @@ class Finished:
     ) -> list[tuple[Prediction, Prediction]]:
         """The answers of a run and of its counterpart to the same questions after task `number`.
 
-        Raises:
-            ConfigError: there is no counterpart.
-            TaskDataError: they were asked other questions.
+        Raises ConfigError: there is no counterpart; TaskDataError: they were asked other questions.
         """
         other = self.counterpart(run, method)
         mine, theirs = run.predictions(number), other.predictions(number)
@@ -249,12 +231,7 @@ class Finished:
 
     @cached_property
     def whole_suite(self) -> Suite:
-        """All tasks of the suite, in its own order, with all their examples.
-
-        Raises:
-            ConfigError: there is no such suite.
-            TaskDataError: its data cannot be read.
-        """
+        """All tasks of the suite, in its own order, with all their examples."""
         configuration = self.configuration
         return load_suite(configuration.get(WHERE, configuration)["suite"], self.data)  # its name, or its file
 
@@ -262,9 +239,7 @@ class Finished:
     def suite(self) -> Suite:
         """The tasks in the run's order, with the questions that were asked.
 
-        Raises:
-            ConfigError: the data are not those of the run.
-            TaskDataError: they cannot be read.
+        Raises ConfigError: the data are not those of the run; TaskDataError: they cannot be read.
         """
         run = self.configuration
         suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
@@ -275,11 +250,7 @@ class Finished:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The run's model.
-
-        Raises:
-            ConfigError: the folder holds another model.
-        """
+        """The run's model. Raises ConfigError: the folder holds another model."""
         recorded = self.configuration["model"]
         backbone = Backbone.load(self.model)
         if weights_digest(self.model) != recorded["weights"]:

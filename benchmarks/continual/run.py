@@ -41,9 +41,7 @@ def run(options: argparse.Namespace) -> RunOutcome:
     """Prints one JSON line with the means over seeds; the file RESULTS, if named, also holds every stream's matrix,
     base accuracies, bytes and seconds.
 
-    Raises:
-        InduceKVError: the options cannot be run.
-        EndpointFailed, ServerFailed: questions could not be asked.
+    Raises InduceKVError: the options cannot be run; EndpointFailed, ServerFailed: questions could not be asked.
     """
     methods, suite = check(options)
     configuration = configuration_of(options, suite)
@@ -114,12 +112,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str]:
-    """The streams that could not be run to their end, each with the reason.
-
-    Raises:
-        EndpointFailed, ServerFailed: questions could not be asked.
-        ConfigError: an endpoint cannot load the artifacts of the methods.
-    """
+    """The streams that could not be run to their end, each with the reason."""
     if not runs:
         return []
     refused = []
@@ -134,12 +127,7 @@ def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str
 
 @contextmanager
 def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
-    """Answers come from this process, from the given endpoints, or from servers that end with the context.
-
-    Raises:
-        EndpointFailed, ServerFailed: an endpoint does not answer, a server did not start.
-        ConfigError: an endpoint cannot load the artifacts of the methods.
-    """
+    """Answers come from this process, from the given endpoints, or from servers that end with the context."""
     if options.answer == OFFLINE:
         yield OfflineAnswerer(options.model)
         return

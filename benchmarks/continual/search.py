@@ -57,8 +57,7 @@ class Search:
 def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_questions: int) -> Suite:
     """The first `tasks` tasks, with their validation questions as test questions; it holds no others.
 
-    Raises:
-        ConfigError: there are fewer tasks, or nothing would be left of them.
+    Raises ConfigError: there are fewer tasks, or nothing would be left of them.
     """
     if not 1 <= tasks <= len(suite.tasks):
         raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
@@ -69,8 +68,7 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
 def require_equal_trials(methods: Sequence[Method]) -> int:
     """The number of trials of each method that has any (0 if none has).
 
-    Raises:
-        ConfigError: the numbers differ, or a method tries the same settings twice.
+    Raises ConfigError: the numbers differ, or a method tries the same settings twice.
     """
     counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
     if len(set(counts.values())) > 1:
@@ -166,8 +164,7 @@ def add_parser(commands: Any) -> None:
 def command(options: argparse.Namespace) -> int:
     """Ends in one JSON line: every method's settings and trials.
 
-    Raises:
-        InduceKVError: the options cannot be searched, or a method could not be run; the others are written.
+    Raises InduceKVError: the options cannot be searched, or a method could not be run; the others are written.
     """
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
     trials = require_equal_trials(methods)

@@ -78,8 +78,7 @@ def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[st
     Args:
         where: written beside it; may differ.
 
-    Raises:
-        ConfigError: the folder has another configuration (the message names the difference), or cannot be written.
+    Raises ConfigError: the folder has another configuration (the message names the difference), or cannot be written.
     """
     path = folder / name
     new = json.loads(json.dumps(configuration))
@@ -102,9 +101,8 @@ def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[st
 def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[str, Any]:
     """All tasks that are not done yet; returns the content of `matrix.json`.
 
-    Raises:
-        ConfigError: another process runs the same stream, or the stream cannot go on.
-        EndpointFailed: questions could not be asked; the message says how far the stream is.
+    Raises ConfigError: another process runs the same stream, or the stream cannot go on; EndpointFailed: questions
+    could not be asked; the message says how far the stream is.
     """
     claim_stream(run)
     answers = StoredAnswers(run.folder / "answers", answerer)
@@ -138,8 +136,7 @@ def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
 def learn(run: Run, number: int) -> Artifact:
     """The state after task `number`, learned unless it exists; it gets its name only when it is complete.
 
-    Raises:
-        ConfigError: the previous state is gone.
+    Raises ConfigError: the previous state is gone.
     """
     folder = run.task_folder(number)
     state, unfinished = folder / "state", folder / "state.tmp"

@@ -29,8 +29,7 @@ def trials_of(method: Method) -> tuple[Settings, ...]:
 def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> None:
     """Adds the records of methods to the file, or makes it.
 
-    Raises:
-        ConfigError: the file is of a search of another configuration, or cannot be read.
+    Raises ConfigError: the file is of a search of another configuration, or cannot be read.
     """
     digest = _digest(configuration)
     earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
@@ -42,11 +41,7 @@ def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str,
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """The content of a file of `write_tuned`.
-
-    Raises:
-        ConfigError: there is no such file, or it is something else.
-    """
+    """The content of a file of `write_tuned`. Raises ConfigError: there is no such file, or it is something else."""
     try:
         content = json.loads(path.read_bytes())
         records = content["methods"].values()
@@ -60,8 +55,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 def tuned_settings(path: Path, method: Method) -> Method:
     """The method with the best settings of a search.
 
-    Raises:
-        ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
+    Raises ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
     """
     methods = read_tuned(path)["methods"]
     if method.name not in methods:
@@ -73,21 +67,13 @@ def tuned_settings(path: Path, method: Method) -> Method:
 
 
 def tuned_methods(path: Path, names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods of `names` with `settings` (see `choose_methods`) and, for the rest, their searched settings.
-
-    Raises:
-        ConfigError: as `choose_methods` and `tuned_settings`, also if the search had other `settings`.
-    """
+    """The methods of `names` with `settings` (see `choose_methods`) and, for the rest, their searched settings."""
     chosen = choose_methods(names, settings)
     return choose_methods(names, settings, {method.name: tuned_settings(path, method) for method in chosen})
 
 
 def apply_settings(method: Method, settings: Settings) -> Method:
-    """The method with other settings.
-
-    Raises:
-        ConfigError: it has no such setting, or one of another type.
-    """
+    """The method with other settings. Raises ConfigError: it has no such setting, or one of another type."""
     for key, value in settings.items():
         names = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
         if key not in names:

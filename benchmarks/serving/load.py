@@ -61,8 +61,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "")
     Args:
         url: of the server; "" if the client has it as base URL.
 
-    Raises:
-        RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than requested.
+    Raises RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than requested.
     """
     first = last = 0.0
     usage: dict[str, int] = {}

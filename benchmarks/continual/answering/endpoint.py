@@ -54,9 +54,7 @@ class Endpoint:
     def at(cls, url: str, model: str | None = None) -> Endpoint:
         """The endpoint at `url`, with or without "/v1"; `model` says which of several models is the untouched one.
 
-        Raises:
-            EndpointFailed: it does not answer.
-            ConfigError: which model is meant is not clear.
+        Raises EndpointFailed: it does not answer; ConfigError: which model is meant is not clear.
         """
         url = url.rstrip("/").removesuffix("/v1")
         names = [card["id"] for card in models_at(url) if not card.get("parent")]  # bundles and adapters have one
@@ -75,8 +73,7 @@ class Endpoint:
     def load(self, what: Loadable, path: Path) -> str:
         """The name under which the bundle or adapter at `path` answers from now on, one that nobody else uses.
 
-        Raises:
-            EndpointFailed: it does not answer, or refuses.
+        Raises EndpointFailed: it does not answer, or refuses.
         """
         name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
         body: dict[str, Any] = {"name": name, "path": place, "replace": True}

@@ -71,11 +71,7 @@ class LoadableArtifact:
 
     @contextmanager
     def loaded(self, part: str | None) -> Iterator[Served]:
-        """Loads the whole artifact, or the subfolder `part` of its folder.
-
-        Raises:
-            EndpointFailed: the endpoint does not answer, or refuses.
-        """
+        """Loads the whole artifact, or the subfolder `part` of its folder."""
         name = self.endpoint.load(self.what, self.path / part if part else self.path)
         try:
             yield Served(self.endpoint.url, name)
@@ -101,22 +97,14 @@ class HttpModel:
     concurrency: int
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
-        """Loads what the questions need, asks them, and unloads it.
-
-        Raises:
-            EndpointFailed: an endpoint does not answer, or refuses to load or to answer, naming it.
-        """
+        """Loads what the questions need, asks them, and unloads it."""
         asks = self.plan.asks(examples)
         with self.loaded(asks) as models:
             return asyncio.run(self._ask_all(asks, models))
 
     @contextmanager
     def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
-        """The model of each question; inside, all of them are loaded.
-
-        Raises:
-            EndpointFailed: an endpoint does not answer, or refuses to load.
-        """
+        """The model of each question; inside, all of them are loaded."""
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
             assert self.artifact is not None or not parts, "a plan asks the model of an artifact that has none"

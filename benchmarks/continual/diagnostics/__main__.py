@@ -79,11 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(path: Path, measured: dict[str, Any], picture: bytes) -> None:
-    """Writes the JSON last: if it exists, so does its picture.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Writes the JSON last: if it exists, so does its picture. Raises ConfigError: the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".png"), picture)

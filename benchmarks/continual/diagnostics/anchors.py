@@ -63,11 +63,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: the stream has one task, or the method keeps no anchors or makes no bundles.
-        TaskDataError: anchors or data cannot be read.
-    """
     runs = finished.chosen(options)
     states = [state for run in runs for state in _states(finished, run, options.held_out, options.questions)]
     if not states:

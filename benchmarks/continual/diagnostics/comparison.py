@@ -47,12 +47,7 @@ class Order:
         parser.add_argument("--score", default="AP", help="which of the runs' metrics (default AP)")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """All methods that every folder has finished; the others are named in "left_out".
-
-        Raises:
-            ConfigError: there is one order only, an order comes twice, folders or settings differ in more than the
-                order, no method is in all folders, or there is no such score.
-        """
+        """All methods that every folder has finished; the others are named in "left_out"."""
         folders = [finished, *(Finished.read(folder, options.model, options.data) for folder in options.also)]
         require_different_orders(folders)
         orders = [list(folder.configuration["order"]) for folder in folders]
@@ -111,10 +106,7 @@ class Order:
 
 
 def require_different_orders(folders: Sequence[Finished]) -> None:
-    """
-    Raises:
-        ConfigError: names what else differs, or that the order does not.
-    """
+    """Raises ConfigError: names what else differs, or that the order does not."""
     first = folders[0]
     by_order: dict[tuple[str, ...], Path] = {}
     for folder in folders:
@@ -167,10 +159,6 @@ class Seeds:
         pass
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: there is no finished run of the method, or none with one of the seeds.
-        """
         reference = finished.chosen(options)
         method, budget = reference[0].method, reference[0].budget
         own = {name: scores_by_seed(reference, name) for name in self.SCORES}
@@ -256,10 +244,6 @@ class Sweeps:
         add("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting, the same in all runs")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: no such method, setting or task; nothing to read; sweeps differ in more than their setting.
-        """
         budget = options.budget if options.budget is not None else finished.runs(options.method)[0].budget
         folder = finished.out / "diagnostics" / "sweeps"
         run_sweeps(finished, folder, budget, options)
@@ -276,11 +260,7 @@ class Sweeps:
         }
 
     def curve(self, name: str, runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-        """One point for each value of a setting, rising: means and deviations of the scores over seeds.
-
-        Raises:
-            ConfigError: the runs differ in other settings.
-        """
+        """One point for each value of a setting, rising: means and deviations of the scores over seeds."""
         require_same_settings(runs, but=name)
         by_value: dict[Any, list[FinishedRun]] = {}
         for run in runs:

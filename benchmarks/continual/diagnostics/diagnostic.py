@@ -22,8 +22,7 @@ class Diagnostic(Protocol):
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
         """JSON values, among them "finding": the result in one plain sentence.
 
-        Raises:
-            InduceKVError: names what the run lacks.
+        Raises InduceKVError: names what the run lacks.
         """
         ...
 

@@ -82,8 +82,7 @@ def retrievals(bundle: Bundle, query_keys: Tensor, task: str, top_k: int) -> lis
 def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k: int) -> tuple[list[Answered], int]:
     """All test questions of all tasks after the last one, in every run: those that got memory, and how many did not.
 
-    Raises:
-        ConfigError: `top_k` is below 1, or something is missing in the runs.
+    Raises ConfigError: `top_k` is below 1, or something is missing in the runs.
     """
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, found {top_k}")

@@ -38,10 +38,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: there is no such run, or its method does not round.
-    """
     runs = finished.chosen(options)
     tasks = [by_task(run) for run in runs]  # [seeds][T]
     rows = [

@@ -77,11 +77,7 @@ class Ready:
     requests: Sequence[tuple[Served, Ask]]  # with the model that each goes to
 
     def send(self, load: Load, number: int) -> Block:
-        """Block number `number`.
-
-        Raises:
-            RequestFailed: a request was refused or broken off.
-        """
+        """Block number `number`. Raises RequestFailed: a request was refused or broken off."""
         part = self.requests[number * load.requests : (number + 1) * load.requests]
         requests = [
             (model.url, chat_body(model.name, messages_of(ask.conversation), load.output_tokens, {}))
@@ -142,8 +138,7 @@ def measure_on(
 def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Ready]:
     """The run's last artifact, loaded, with the questions as its plan sends them.
 
-    Raises:
-        NotServed: the state is gone, no model answers, or the server refuses to load it.
+    Raises NotServed: the state is gone, no model answers, or the server refuses to load it.
     """
     with ExitStack() as stack:
         try:
@@ -160,8 +155,7 @@ def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]
 def share_questions(tasks: Sequence[TaskData], parts: int, count: int) -> list[list[Example]]:
     """`count` test questions for each of `parts` methods, the tasks in turn, no question twice.
 
-    Raises:
-        ConfigError: a task has not enough of them.
+    Raises ConfigError: a task has not enough of them.
     """
     each = math.ceil(count / len(tasks))
     different = [list({e.source_digest: e for e in task.test}.values()) for task in tasks]
@@ -190,11 +184,7 @@ def row_of(blocks: Sequence[Block], note: str | None) -> dict[str, Any]:
 
 
 def method_of(run: FinishedRun) -> Method:
-    """The method with the settings of the run.
-
-    Raises:
-        ConfigError: there is no such method any more, or it has other settings.
-    """
+    """The method with the settings of the run."""
     settings = {name: value for name, value in run.matrix["settings"].items() if name != "name"}
     return choose_methods([run.method], [f"{name}={json.dumps(value)}" for name, value in settings.items()])[0]
 

@@ -42,8 +42,7 @@ def measured_points(finished: Finished, groups: Sequence[Group], options: Namesp
 
     If an artifact cannot be served, its point's "why" is the reason, and there are no times.
 
-    Raises:
-        ConfigError: the numbers or the questions do not suffice, a server failed, or nothing could be served.
+    Raises ConfigError: the numbers or the questions do not suffice, a server failed, or nothing could be served.
     """
     load = Load(options.concurrency, options.requests, options.rounds, options.output_tokens)
     speeds = measure_speeds(finished, [group[0] for group in groups], load, options.serve_args)
@@ -82,10 +81,6 @@ class Pareto(_Speed):
         parser.add_argument("--methods", nargs="+", help="(default: all that the run has finished)")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: a method has no finished run, or nothing could be measured.
-        """
         groups = {
             key: group
             for key, group in grouped(finished.complete, options.seed).items()
@@ -167,10 +162,6 @@ class OperatingPoints(_Speed):
     )
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: there is no finished run of the method, or nothing could be measured.
-        """
         groups = grouped(finished.complete, options.seed)
         chosen = [
             group

@@ -108,8 +108,7 @@ def require_same(first: Mapping[str, Any], second: Mapping[str, Any], which: str
     Args:
         which: names the two in the message.
 
-    Raises:
-        ConfigError: names another key in which they differ, and both values.
+    Raises ConfigError: names another key in which they differ, and both values.
     """
     for name in sorted({*first, *second} - {but, WHERE}):
         if first.get(name) != second.get(name):

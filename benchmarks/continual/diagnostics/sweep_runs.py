@@ -19,11 +19,7 @@ SHORT = 3  # tasks
 
 
 def run_sweeps(finished: Finished, folder: Path, budget: int, options: Namespace) -> None:
-    """Every value of every setting, for each seed, in a folder of its own; nothing is run twice.
-
-    Raises:
-        ConfigError: no such method, setting or task; a folder belongs to another stream or other settings.
-    """
+    """Every value of every setting, for each seed, in a folder of its own; nothing is run twice."""
     points = [point for setting in options.setting for point in sweep_points(options.method, setting, options.set)]
     if not points:
         return
@@ -47,8 +43,7 @@ def sweep_points(method: str, setting: str, fixed: Sequence[str]) -> list[tuple[
         setting: "NAME=V1,V2,...".
         fixed: other settings, "KEY=VALUE".
 
-    Raises:
-        ConfigError: it has another form, or the method has no such setting.
+    Raises ConfigError: it has another form, or the method has no such setting.
     """
     name, equals, values = setting.partition("=")
     if not equals or not all(values.split(",")):
@@ -63,8 +58,7 @@ def finished_sweeps(
 ) -> dict[str, list[FinishedRun]]:
     """All finished runs of a method and budget under `folder`, by the name of their setting.
 
-    Raises:
-        ConfigError: there are none, or they are of different streams.
+    Raises ConfigError: there are none, or they are of different streams.
     """
     sweeps = [Finished.read(path.parent) for path in sorted(folder.glob("*=*/run.json"))]
     by_setting: dict[str, list[FinishedRun]] = {}

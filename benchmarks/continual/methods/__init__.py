@@ -59,8 +59,7 @@ def choose_methods(
     Args:
         start: every method as it is before that, if not as registered.
 
-    Raises:
-        ConfigError: an unknown method, a setting that none of them has, or a value of another type.
+    Raises ConfigError: an unknown method, a setting that none of them has, or a value of another type.
     """
     unknown = [name for name in names if name not in METHODS]
     if unknown:
@@ -96,8 +95,7 @@ def changeable(method: Any) -> set[str]:
 def with_setting(method: Any, key: str, value: Any) -> Any:
     """`method` with another value of one setting; a list becomes a tuple and an int a float if the old value is one.
 
-    Raises:
-        ConfigError: the value is of another type than the old one.
+    Raises ConfigError: the value is of another type than the old one.
     """
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value

@@ -27,11 +27,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def selector_settings(kind: type[S], method: Any, context: RunContext) -> S:
-    """The settings of the selector: the method's fields of the same names, with the run's budget and seed.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """The settings of the selector: the method's fields of the same names, with the run's budget and seed."""
     shared = kind.model_fields.keys() & {field.name for field in fields(method)}
     values = {name: getattr(method, name) for name in sorted(shared)}
     return kind(budget=context.budget, seed=context.seed, **values)

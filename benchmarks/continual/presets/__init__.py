@@ -19,8 +19,7 @@ def preset_arguments(name: str, known: Collection[str]) -> list[str]:
     Args:
         known: the options that may be set, with underscores and without leading dashes.
 
-    Raises:
-        ConfigError: the file cannot be read, or sets an option that is not there.
+    Raises ConfigError: the file cannot be read, or sets an option that is not there.
     """
     path = FOLDER / f"{name}.toml"
     path = path if path.is_file() else Path(name)

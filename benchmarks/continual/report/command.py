@@ -30,8 +30,7 @@ def write_report(
         model, data: None for where the run found them.
         tuned: results of a search, for the page.
 
-    Raises:
-        ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
+    Raises ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
     """
     from benchmarks.continual.report.content import read_folder
 
@@ -56,11 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prints the finding, and one JSON line with it and the files.
-
-    Raises:
-        ConfigError: see `write_report`; or the file of --from-json is no report's, or an option does not go with it.
-    """
+    """Prints the finding, and one JSON line with it and the files."""
     from benchmarks.continual.report.content import read_file
 
     if options.from_json:

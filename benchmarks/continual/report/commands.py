@@ -20,8 +20,7 @@ def record_command(out: Path, command: Sequence[str]) -> None:
 
     Of paths outside the working directory only the last part is kept: where things lie is nobody's concern.
 
-    Raises:
-        ConfigError: the file cannot be read or written.
+    Raises ConfigError: the file cannot be read or written.
     """
     record = {"command": shlex.join(map(_without_place, command)), "machine": describe_machine()}
     known = read_commands(out)
@@ -35,11 +34,7 @@ def record_command(out: Path, command: Sequence[str]) -> None:
 
 
 def read_commands(out: Path) -> list[dict[str, Any]]:
-    """Those that are on record.
-
-    Raises:
-        ConfigError: the file does not parse.
-    """
+    """Those that are on record. Raises ConfigError: the file does not parse."""
     path = out / COMMANDS
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

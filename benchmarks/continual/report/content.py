@@ -51,8 +51,7 @@ def read_folder(
         model, data: None for where the run found them.
         tuned: what a search has found, see `tuned.read_tuned`.
 
-    Raises:
-        ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
+    Raises ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
     """
     finished = Finished.read(out, model, data)
     runs = sorted((*finished.complete, *finished.unfinished), key=lambda run: place(run.method))
@@ -79,11 +78,7 @@ def read_folder(
 
 
 def read_file(path: Path) -> Content:
-    """What a report's JSON file holds.
-
-    Raises:
-        ConfigError: it is not such a file.
-    """
+    """What a report's JSON file holds. Raises ConfigError: it is not such a file."""
     try:
         content = json.loads(path.read_bytes())
         if content["benchmark"] != "continual" or not content["runs"]:
@@ -221,10 +216,7 @@ def question_text(example: Example) -> str:
 
 
 def _read_diagnostic(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: the file is not one of a diagnostic.
-    """
+    """Raises ConfigError: the file is not one of a diagnostic."""
     try:
         content = json.loads(path.read_bytes())
         if not (isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)):

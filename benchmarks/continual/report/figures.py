@@ -70,8 +70,7 @@ def mean_matrix(streams: Streams, method: str, budget: int) -> np.ndarray:
 def diagnostic_plot(content: Mapping[str, Any]) -> str | None:
     """The figure of a diagnostic's JSON; None if no diagnostic of that name is known.
 
-    Raises:
-        ConfigError: the content is not what that diagnostic writes.
+    Raises ConfigError: the content is not what that diagnostic writes.
     """
     diagnostic = DIAGNOSTICS.get(content["diagnostic"])
     if diagnostic is None:

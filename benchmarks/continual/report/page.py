@@ -18,9 +18,6 @@ def render_html(content: Content) -> str:
 
     Args:
         content: what the JSON file holds.
-
-    Raises:
-        ConfigError: a diagnostic's content cannot be drawn.
     """
     streams = streams_of(content)
     budgets = [budget for budget in streams.budgets if streams.methods(budget)]

@@ -19,9 +19,7 @@ def load_suite(name: str, data: Path) -> Suite:
     """The suite that the file `name` describes, or the one of this name from the folder `data`, written there if
     needed.
 
-    Raises:
-        ConfigError: there is no such suite.
-        TaskDataError: its data cannot be read.
+    Raises ConfigError: there is no such suite; TaskDataError: its data cannot be read.
     """
     if Path(name).suffix in files.SUFFIXES:
         return files.load(Path(name))

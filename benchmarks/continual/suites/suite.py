@@ -36,8 +36,7 @@ class Suite:
     def in_order(self, order: Sequence[str]) -> Suite:
         """The tasks in another order: "default", "random:SEED", or names (see `ordered`).
 
-        Raises:
-            ConfigError: a name is unknown or repeated, or the seed is no number.
+        Raises ConfigError: a name is unknown or repeated, or the seed is no number.
         """
         first = order[0] if len(order) == 1 else ""
         if first == DEFAULT_ORDER:
@@ -51,11 +50,7 @@ class Suite:
         return self.ordered(order)
 
     def ordered(self, names: Sequence[str]) -> Suite:
-        """Only the tasks of `names`, in that order.
-
-        Raises:
-            ConfigError: a name is unknown or repeated.
-        """
+        """Only the tasks of `names`, in that order. Raises ConfigError: a name is unknown or repeated."""
         by_name = {task.name: task for task in self.tasks}
         unknown = [name for name in names if name not in by_name]
         if unknown:
@@ -74,8 +69,7 @@ class Suite:
     def limited(self, train: int, test: int, base: int) -> Suite:
         """With the first `train` training examples and `test` test questions of each task, and `base` base questions.
 
-        Raises:
-            ConfigError: nothing would be left.
+        Raises ConfigError: nothing would be left.
         """
         if min(train, test, base) < 1:
             raise ConfigError(
