@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.suites import load_suite
@@ -34,18 +33,12 @@ JPEG_QUALITY = 75  # PIL's default; the paper does not state its own
 PAYLOAD_TOKENS = 8
 
 # (B, m = 8) of the paper's two tables: its conversion's, and those its results are reported with.
-CONVERSION_TIERS: Mapping[str, int] = MappingProxyType({"XS": 4, "S": 8, "M": 16, "L": 32})
-RESULT_TIERS: Mapping[str, int] = MappingProxyType({"S": 64, "M": 128, "L": 256, "XL": 512})
-PAPER_BACKBONES: Mapping[str, TextGeometry] = MappingProxyType(
-    {
-        "4B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(
-            num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=2560
-        ),
-        "8B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(
-            num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=4096
-        ),
-    }
-)
+CONVERSION_TIERS: Mapping[str, int] = {"XS": 4, "S": 8, "M": 16, "L": 32}
+RESULT_TIERS: Mapping[str, int] = {"S": 64, "M": 128, "L": 256, "XL": 512}
+PAPER_BACKBONES: Mapping[str, TextGeometry] = {
+    "4B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=2560),
+    "8B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=4096),
+}
 PAPER_QUERY_HEADS = 32  # H of both
 
 

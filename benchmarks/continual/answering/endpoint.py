@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import httpx
@@ -20,21 +19,17 @@ from benchmarks.continual.methods.method import Kind
 from inducekv_vllm.errors import ConfigError
 
 Loadable = Literal["bundle", "adapter"]
-LOAD_ROUTES: Mapping[Loadable, str] = MappingProxyType(
-    {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
-)
+LOAD_ROUTES: Mapping[Loadable, str] = {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
 # What an artifact of each kind has to have loaded before it can answer.
-LOADS: Mapping[Kind, Loadable | None] = MappingProxyType(
-    {
-        "none": None,
-        "exemplars": None,
-        "copier": None,
-        "bundle": "bundle",
-        "adapter": "adapter",
-        "gated_adapter": "adapter",
-        "gated_adapters": "adapter",
-    }
-)
+LOADS: Mapping[Kind, Loadable | None] = {
+    "none": None,
+    "exemplars": None,
+    "copier": None,
+    "bundle": "bundle",
+    "adapter": "adapter",
+    "gated_adapter": "adapter",
+    "gated_adapters": "adapter",
+}
 SECONDS = 300.0  # for any one request
 NOT_OFFERED = (404, 405)
 

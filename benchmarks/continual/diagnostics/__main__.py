@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.diagnostics import (
@@ -31,24 +30,22 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
-DIAGNOSTICS: Mapping[str, Diagnostic] = MappingProxyType(
-    {
-        "ambiguity": Ambiguity(),
-        "anchors": anchors,
-        "calibration": calibration,
-        "diversity": diversity,
-        "forgetting": forgetting,
-        "gate": gate,
-        "hit_rate": HitRate(),
-        "memory_attention": memory_attention,
-        "operating_points": OperatingPoints(),
-        "order": Order(),
-        "pareto": Pareto(),
-        "rounding": rounding,
-        "seeds": Seeds(),
-        "sweeps": Sweeps(),
-    }
-)
+DIAGNOSTICS: Mapping[str, Diagnostic] = {
+    "ambiguity": Ambiguity(),
+    "anchors": anchors,
+    "calibration": calibration,
+    "diversity": diversity,
+    "forgetting": forgetting,
+    "gate": gate,
+    "hit_rate": HitRate(),
+    "memory_attention": memory_attention,
+    "operating_points": OperatingPoints(),
+    "order": Order(),
+    "pareto": Pareto(),
+    "rounding": rounding,
+    "seeds": Seeds(),
+    "sweeps": Sweeps(),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.chat import messages_of
@@ -35,13 +34,11 @@ from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 
 GATE_NOT_TIMED = "the gate's verdict is not in the times"
-NOT_TIMED: Mapping[str, str] = MappingProxyType(
-    {
-        "exemplars": "finding the exemplars to show is not in the times",
-        "gated_adapter": GATE_NOT_TIMED,
-        "gated_adapters": GATE_NOT_TIMED,
-    }
-)
+NOT_TIMED: Mapping[str, str] = {
+    "exemplars": "finding the exemplars to show is not in the times",
+    "gated_adapter": GATE_NOT_TIMED,
+    "gated_adapters": GATE_NOT_TIMED,
+}
 COMPILED = ("--no-enforce-eager",)
 NO_MODEL = "its answers come from no model: there is nothing to serve"
 

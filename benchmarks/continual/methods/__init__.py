@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.methods import paper_memory, refined_memory
@@ -24,29 +23,27 @@ from benchmarks.continual.methods.prompt_replay import PromptReplay
 from benchmarks.continual.methods.refined_memory import Refined
 from inducekv_vllm.errors import ConfigError
 
-METHODS: Mapping[str, Any] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            NoMemory(),
-            PromptReplay(),
-            Lora(),
-            LoraReplay(),
-            ErReplay(),
-            Ewc(),
-            Lwf(),
-            GatedLoraReplay(),
-            GatedTaskLora(),
-            KnnCopier(),
-            Built("random_memory", "random"),
-            Built("kcenter_memory", "k-center"),
-            Paper(),
-            *paper_memory.ABLATIONS,
-            Refined(),
-            *refined_memory.ABLATIONS,
-        )
-    }
-)
+METHODS: Mapping[str, Any] = {
+    method.name: method
+    for method in (
+        NoMemory(),
+        PromptReplay(),
+        Lora(),
+        LoraReplay(),
+        ErReplay(),
+        Ewc(),
+        Lwf(),
+        GatedLoraReplay(),
+        GatedTaskLora(),
+        KnnCopier(),
+        Built("random_memory", "random"),
+        Built("kcenter_memory", "k-center"),
+        Paper(),
+        *paper_memory.ABLATIONS,
+        Refined(),
+        *refined_memory.ABLATIONS,
+    )
+}
 
 __all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "with_setting"]
 

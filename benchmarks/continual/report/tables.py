@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.comparison import UNTOUCHED, Collected, Score, Streams, final_accuracy, learn_seconds, metric
@@ -17,16 +16,14 @@ POINTS_EQUAL = 5e-5  # shares that a table shows as the same
 
 
 # Scores of the main table, as percentages: label, and 1 if more is better, -1 if less is
-SCORES: Mapping[str, tuple[Score, int]] = MappingProxyType(
-    {
-        "AP (%)": (AP, 1),
-        "AF (points)": (metric("AF"), -1),
-        "base, at the end (%)": (BASE, 1),
-        "BWT (points)": (metric("BWT"), 1),
-        "Last (%)": (metric("Last"), 1),
-        "MAA over time (%)": (metric("MAA_over_time"), 1),
-    }
-)
+SCORES: Mapping[str, tuple[Score, int]] = {
+    "AP (%)": (AP, 1),
+    "AF (points)": (metric("AF"), -1),
+    "base, at the end (%)": (BASE, 1),
+    "BWT (points)": (metric("BWT"), 1),
+    "Last (%)": (metric("Last"), 1),
+    "MAA over time (%)": (metric("MAA_over_time"), 1),
+}
 
 
 def rival_table(streams: Streams) -> Table:
@@ -127,7 +124,7 @@ def _method_table(
     streams: Streams,
     budget: int,
     scores: Mapping[str, tuple[Score, int]],
-    more: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    more: Mapping[str, Callable[[str], Any]] = {},
     shaded: bool = False,
 ) -> Table:
     """A row for each method, the highest AP first: scores as percentages, then `more` columns.

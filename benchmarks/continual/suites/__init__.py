@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from benchmarks.continual.suites import demo, files
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 
-SUITES: Mapping[str, Callable[[Path], Suite]] = MappingProxyType({"demo": demo.load})
+SUITES: Mapping[str, Callable[[Path], Suite]] = {"demo": demo.load}
 
 __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 
