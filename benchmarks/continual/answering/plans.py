@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.methods.gating import GATE, read_gate
-from benchmarks.continual.methods.neighbours import Neighbours
-from benchmarks.continual.methods.prompt_replay import KEYS
+from benchmarks.continual.methods.gated import GATE, read_gate
+from benchmarks.continual.methods.neighbours import KEYS, Neighbours
 from benchmarks.continual.methods.query_keys import BATCH_SIZE, QueryKeyCache
 from benchmarks.continual.methods.rehearsal import number_that_fit
 from inducekv_vllm.gate import RelevanceGate
