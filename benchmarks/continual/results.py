@@ -4,7 +4,7 @@
     for run in finished.runs("refined", 32):         one for each seed
         run.accuracy, run.bundle(), run.predictions()
 
-Nothing is learned or changed here. Shapes: T tasks, n questions, d hidden size.
+Shapes: T tasks, n questions, d hidden size.
 """
 
 from __future__ import annotations
@@ -58,34 +58,23 @@ class FinishedRun:
     """One method with one budget and one seed, all tasks done."""
 
     folder: Path  # OUT/METHOD/budget-B/seed-S
-    matrix: Mapping[str, Any]  # of matrix.json
+    matrix: Mapping[str, Any]  # of matrix.json, as are the next ones
+    method: str
+    budget: int
+    seed: int
+    order: list[str]  # the T tasks as they were learned
+    base: list[float]  # accuracy on the base questions after each task, [T]
 
-    @property
-    def method(self) -> str:
-        return self.matrix["method"]
-
-    @property
-    def budget(self) -> int:
-        return self.matrix["budget"]
-
-    @property
-    def seed(self) -> int:
-        return self.matrix["seed"]
-
-    @property
-    def order(self) -> list[str]:
-        """The T tasks as they were learned."""
-        return self.matrix["order"]
+    @classmethod
+    def read(cls, path: Path) -> FinishedRun:
+        """From its matrix.json. Raises ConfigError: the file does not parse."""
+        matrix = _read_json(path, "cannot read a run's results")
+        return cls(path.parent, matrix, *(matrix[key] for key in ("method", "budget", "seed", "order", "base")))
 
     @cached_property
     def accuracy(self) -> Matrix:
         """a[i, t], [T, T]."""
         return accuracy_matrix(self.matrix["accuracy"])
-
-    @property
-    def base(self) -> list[float]:
-        """Accuracy on the base questions after each task, [T]."""
-        return self.matrix["base"]
 
     def task_folder(self, number: int = -1) -> Path:
         """Of task `number` of the order, negative ones counted from its end."""
@@ -152,17 +141,12 @@ class Finished:
 
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
-        """Args:
-        model, data: None for the places recorded by the run; the data may also have moved with the folder.
-        """
+        """`model` and `data` are None for the places recorded by the run; the data may also have moved with it."""
         configuration = _read_json(out / "run.json", "not the folder of a run")
-        matrices = [
-            FinishedRun(path.parent, _read_json(path, "cannot read a run's results"))
-            for path in out.glob("*/budget-*/seed-*/matrix.json")
-        ]
-        matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
-        complete = tuple(run for run in matrices if run.matrix["complete"])
-        unfinished = tuple(run for run in matrices if not run.matrix["complete"])
+        runs = [FinishedRun.read(path) for path in out.glob("*/budget-*/seed-*/matrix.json")]
+        runs.sort(key=lambda run: (run.method, run.budget, run.seed))
+        complete = tuple(run for run in runs if run.matrix["complete"])
+        unfinished = tuple(run for run in runs if not run.matrix["complete"])
         where = configuration.get(WHERE, {})
         model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
@@ -173,11 +157,7 @@ class Finished:
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None
     ) -> tuple[FinishedRun, ...]:
-        """The finished runs of a method and a budget, one for each seed.
-
-        Args:
-            budget: may be None if all the method's runs have the same.
-            seeds: None for all.
+        """The finished runs of a method and a budget (None: the method's only one), one for each seed (None: all).
 
         Raises ConfigError: there is none, a seed is missing, or the budget is not clear.
         """
