@@ -6,7 +6,7 @@ settings and the same order of tasks are compared, and every mean names its seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from statistics import fmean

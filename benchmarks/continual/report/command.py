@@ -58,19 +58,19 @@ def command(options: argparse.Namespace) -> int:
     """Prints the finding, and one JSON line with it and the files."""
     from benchmarks.continual.report.content import read_file
 
+    given = {"model": options.model, "data": options.data, "tuned": options.tuned}
     if options.from_json:
-        if any((options.json, options.model, options.data, options.tuned)):
+        if options.json or any(given.values()):
             raise ConfigError("--from-json writes the page only, from that file only: of the others, give just --html")
-        files = {"html": options.html or options.from_json.with_suffix(".html"), "json": options.from_json}
-        content = read_file(files["json"])
-        _write_page(content, files["html"])
+        html, json_file = options.html or options.from_json.with_suffix(".html"), options.from_json
+        content = read_file(json_file)
+        _write_page(content, html)
     else:
-        files = {"html": options.html or options.out / HTML, "json": options.json or options.out / JSON}
-        places = {"data": options.data, "tuned": options.tuned}
-        content = write_report(options.out, options.model, **places, html=files["html"], json_file=files["json"])
+        html, json_file = options.html or options.out / HTML, options.json or options.out / JSON
+        content = write_report(options.out, **given, html=html, json_file=json_file)
     print(content["finding"], file=sys.stderr)
     outcome = {name: content[name] for name in ("verdict", "finding", "missing")}
-    print(json.dumps(outcome | {name: str(path) for name, path in files.items()}))
+    print(json.dumps({**outcome, "html": str(html), "json": str(json_file)}))
     return 0
 
 

@@ -100,8 +100,8 @@ def place(method: str) -> tuple[int, int, str]:
 
 def ablations(methods: Iterable[str], recipe: str) -> dict[str, Ablation]:
     """Those of one recipe, in the order above."""
-    found = {method: ablation_of(method) for method in sorted(methods, key=place)}
-    return {method: one for method, one in found.items() if one is not None and one.recipe == recipe}
+    known = {method: ablation_of(method) for method in sorted(methods, key=place)}
+    return {method: ablation for method, ablation in known.items() if ablation and ablation.recipe == recipe}
 
 
 def listed(words: Iterable[str]) -> str:
