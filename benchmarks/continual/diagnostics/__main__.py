@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics import (
     anchors,
@@ -21,7 +23,6 @@ from benchmarks.continual.diagnostics import (
     rounding,
 )
 from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
-from benchmarks.continual.diagnostics.diagnostic import Diagnostic
 from benchmarks.continual.diagnostics.drawing import png
 from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
 from benchmarks.continual.diagnostics.speed import OperatingPoints, Pareto
@@ -30,6 +31,28 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
+
+
+class Diagnostic(Protocol):
+    """A module or an object. Its docstring is the help text of its command, the first line a summary.
+
+    A diagnostic with options, or with other defaults for the common ones, has `add_arguments(parser)` too.
+    """
+
+    SOURCE: str  # the section of the paper
+
+    def measure(self, finished: Finished, options: argparse.Namespace) -> dict[str, Any]:
+        """JSON values, among them "finding": the result in one plain sentence.
+
+        Raises InduceKVError: names what the run lacks.
+        """
+        ...
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        """The figure of what `measure` returned, read back from JSON: keys are text, NaN is None."""
+        ...
+
+
 DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "ambiguity": Ambiguity(),
     "anchors": anchors,
@@ -101,12 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="NAME")
     for name, diagnostic in DIAGNOSTICS.items():
         text = cleandoc(diagnostic.__doc__ or "").replace("%", "%%")
-        command = commands.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)
         add = command.add_argument
         add("--out", type=Path, required=True, help="the folder of a finished run")
         add("--method", default="refined", help="(default: %(default)s)")
@@ -116,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         add("--data", type=Path, help="the suite's data (default: where the run found them)")
         add("--threads", type=int, default=0, help="of torch (default: its own choice)")
         add("--name", help="of the files that are written (default: the diagnostic's)")
-        diagnostic.add_arguments(command)
+        if hasattr(diagnostic, "add_arguments"):
+            diagnostic.add_arguments(command)
     return parser
 
 

@@ -20,9 +20,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
-from benchmarks.continual.diagnostics.statistics import correlation
+from benchmarks.continual.diagnostics.statistics import correlation, describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
 from benchmarks.continual.diagnostics.statistics import (
+    describe_runs,
     grouped,
     paired_difference,
     plus_minus,
@@ -75,12 +76,10 @@ class Order:
 
     def _finding(self, rows: Sequence[Mapping[str, Any]], score: str, orders: int) -> str:
         values = [f"{r['method']} ({r['budget']}) {plus_minus(r['mean'], r['standard_deviation'])}" for r in rows]
-        summary = (
-            f"Over {orders} orders of the tasks, {score} (mean ± standard deviation of runs) is: {'; '.join(values)}"
-        )
-        learning = [
-            row for row in rows if row["method"] != UNTOUCHED
-        ]  # no order matters to a model that learns nothing
+        deviations = "mean ± standard deviation of runs"
+        summary = f"Over {orders} orders of the tasks, {score} ({deviations}) is: {'; '.join(values)}"
+        # No order matters to a model that learns nothing.
+        learning = [row for row in rows if row["method"] != UNTOUCHED]
         if len(learning) < 2:
             return f"{summary}."
         least = min(learning, key=lambda row: row["standard_deviation"])
@@ -155,9 +154,6 @@ class Seeds:
     SOURCE = 'paper, "Statistical Reporting Protocol"'  # its table "Seed-level stability"
     SCORES = {"AP": "AP", "AF": "AF (less is better)", "base_final": "base questions, after the last task"}  # noqa: RUF012
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        pass
-
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
         reference = finished.chosen(options)
         method, budget = reference[0].method, reference[0].budget
@@ -166,17 +162,11 @@ class Seeds:
         for (other, its_budget), runs in grouped(finished.complete, options.seed).items():
             scores = {name: scores_by_seed(runs, name) for name in self.SCORES}
             values = {name: list(by_seed.values()) for name, by_seed in scores.items()}
-            row = {"method": other, "budget": its_budget}
-            rows.append(
-                row
-                | {
-                    "seeds": [run.seed for run in runs],
-                    "scores": {name: {"values": of, **spread(of)} for name, of in values.items()},
-                }
-            )
+            spreads = {name: {"values": of, **spread(of)} for name, of in values.items()}
+            rows.append(describe_runs(runs) | {"scores": spreads})
             if its_budget == budget and other != method:
                 paired = {name: paired_difference(own[name], scores[name]) for name in self.SCORES}
-                differences.append(row | {"scores": paired})
+                differences.append({"method": other, "budget": its_budget, "scores": paired})
         return {
             "finding": self._finding(method, budget, rows, differences),
             "compared": {"method": method, "budget": budget},
@@ -189,10 +179,8 @@ class Seeds:
     ) -> str:
         row = next(row for row in rows if (row["method"], row["budget"]) == (method, budget))
         ap = row["scores"]["AP"]
-        summary = (
-            f"AP of {method} (budget {budget}) over {len(row['seeds'])} seeds is "
-            f"{plus_minus(ap['mean'], ap['standard_error'])} (standard error)"
-        )
+        mean = f"{plus_minus(ap['mean'], ap['standard_error'])} (standard error)"
+        summary = f"AP of {method} (budget {budget}) over {len(row['seeds'])} seeds is {mean}"
         intervals = {other["method"]: other["scores"]["AP"]["interval"] or (0.0, 0.0) for other in differences}
         verdicts = {
             "ahead of": [name for name, (low, _) in intervals.items() if low > 0],
@@ -276,11 +264,10 @@ class Sweeps:
     ) -> str:
         ranges = []
         for name, curve in settings.items():
-            means = [point["AP"]["mean"] for point in curve]
-            low, high, best = min(means), max(means), curve[means.index(max(means))]["value"]
-            ranges.append(
-                f"{low:.3f} to {high:.3f} over {name} (best at {best})" if high > low else f"{low:.3f} at any {name}"
-            )
+            by_value = {point["value"]: point["AP"]["mean"] for point in curve}
+            low, high = min(by_value.values()), max(by_value.values())
+            best = f"(best at {max(by_value, key=by_value.__getitem__)})"
+            ranges.append(f"{low:.3f} to {high:.3f} over {name} {best}" if high > low else f"{low:.3f} at any {name}")
         return f"AP of {method} with {budget} entries on {', '.join(tasks)}: {'; '.join(ranges)}."
 
     def plot(self, measured: dict[str, Any]) -> Figure:
@@ -293,9 +280,8 @@ class Sweeps:
             for score, colour in zip(self.SCORES, COLOURS, strict=False):
                 means = [point[score]["mean"] for point in curve]
                 errors = [point[score]["standard_deviation"] or 0.0 for point in curve]
-                axes.errorbar(
-                    range(len(curve)), means, errors, color=colour, marker="o", markersize=4, capsize=3, label=score
-                )
+                look = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3}
+                axes.errorbar(range(len(curve)), means, errors, label=score, **look)
             values = [point["value"] for point in curve]
             if measured["defaults"][name] in values:
                 axes.axvline(values.index(measured["defaults"][name]), color="black", linestyle=":", linewidth=1)
@@ -303,7 +289,6 @@ class Sweeps:
             axes.set(xlabel=name)
             if number == 0:
                 axes.legend(fontsize=8, frameon=False)
-        tasks = ", ".join(measured["tasks"])
-        title = f"{measured['method']}, {measured['budget']} entries, on {tasks}; dotted: the default"
-        figure.suptitle(title, fontsize=9)
+        subject = f"{measured['method']}, {measured['budget']} entries, on {', '.join(measured['tasks'])}"
+        figure.suptitle(f"{subject}; dotted: the default", fontsize=9)
         return figure

@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
+from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.backbone.extraction import extract_keys
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite

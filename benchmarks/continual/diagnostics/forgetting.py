@@ -6,7 +6,7 @@ accuracy on the tasks seen so far, and the accuracy on the base questions. Means
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.continual.comparison import UNTOUCHED
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, heatmap, name_ticks
-from benchmarks.continual.diagnostics.statistics import Group, mean_and_error
+from benchmarks.continual.diagnostics.statistics import Group, describe_runs, mean_and_error
 from benchmarks.continual.metrics import average_forgetting
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, STROKES, finite
 
 SOURCE = "Metrics and Continual Learning Scores"
 MARKERS = "os^v"
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    pass
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
+from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
@@ -45,9 +45,7 @@ DELTA = 1e-8  # of Eq. normalized_task_gain
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--limit", type=int, default=500, help="questions of each task (default 500, if it has as many)"
-    )
+    parser.add_argument("--limit", type=int, default=500, help="questions of each task, at most (default %(default)s)")
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
