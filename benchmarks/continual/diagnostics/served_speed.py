@@ -75,10 +75,9 @@ class Ready:
 
     def send(self, load: Load, number: int) -> Block:
         """Block number `number`. Raises RequestFailed: a request was refused or broken off."""
-        part = self.requests[number * load.requests : (number + 1) * load.requests]
         requests = [
             (model.url, chat_body(model.name, messages_of(ask.conversation), load.output_tokens, {}))
-            for model, ask in part
+            for model, ask in self.requests[number * load.requests : (number + 1) * load.requests]
         ]
         try:
             return asyncio.run(send_requests(requests, load.concurrency))
@@ -90,13 +89,8 @@ def measure_speeds(
     finished: Finished, runs: Sequence[FinishedRun], load: Load, serve_args: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Of each run's last artifact, on servers of the run's model: rows of `row_of`, or with the reason in "why"."""
-    needs = Needs(
-        finished.model,
-        finished.suite,
-        [method_of(run) for run in runs],
-        max(run.budget for run in runs),
-        jobs=sum(map(adapters_of, runs)),
-    )
+    methods, budget = [method_of(run) for run in runs], max(run.budget for run in runs)
+    needs = Needs(finished.model, finished.suite, methods, budget, jobs=sum(map(adapters_of, runs)))
     logs = finished.out / "diagnostics"
     logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -113,21 +107,18 @@ def measure_on(
     answerer = HttpAnswerer(finished.model, endpoints)
     shares = share_questions(finished.suite.tasks, len(runs), load.questions)
     rows: dict[int, dict[str, Any]] = {}
-    blocks: dict[int, list[Block]] = {}
+    ready: dict[int, Ready] = {}
     with ExitStack() as stack:
-        ready: dict[int, Ready] = {}
         for number, (run, questions) in enumerate(zip(runs, shares, strict=True)):
             try:
-                artifact = stack.enter_context(serve(answerer, run, questions))
-                artifact.send(load, 0)  # warms up
+                ready[number] = stack.enter_context(serve(answerer, run, questions))
+                ready[number].send(load, 0)  # warms up
             except (NotServed, RequestFailed) as error:
                 rows[number] = {"why": str(error), "note": None}
-            else:
-                ready[number], blocks[number] = artifact, []
-        for counted in range(1, load.rounds + 1):
-            for number, artifact in ready.items():
-                blocks[number].append(artifact.send(load, counted))
-    rows |= {number: row_of(of, NOT_TIMED.get(runs[number].artifact().kind)) for number, of in blocks.items()}
+        counted = [number for number in range(len(runs)) if number not in rows]
+        rounds = [[ready[number].send(load, turn) for number in counted] for turn in range(1, load.rounds + 1)]
+    for number, *blocks in zip(counted, *rounds, strict=True):
+        rows[number] = row_of(blocks, NOT_TIMED.get(runs[number].artifact().kind))
     return [rows[number] for number in range(len(runs))]
 
 

@@ -37,11 +37,7 @@ def run_sweeps(finished: Finished, folder: Path, budget: int, options: Namespace
 
 
 def sweep_points(method: str, setting: str, fixed: Sequence[str]) -> list[tuple[str, Method]]:
-    """Each value's folder name, and the method with it.
-
-    Args:
-        setting: "NAME=V1,V2,...".
-        fixed: other settings, "KEY=VALUE".
+    """Each value's folder name and the method with it, of a setting "NAME=V1,V2,..." and fixed others "KEY=VALUE".
 
     Raises ConfigError: it has another form, or the method has no such setting.
     """
