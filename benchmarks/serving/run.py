@@ -1,8 +1,8 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-targets, where the time of a request with memory goes, and one JSON object as the last line; the same object, with
-hardware and versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
+targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
+`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.demo.world import write_task
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
-from benchmarks.serving.load import Block, chat_body, send_block
+from benchmarks.serving.load import Block, chat_body, send_requests
 from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
 from benchmarks.serving.models import save_80m
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
@@ -54,19 +54,14 @@ def main() -> int:
     result = {
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
-        "model": args.model,
-        "dtype": args.dtype,
-        "weighting": args.weighting,
-        "output_tokens": args.output_tokens,
-        "smoke": args.smoke,
+        **{name: getattr(args, name) for name in ("model", "dtype", "weighting", "output_tokens", "smoke")},
         "retrieval_ms": retrieval.measure(),
         "breakdown_ms": parts,
         "concurrency": report.tabulate(measured),
         "machine": describe_machine(),
     }
-    result["targets"] = report.check_targets(result["concurrency"]["1"]) + report.check_retrieval(
-        result["retrieval_ms"]
-    )
+    targets = report.check_targets(result["concurrency"]["1"])
+    result["targets"] = targets + report.check_retrieval(result["retrieval_ms"])
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
@@ -153,7 +148,7 @@ def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Bloc
     """One block: a single request alone, otherwise two requests for each place."""
     number = 1 if concurrency == 1 else 2 * concurrency
     bodies = [chat_body(method.model, method.messages(), output_tokens, method.xargs) for _ in range(number)]
-    return asyncio.run(send_block(url, bodies, concurrency))
+    return asyncio.run(send_requests([(url, body) for body in bodies], concurrency))
 
 
 if __name__ == "__main__":

@@ -54,9 +54,8 @@ class Endpoint:
         url = url.rstrip("/").removesuffix("/v1")
         names = [card["id"] for card in models_at(url) if not card.get("parent")]  # bundles and adapters have one
         if model is None and len(names) != 1:
-            raise ConfigError(
-                f"{url} serves {', '.join(names) or 'no model'}: say with --endpoint-model which is meant"
-            )
+            listed = ", ".join(names) or "no model"
+            raise ConfigError(f"{url} serves {listed}: say with --endpoint-model which is meant")
         if model is not None and model not in names:
             raise ConfigError(f"{url} serves no model {model!r}, it serves: {', '.join(names) or 'none'}")
         return cls(url, model or names[0])
@@ -71,9 +70,8 @@ class Endpoint:
         Raises EndpointFailed: it does not answer, or refuses.
         """
         name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
-        body: dict[str, Any] = {"name": name, "path": place, "replace": True}
-        if what == "adapter":
-            body = {"lora_name": name, "lora_path": place}
+        adapter, bundle = {"lora_name": name, "lora_path": place}, {"name": name, "path": place, "replace": True}
+        body = adapter if what == "adapter" else bundle
         answer_of(self.url, "POST", LOAD_ROUTES[what], body)
         return name
 

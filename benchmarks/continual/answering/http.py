@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -137,9 +137,11 @@ class HttpModel:
 
 async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     """The text of the answer. Raises EndpointFailed."""
+    messages = messages_of(ask.conversation)
+    body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
     for left in reversed(range(ATTEMPTS)):
         try:
-            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=chat_body(model.name, ask.conversation))
+            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=body)
             break
         except httpx.HTTPError as error:
             # A server may close an idle connection just as it is used again; a greedy question can be asked twice.
@@ -148,12 +150,3 @@ async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     if response.is_error:
         raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
     return (response.json()["choices"][0]["message"]["content"] or "").strip()
-
-
-def chat_body(model: str, example: Example) -> dict[str, Any]:
-    return {
-        "model": model,
-        "messages": messages_of(example),
-        "temperature": 0.0,
-        "max_tokens": MAX_NEW_TOKENS,
-    }
