@@ -90,10 +90,9 @@ def main() -> int:
             for name, gradient, expected in zip(VARIABLES, result.pop("gradients"), truth, strict=True)
         }
     tiled, concatenated = results["induced"], results["concatenated"]
-    settings = {name: value for name, value in vars(options).items() if name != "method"}
     report = {
         "benchmark": "induced_attention",
-        "settings": settings,
+        "settings": {name: value for name, value in vars(options).items() if name != "method"},
         "machine": describe_machine(),
         **results,
         "times_faster": round(concatenated["seconds"] / tiled["seconds"], 3),
@@ -115,15 +114,8 @@ def measure(options: argparse.Namespace) -> dict:
     attend = METHODS[options.method]
     reference = options.method == "reference"
     dtype = torch.float64 if reference else torch.float32
-    n, N, L, H, J, D, T = (
-        options.batch,
-        options.entries,
-        options.layers,
-        options.heads,
-        options.kv_heads,
-        options.head_dim,
-        options.tokens,
-    )
+    n, N, L, T = options.batch, options.entries, options.layers, options.tokens
+    H, J, D = options.heads, options.kv_heads, options.head_dim
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

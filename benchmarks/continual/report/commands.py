@@ -22,7 +22,8 @@ def record_command(out: Path, command: Sequence[str]) -> None:
 
     Raises ConfigError: the file cannot be read or written.
     """
-    record = {"command": shlex.join(map(_without_place, command)), "machine": describe_machine()}
+    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in command]
+    record = {"command": shlex.join(arguments), "machine": describe_machine()}
     known = read_commands(out)
     if record in known:
         return
@@ -40,7 +41,3 @@ def read_commands(out: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a list of commands: {error}") from error
-
-
-def _without_place(argument: str) -> str:
-    return Path(argument).name if Path(argument).is_absolute() else argument

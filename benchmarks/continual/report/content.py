@@ -53,7 +53,10 @@ def read_folder(
         "differences": _differences(streams),
         "diagnostics": [_read_diagnostic(path) for path in sorted((out / "diagnostics").glob("*.json"))],
         "commands": read_commands(out),
-        "runs": [_brief(run) for run in streams.runs],
+        "runs": [
+            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
+            for run in streams.runs
+        ],
         **_examples_and_footprint(finished, streams.budgets),
         "tuned": None if tuned is None else {**tuned},
     }
@@ -126,12 +129,8 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
     return {**rounded(difference, DIGITS), "margin": margin, "verdict": difference.verdict}
 
 
-def _brief(run: Collected) -> dict[str, Any]:
-    """A run without the logs of its training, with few digits."""
-    return {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
-
-
 def _short(value: Any) -> Any:
+    """With few digits."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if isinstance(value, list):

@@ -1,18 +1,4 @@
-"""A suite of data on disk, described by a TOML or JSON file; paths are relative to it.
-
-    name = "vqa"
-    [[tasks]]                              # in the default order of learning
-    name = "colours"
-    train = "colours/train.jsonl"          # task data as `selector.data.examples.read_task` reads it
-    validation = "colours/validation.jsonl"
-    test = "colours/test.jsonl"
-    [base]                                 # questions of what the model could do before
-    train = "base/train.jsonl"
-    validation = "base/validation.jsonl"
-    test = "base/test.jsonl"
-
-In JSON the same: {"name": ..., "tasks": [{...}, ...], "base": {...}}.
-"""
+"""A suite of data on disk, described by a TOML or JSON file as in docs/benchmarks.md, "Your own data"."""
 
 from __future__ import annotations
 
