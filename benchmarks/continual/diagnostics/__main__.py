@@ -34,12 +34,12 @@ PROGRAM = "python -m benchmarks.continual.diagnostics"
 
 
 class Diagnostic(Protocol):
-    """A module or an object. Its docstring is the help text of its command, the first line a summary.
-
-    A diagnostic with options, or with other defaults for the common ones, has `add_arguments(parser)` too.
-    """
+    """A module or an object. Its docstring is the help text of its command, the first line a summary."""
 
     SOURCE: str  # the section of the paper
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options of its own, and its own defaults for the common ones."""
 
     def measure(self, finished: Finished, options: argparse.Namespace) -> dict[str, Any]:
         """JSON values, among them "finding": the result in one plain sentence.
@@ -135,8 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--data", type=Path, help="the suite's data (default: where the run found them)")
         add("--threads", type=int, default=0, help="of torch (default: its own choice)")
         add("--name", help="of the files that are written (default: the diagnostic's)")
-        if hasattr(diagnostic, "add_arguments"):
-            diagnostic.add_arguments(command)
+        diagnostic.add_arguments(command)
     return parser
 
 

@@ -154,6 +154,9 @@ class Seeds:
     SOURCE = 'paper, "Statistical Reporting Protocol"'  # its table "Seed-level stability"
     SCORES = {"AP": "AP", "AF": "AF (less is better)", "base_final": "base questions, after the last task"}  # noqa: RUF012
 
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        pass
+
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
         reference = finished.chosen(options)
         method, budget = reference[0].method, reference[0].budget

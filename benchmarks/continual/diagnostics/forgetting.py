@@ -6,7 +6,7 @@ accuracy on the tasks seen so far, and the accuracy on the base questions. Means
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +22,10 @@ from selector.report.plots import COLOURS, STROKES, finite
 
 SOURCE = "Metrics and Continual Learning Scores"
 MARKERS = "os^v"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    pass
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the share that is sent to the task's own entries; of the base's, the share that 
 from __future__ import annotations
 
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -20,6 +20,10 @@ from selector.backbone.bundled_model import openings
 from selector.report.plots import COLOURS, HATCHES
 
 SOURCE = "design: the relevance gate of the refined recipe; not in the paper"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    pass
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
