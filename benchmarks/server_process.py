@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -16,10 +17,10 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.parent import end_with_parent
-
 START_SECONDS = 600.0  # the first start compiles the model
 STOP_SECONDS = 30.0
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec a child must load nothing
 
 
 class ServerFailed(RuntimeError):
@@ -66,6 +67,11 @@ def starting(
         finally:
             _stop(process)
             signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends this signal to the calling process when its parent's thread ends, however it ends (Linux)."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def _exit(number: int, frame: object) -> None:

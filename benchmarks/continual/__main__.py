@@ -51,10 +51,7 @@ def run_and_report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, for a run with a preset under the user's own; `given` are the arguments themselves.
-
-    Raises ConfigError: the preset cannot be used, or no method is named.
-    """
+    """The options, a preset under the user's own; `given` are the arguments. Raises ConfigError: no method is named."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is not run_and_report:

@@ -90,11 +90,7 @@ def learn_seconds(run: Collected) -> float:
 
 @dataclass(frozen=True)
 class Streams:
-    """All runs of one suite, model and order.
-
-    Raises ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
-    one run occurs twice.
-    """
+    """All runs of one suite, model and order. Raises ConfigError: settings or orders differ, or a run occurs twice."""
 
     runs: Sequence[Collected]
     _complete: dict[tuple[str, int], dict[int, Collected]] = field(init=False, repr=False, compare=False)

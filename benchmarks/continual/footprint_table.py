@@ -88,10 +88,7 @@ def with_query_heads(geometry: TextGeometry, query_heads: int) -> TextGeometry:
 
 
 def mean_picture_bytes(examples: Sequence[Example], quality: int = JPEG_QUALITY) -> float:
-    """Bytes of an example's pictures as JPEG, on average over `examples`; a picture that occurs twice counts twice.
-
-    Raises ConfigError: there are no examples.
-    """
+    """Mean bytes of an example's pictures as JPEG, repeated ones each time. Raises ConfigError: there is no example."""
     if not examples:
         raise ConfigError("the mean size of pictures needs at least one example")
     total = 0

@@ -18,10 +18,7 @@ class HeldElsewhere(RuntimeError):
 
 @contextmanager
 def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
-    """Locks the file `path`, created if needed, and opens it for reading and appending.
-
-    Raises HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).
-    """
+    """Opens and locks the file `path`. Raises HeldElsewhere: it stays locked for `patience` seconds (None: no end)."""
     with path.open("a+b") as file:
         deadline = None if patience is None else time.monotonic() + patience
         while deadline is not None:

@@ -95,20 +95,14 @@ class FinishedRun:
             ) from error
 
     def bundle(self, number: int = -1) -> Bundle:
-        """The memory after task `number`.
-
-        Raises ConfigError: the method makes no memory, or the state was not kept; BundleError: the file is damaged.
-        """
+        """The memory after task `number`. Raises ConfigError: the method makes no memory, or it was not kept."""
         artifact = self.artifact(number)
         if artifact.kind != "bundle" or artifact.path is None:
             raise ConfigError(f"{self.method} has no memory bundle to look at: what it makes is {artifact.kind!r}")
         return read_bundle(self.state(number) / artifact.path)
 
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
-        """Of all questions after task `number`, by task and id, in the order of asking.
-
-        Raises TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
-        """
+        """All answers after task `number` by task and id, as asked. Raises TaskDataError: names file and line."""
         path = self.task_folder(number) / "predictions.jsonl"
         predictions: dict[tuple[str, str], Prediction] = {}
         try:
@@ -195,10 +189,7 @@ class Finished:
     def paired(
         self, run: FinishedRun, method: str = UNTOUCHED, number: int = -1
     ) -> list[tuple[Prediction, Prediction]]:
-        """The answers of a run and of its counterpart to the same questions after task `number`.
-
-        Raises ConfigError: there is no counterpart; TaskDataError: they were asked other questions.
-        """
+        """The two runs' answers to each question after task `number`. Raises TaskDataError: the questions differ."""
         other = self.counterpart(run, method)
         mine, theirs = run.predictions(number), other.predictions(number)
         if mine.keys() != theirs.keys():
@@ -217,10 +208,7 @@ class Finished:
 
     @cached_property
     def suite(self) -> Suite:
-        """The tasks in the run's order, with the questions that were asked.
-
-        Raises ConfigError: the data are not those of the run; TaskDataError: they cannot be read.
-        """
+        """The tasks in the run's order, with the questions asked. Raises ConfigError: the data are not the run's."""
         run = self.configuration
         suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
         suite = suite.limited(run["train_limit"], run["test_limit"], run["base_limit"])

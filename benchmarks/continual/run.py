@@ -54,10 +54,7 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> RunOutcome:
-    """Prints one JSON line with the means over seeds; the file RESULTS, if named, also holds every stream's numbers.
-
-    Raises InduceKVError: the options cannot be run; EndpointFailed, ServerFailed: questions could not be asked.
-    """
+    """Prints the means over seeds as a JSON line; RESULTS, if named, also gets every stream. Raises InduceKVError."""
     methods, suite = check(options)
     configuration = configuration_of(options, suite)
     # Where the files of a run lie when it begins; they may move.

@@ -51,10 +51,7 @@ class Search:
 
 
 def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_questions: int) -> Suite:
-    """The first `tasks` tasks, with their validation questions as test questions; it holds no others.
-
-    Raises ConfigError: there are fewer tasks, or nothing would be left of them.
-    """
+    """The first tasks, with validation questions as test questions; no others. Raises ConfigError: there are fewer."""
     if not 1 <= tasks <= len(suite.tasks):
         raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
     first = replace(suite, tasks=suite.tasks[:tasks])
@@ -62,10 +59,7 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
 
 
 def require_equal_trials(methods: Sequence[Method]) -> int:
-    """The number of trials of each method that has any (0 if none has).
-
-    Raises ConfigError: the numbers differ, or a method tries the same settings twice.
-    """
+    """The number of trials of each method that has any, or 0. Raises ConfigError: they differ, or one is repeated."""
     counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -133,10 +127,7 @@ def add_parser(commands: Any) -> None:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ends in one JSON line: every method's settings and trials.
-
-    Raises InduceKVError: the options cannot be searched, or a method could not be run; the others are written.
-    """
+    """Ends in one JSON line. Raises InduceKVError: a method could not be run; the others are written."""
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
     trials = require_equal_trials(methods)
     require_model_folder(options.model)

@@ -96,11 +96,7 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
 
 
 def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
-    """For bundles and for adapters, the first endpoint that loads them.
-
-    Raises EndpointFailed: one does not answer; ConfigError: none loads it, naming the route and the methods that need
-    it.
-    """
+    """For bundles and adapters, the first endpoint that loads them. Raises ConfigError: none does."""
     endpoints = [Endpoint.at(url, model) for url in urls]
     adapters = _first_that_loads("adapter", endpoints, needs) if needs.users_of("adapter") else endpoints[0]
     plain = _first_that_loads("bundle", endpoints, needs) if needs.users_of("bundle") else endpoints[0]

@@ -72,10 +72,7 @@ class Run:
 
 
 def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[str, Any] | None = None) -> None:
-    """Writes the configuration into the folder, or checks that the folder has the same one; `where` may differ.
-
-    Raises ConfigError: the folder has another configuration (the message names the difference), or cannot be written.
-    """
+    """Writes the configuration, or checks that the folder has the same. Raises ConfigError: it names the difference."""
     path = folder / name
     new = json.loads(json.dumps(configuration))
     try:
@@ -92,10 +89,7 @@ def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[st
 
 
 def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[str, Any]:
-    """All tasks that are not done yet; returns the content of `matrix.json`.
-
-    Raises ConfigError: another process runs the same stream, or the stream cannot go on; EndpointFailed.
-    """
+    """All tasks not done yet; returns the content of `matrix.json`. Raises ConfigError: the stream cannot go on."""
     claim_stream(run)
     answers = StoredAnswers(run.folder / "answers", answerer)
     try:
@@ -126,10 +120,7 @@ def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
 
 
 def learn(run: Run, number: int) -> Artifact:
-    """The state after task `number`, learned unless it exists; it gets its name only when it is complete.
-
-    Raises ConfigError: the previous state is gone.
-    """
+    """The state after task `number`, learned unless it exists. Raises ConfigError: the previous state is gone."""
     folder = run.task_folder(number)
     state, unfinished = folder / "state", folder / "state.tmp"
     if not state.exists():

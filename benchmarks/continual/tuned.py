@@ -27,10 +27,7 @@ def trials_of(method: Method) -> tuple[Settings, ...]:
 
 
 def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> None:
-    """Adds the records of methods to the file, or makes it.
-
-    Raises ConfigError: the file is of a search of another configuration, or cannot be read.
-    """
+    """Adds records of methods to the file, or makes it. Raises ConfigError: another configuration was searched."""
     digest = _digest(configuration)
     earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
     if earlier["digest"] != digest:
@@ -53,10 +50,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 
 
 def tuned_settings(path: Path, method: Method) -> Method:
-    """The method with the best settings of a search.
-
-    Raises ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
-    """
+    """The method with its searched settings. Raises ConfigError: there are none, or its other settings have changed."""
     methods = read_tuned(path)["methods"]
     if method.name not in methods:
         raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")

@@ -56,10 +56,7 @@ def chat_body(model: str, messages: list[dict[str, Any]], output_tokens: int, xa
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "") -> Timing:
-    """Sends one request to the server at `url` ("": the client's base URL) and times the arrival of its tokens.
-
-    Raises RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than requested.
-    """
+    """Times a request to `url` ("": the client's). Raises RequestFailed: an error, or fewer tokens than requested."""
     first = last = 0.0
     usage: dict[str, int] = {}
     start = time.perf_counter()

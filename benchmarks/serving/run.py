@@ -17,24 +17,25 @@ from collections import defaultdict
 from pathlib import Path
 
 import httpx
+import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoConfig
+from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
+from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
 from benchmarks.serving.load import Block, chat_body, send_requests
 from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
-from benchmarks.serving.models import save_80m
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from server.demo import CHECKPOINT
 
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-SEED = 11
+SEED, MODEL_SEED = 11, 0
 
 
 def main() -> int:
@@ -96,6 +97,27 @@ def resolve_model(name: str, work: Path) -> Path:
     if name == "80m":
         return save_80m(work / "model_80m")
     return CHECKPOINT if name == "demo" else Path(name)
+
+
+def save_80m(directory: Path, tokenizer_source: Path = CHECKPOINT) -> Path:
+    """Writes a checkpoint of about 160 MB of float16 to `directory`, the same bytes every time.
+
+    It has the demo model's architecture, tokenizer and processor; it is wider, deeper and untrained. Its answers mean
+    nothing, its costs are those of any model of its shape.
+    """
+    config = build_config()
+    text = config.text_config
+    assert isinstance(text, Qwen3Config)
+    text.hidden_size = 768
+    text.intermediate_size = 2048
+    text.num_hidden_layers = 12
+    text.num_attention_heads = 12
+    text.num_key_value_heads = 4
+    text.head_dim = 64
+    text.layer_types = ["full_attention"] * 12
+    torch.manual_seed(MODEL_SEED)
+    model = LlavaForConditionalGeneration(config)
+    return export(model, PreTrainedTokenizerFast.from_pretrained(tokenizer_source), directory)
 
 
 def write_exemplars(work: Path) -> Path:

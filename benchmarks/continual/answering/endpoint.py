@@ -65,10 +65,7 @@ class Endpoint:
         return request(self.url, "POST", LOAD_ROUTES[what], {}).status_code not in NOT_OFFERED
 
     def load(self, what: Loadable, path: Path) -> str:
-        """The name under which the bundle or adapter at `path` answers from now on, one that nobody else uses.
-
-        Raises EndpointFailed: it does not answer, or refuses.
-        """
+        """A new name under which what lies at `path` answers from now on. Raises EndpointFailed: it was refused."""
         name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
         adapter, bundle = {"lora_name": name, "lora_path": place}, {"name": name, "path": place, "replace": True}
         body = adapter if what == "adapter" else bundle

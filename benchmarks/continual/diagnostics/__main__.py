@@ -42,10 +42,7 @@ class Diagnostic(Protocol):
         """Options of its own, and its own defaults for the common ones."""
 
     def measure(self, finished: Finished, options: argparse.Namespace) -> dict[str, Any]:
-        """JSON values, among them "finding": the result in one plain sentence.
-
-        Raises InduceKVError: names what the run lacks.
-        """
+        """JSON values; "finding" is the result in a plain sentence. Raises InduceKVError: names what the run lacks."""
         ...
 
     def plot(self, measured: dict[str, Any]) -> Figure:

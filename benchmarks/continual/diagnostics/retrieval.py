@@ -79,10 +79,7 @@ def retrievals(bundle: Bundle, query_keys: Tensor, task: str, top_k: int) -> lis
 
 
 def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k: int) -> tuple[list[Answered], int]:
-    """All test questions of all tasks after the last one, in every run: those that got memory, and how many did not.
-
-    Raises ConfigError: `top_k` is below 1, or something is missing in the runs.
-    """
+    """All test questions after the last task, of every run: those that got memory, and how many did not."""
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, found {top_k}")
     answered, closed = [], 0

@@ -124,10 +124,7 @@ def measure_on(
 
 @contextmanager
 def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Ready]:
-    """The run's last artifact, loaded, with the questions as its plan sends them.
-
-    Raises NotServed: the state is gone, no model answers, or the server refuses to load it.
-    """
+    """The run's last artifact, loaded, and its plan's requests. Raises NotServed: the reason why there are none."""
     with ExitStack() as stack:
         try:
             model = answerer.prepare(run.artifact(), run.state())
@@ -141,10 +138,7 @@ def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]
 
 
 def share_questions(tasks: Sequence[TaskData], parts: int, count: int) -> list[list[Example]]:
-    """`count` test questions for each of `parts` methods, the tasks in turn, no question twice.
-
-    Raises ConfigError: a task has not enough of them.
-    """
+    """`count` test questions for each of `parts` methods, none twice. Raises ConfigError: a task has too few."""
     each = math.ceil(count / len(tasks))
     different = [list({e.source_digest: e for e in task.test}.values()) for task in tasks]
     for task, questions in zip(tasks, different, strict=True):

@@ -106,10 +106,7 @@ def scores_by_seed(runs: Sequence[FinishedRun], metric: str) -> dict[int, float]
 
 
 def require_same(first: Mapping[str, Any], second: Mapping[str, Any], which: str, but: str) -> None:
-    """Configurations or settings may differ in the key `but` alone; where a run read its files never matters.
-
-    Raises ConfigError: names `which` they are, another key in which they differ, and both values.
-    """
+    """Two mappings may differ in the key `but` alone. Raises ConfigError: names `which`, another key and its values."""
     for name in sorted({*first, *second} - {but, WHERE}):
         if first.get(name) != second.get(name):
             raise ConfigError(

@@ -88,10 +88,7 @@ def changeable(method: Any) -> set[str]:
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:
-    """`method` with another value of one setting; a list becomes a tuple and an int a float if the old value is one.
-
-    Raises ConfigError: the value is of another type than the old one.
-    """
+    """`method` with another value of one setting. Raises ConfigError: it is of another type (an int may be a float)."""
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
     value = float(value) if isinstance(old, float) and type(value) is int else value

@@ -149,10 +149,7 @@ def share_of_task(
 
 
 def drawn(examples: Sequence[Example], sizes: Sequence[int], allowed: int, seed: tuple[int, ...]) -> list[Example]:
-    """Examples drawn at random without repetition, as many as fit into `allowed` bytes, in their own order.
-
-    Raises ConfigError: not even one does.
-    """
+    """Drawn at random, as many as fit into `allowed` bytes, in their own order. Raises ConfigError: not one does."""
     order = np.random.default_rng(seed).permutation(len(examples)).tolist()
     count = number_that_fit((sizes[row] for row in order), allowed)
     if not count:

@@ -14,10 +14,7 @@ APPENDED = "set"  # an option that takes one value each time it is given
 
 
 def preset_arguments(name: str, known: Collection[str]) -> list[str]:
-    """The preset as arguments of the command line, before the user's own.
-
-    Raises ConfigError: the file cannot be read, or sets an option that is not `known` (names with underscores).
-    """
+    """The preset as arguments to stand before the user's own. Raises ConfigError: an option is not `known`."""
     path = FOLDER / f"{name}.toml"
     path = path if path.is_file() else Path(name)
     try:

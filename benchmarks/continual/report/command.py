@@ -24,14 +24,7 @@ def write_report(
     html: Path | None = None,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes both files (default: into OUT); returns the content of the JSON file.
-
-    Args:
-        model, data: None for where the run found them.
-        tuned: results of a search, for the page.
-
-    Raises ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
-    """
+    """Writes both files (default: into OUT), with model and data where the run found them; returns the JSON content."""
     from benchmarks.continual.report.content import read_folder
 
     content = read_folder(out, model, data, None if tuned is None else read_tuned(tuned))

@@ -31,10 +31,7 @@ Content = dict[str, Any]
 def read_folder(
     out: Path, model: Path | None = None, data: Path | None = None, tuned: Mapping[str, Any] | None = None
 ) -> Content:
-    """What the report of a run's folder holds, JSON values; arguments as `report.command.write_report`'s.
-
-    Raises ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
-    """
+    """What the report of a run's folder holds, JSON values. Raises ConfigError: these are not runs of one stream."""
     finished = Finished.read(out, model, data)
     runs = sorted((*finished.complete, *finished.unfinished), key=lambda run: place(run.method))
     if not runs:

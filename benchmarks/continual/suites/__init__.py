@@ -15,11 +15,7 @@ __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 
 
 def load_suite(name: str, data: Path) -> Suite:
-    """The suite that the file `name` describes, or the one of this name from the folder `data`, written there if
-    needed.
-
-    Raises ConfigError: there is no such suite; TaskDataError: its data cannot be read.
-    """
+    """The suite of this name from the folder `data`, written there if needed, or that which a file `name` describes."""
     if Path(name).suffix in files.SUFFIXES:
         return files.load(Path(name))
     if name not in SUITES:

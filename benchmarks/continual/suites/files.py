@@ -40,11 +40,7 @@ class _Description(BaseModel):
 
 
 def load(file: Path) -> Suite:
-    """The suite that `file` describes; every example is read and every picture opened.
-
-    Raises TaskDataError: the file does not parse or describes no suite, or its data cannot be used; names the file, and
-    the line or what is wrong.
-    """
+    """The suite of `file`, every picture opened. Raises TaskDataError: names the file, and the line or problem."""
     try:
         described = _Description.model_validate(_parse(file))
     except ValidationError as error:
