@@ -100,9 +100,6 @@ def mean_picture_bytes(examples: Sequence[Example], quality: int = JPEG_QUALITY)
     return total / len(examples)
 
 
-# ------------------------------------------------------------------------------------------------- the command
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "footprint", help="what the bytes of a memory buy elsewhere: the paper's budget conversion, computed"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +68,7 @@ class FinishedRun:
     @classmethod
     def read(cls, path: Path) -> FinishedRun:
         """From its matrix.json. Raises ConfigError: the file does not parse."""
-        matrix = _read_json(path, "cannot read a run's results")
+        matrix = read_json(path, "cannot read a run's results")
         return cls(path.parent, matrix, *(matrix[key] for key in ("method", "budget", "seed", "order", "base")))
 
     @cached_property
@@ -136,7 +136,7 @@ class Finished:
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
         """`model` and `data` are None for the places recorded by the run; the data may also have moved with it."""
-        configuration = _read_json(out / "run.json", "not the folder of a run")
+        configuration = read_json(out / "run.json", "not the folder of a run")
         runs = [FinishedRun.read(path) for path in out.glob("*/budget-*/seed-*/matrix.json")]
         runs.sort(key=lambda run: (run.method, run.budget, run.seed))
         complete = tuple(run for run in runs if run.matrix["complete"])
@@ -159,18 +159,14 @@ class Finished:
         if budget is None and len(budgets) > 1:
             raise ConfigError(f"{self.out} has runs of {method} with the budgets {_listed(budgets)}: name one")
         chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
-        with_budget = "" if budget is None else f" with budget {budget}"
+        lacking = f"no finished run of {method}" + ("" if budget is None else f" with budget {budget}")
         if not chosen:
             available = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
-            raise ConfigError(
-                f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(available)}"
-            )
+            raise ConfigError(f"{lacking} under {self.out}; there are: {_listed(available)}")
         available_seeds = [run.seed for run in chosen]
         if missing := sorted(set(seeds or ()) - set(available_seeds)):
-            raise ConfigError(
-                f"no finished run of {method}{with_budget} with seed {missing[0]} under {self.out}; "
-                f"there are the seeds {_listed(available_seeds)}"
-            )
+            there = f"there are the seeds {_listed(available_seeds)}"
+            raise ConfigError(f"{lacking} with seed {missing[0]} under {self.out}; {there}")
         return tuple(run for run in chosen if seeds is None or run.seed in seeds)
 
     def chosen(self, options: Namespace) -> tuple[FinishedRun, ...]:
@@ -232,11 +228,16 @@ class Finished:
         return self._query_keys[task.name]
 
 
-def _read_json(path: Path, problem: str) -> dict[str, Any]:
+def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> dict[str, Any]:
+    """The content of a file. Raises ConfigError: it is no JSON, or not what `check` finds true; `problem` says what."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {problem}: {error}") from error
+        content = json.loads(path.read_bytes())
+        if not check(content):
+            raise ValueError("its content is of another kind")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path}: {problem}: {reason}") from error
+    return content
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -61,10 +61,7 @@ class Needs:
 def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[Endpoints]:
     """Servers of the run's model on free local ports, ended with the context; their logs go into the folder `logs`.
 
-    Args:
-        more: flags for each, which come last and win.
-
-    Raises ServerFailed: one did not start; ConfigError: no server could take the run's adapters.
+    Flags in `more` come last and win. Raises ServerFailed; ConfigError: no server could take the run's adapters.
     """
     with ExitStack() as stack:
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.methods import Method, choose_methods, with_setting
+from benchmarks.continual.results import read_json
 from benchmarks.continual.stream import write_json
 from inducekv_vllm.errors import ConfigError
 
@@ -39,14 +40,12 @@ def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str,
 
 def read_tuned(path: Path) -> dict[str, Any]:
     """The content of a file of `write_tuned`. Raises ConfigError: there is no such file, or it is something else."""
-    try:
-        content = json.loads(path.read_bytes())
+
+    def is_tuned(content: Any) -> bool:
         records = content["methods"].values()
-        if not isinstance(content["digest"], str) or not all("settings" in record for record in records):
-            raise ValueError("a method has no settings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
-    return dict(content)
+        return isinstance(content["digest"], str) and all("settings" in record for record in records)
+
+    return read_json(path, "not a file of searched settings", is_tuned)
 
 
 def tuned_settings(path: Path, method: Method) -> Method:

@@ -97,9 +97,6 @@ def measure(
     }
 
 
-# ------------------------------------------------------------------------------------ shared with `shortlist`
-
-
 def first_task_parser(
     description: str | None, *, budget: int, iterations: int, threads: int
 ) -> argparse.ArgumentParser:

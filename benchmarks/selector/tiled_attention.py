@@ -31,14 +31,7 @@ VARIABLES = ("selection weights", "temperature", "value gates")
 
 
 def attend_concatenated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    scaling: float,
-    memory: Memory,
-    terms: Terms,
-    layer: int,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int
 ) -> Tensor:
     """Every request gets scaled copies of all payloads in front of its own keys and values.
 

@@ -77,12 +77,7 @@ class Plan(Protocol):
 
 
 def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Backbone] = Backbone.load) -> Plan:
-    """How the artifact of the state folder `state` answers.
-
-    Args:
-        model: the folder of the untouched one.
-        load: called with `model` if keys of questions must be computed.
-    """
+    """How the artifact of a state folder answers; `load` is called with `model` if keys of questions are needed."""
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
         relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)

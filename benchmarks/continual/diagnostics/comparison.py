@@ -121,12 +121,7 @@ def require_different_orders(folders: Sequence[Finished]) -> None:
 
 
 def distribution(scores: Sequence[Mapping[int, float]], default: int | None) -> dict[str, Any]:
-    """Of one method.
-
-    Args:
-        scores: of each order, the score of each seed.
-        default: the row of the suite's own order, None if it is not among them.
-    """
+    """Of one method: of each order, the score of each seed; `default` is the row of the suite's own order, if any."""
     runs = [{"order": row, "seed": seed, "score": x} for row, of in enumerate(scores) for seed, x in of.items()]
     whole = spread([run["score"] for run in runs])
     within = [statistics.variance(of.values()) for of in scores if len(of) > 1]

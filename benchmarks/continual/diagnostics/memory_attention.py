@@ -114,18 +114,9 @@ def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: i
 
 @torch.no_grad()
 def memory_masses(
-    backbone: Backbone,
-    bundle: Bundle,
-    examples: Sequence[Example],
-    answers: Sequence[str],
-    query_keys: Tensor,
+    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], answers: Sequence[str], query_keys: Tensor
 ) -> Tensor:
-    """rho of every request and layer: [n, L] float64, 0 if the gate is closed.
-
-    Args:
-        answers: what the model answered with this memory, [n].
-        query_keys: [n, 2, d].
-    """
+    """rho of n requests, given answers and query keys [n, 2, d]: [n, L] float64, 0 if the gate is closed."""
     scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
     opened, log_prior = routing(bundle, query_keys)
     masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)

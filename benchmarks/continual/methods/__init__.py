@@ -51,10 +51,7 @@ def choose_methods(
 ) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
-    Args:
-        start: every method as it is before that, if not as registered.
-
-    Raises ConfigError: an unknown method, a setting that none of them has, or a value of another type.
+    `start` has them as they are before that, if not as registered. Raises ConfigError: an unknown method or setting.
     """
     unknown = [name for name in names if name not in METHODS]
     if unknown:

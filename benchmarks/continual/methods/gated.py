@@ -91,12 +91,9 @@ def gated(learnt: Artifact, kind: Kind, task: TaskData, out: Path, context: RunC
 
 
 def gate_of(model: Path, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
-    """The gate after `task`.
+    """The gate after `task`, by the untouched model's keys.
 
-    Args:
-        model: the folder of the untouched one.
-        anchors: of the tasks before, in the order of the stream; none of `task`.
-        base: questions that no task is needed for; their answers are not used.
+    Anchors are of the tasks before, in the order of the stream; no task is needed for base questions.
     """
     keys = QueryKeyCache(model).keys
     names = dict.fromkeys(anchor.task for anchor in anchors)

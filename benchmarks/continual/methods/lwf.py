@@ -56,11 +56,7 @@ def record(scorer: Scorer, examples: Sequence[Example], batch_size: int = 64) ->
 
 
 def divergence(targets: Sequence[Tensor], predicted: Sequence[Tensor], temperature: float) -> Tensor:
-    """T^2 KL(target | predicted), both softened by T, summed over the answer's tokens of each example: [n].
-
-    Args:
-        targets, predicted: log-probabilities [answer tokens, vocabulary].
-    """
+    """T^2 KL(target | predicted), softened by T, summed over an answer's tokens; [answer tokens, vocabulary] -> [n]."""
 
     def softened(rows: Tensor) -> Tensor:
         return (rows / temperature).log_softmax(dim=-1)

@@ -149,7 +149,7 @@ def share_of_task(
 
 
 def drawn(examples: Sequence[Example], sizes: Sequence[int], allowed: int, seed: tuple[int, ...]) -> list[Example]:
-    """Drawn at random, as many as fit into `allowed` bytes, in their own order. Raises ConfigError: not one does."""
+    """Examples drawn at random into `allowed` bytes, in their own order. Raises ConfigError: not even one fits."""
     order = np.random.default_rng(seed).permutation(len(examples)).tolist()
     count = number_that_fit((sizes[row] for row in order), allowed)
     if not count:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from benchmarks.continual.footprint_table import conversions, mean_picture_bytes
 from benchmarks.continual.report.commands import read_commands
 from benchmarks.continual.report.names import RECIPES, RIVALS, ablations, place
 from benchmarks.continual.report.ranking import AP, BASE, rivals, summary, verdict
-from benchmarks.continual.results import WHERE, Finished
+from benchmarks.continual.results import WHERE, Finished, read_json
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry
@@ -61,13 +60,7 @@ def read_folder(
 
 def read_file(path: Path) -> Content:
     """What a report's JSON file holds. Raises ConfigError: it is not such a file."""
-    try:
-        content = json.loads(path.read_bytes())
-        if content["benchmark"] != "continual" or not content["runs"]:
-            raise ValueError("no streams of this benchmark")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not the JSON file of a report: {error!r}") from error
-    return dict(content)
+    return read_json(path, "not the JSON file of a report", lambda c: c["benchmark"] == "continual" and c["runs"])
 
 
 def streams_of(content: Content) -> Streams:
@@ -176,11 +169,7 @@ def _example(task: TaskData, predictions: Mapping[str, Mapping[tuple[str, str], 
 
 
 def _read_diagnostic(path: Path) -> dict[str, Any]:
-    """Raises ConfigError: the file is not one of a diagnostic."""
-    try:
-        content = json.loads(path.read_bytes())
-        if not (isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)):
-            raise ValueError("a name and a finding must be text")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not what a diagnostic writes: {error!r}") from error
-    return dict(content)
+    def is_diagnostic(content: Any) -> bool:
+        return isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)
+
+    return read_json(path, "not what a diagnostic writes", is_diagnostic)

@@ -222,9 +222,6 @@ def footprint_table(content: Content) -> Table:
     return Table([*columns.values()], rows)
 
 
-# ----------------------------------------------------------------------------------------------------- parts
-
-
 def by_accuracy(streams: Streams, budget: int) -> list[str]:
     """All methods with complete streams: the ranked ones, then those that lack seeds."""
     ranked = ranking(streams, budget)
