@@ -14,12 +14,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import sklearn
 import torch
-import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -28,6 +27,7 @@ from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, SEED, TASKS, examples
 from server.demo import CHECKPOINT
 
+PACKAGES = ("torch", "transformers", "scikit-learn")
 Example = tuple[dict, np.ndarray]
 
 
@@ -102,12 +102,7 @@ def main() -> None:
         result |= {
             "command": shlex.join(["python", "-m", "benchmarks.demo.evaluate", *sys.argv[1:]]),
             "seconds": round(time.monotonic() - began, 1),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "scikit-learn": sklearn.__version__,
-            },
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n")
