@@ -135,7 +135,7 @@ class Finished:
 
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
-        """`model` and `data` are None for the places recorded by the run; the data may also have moved with it."""
+        """`model`, `data`: None for where the run found them; the data may also have moved with the folder."""
         configuration = read_json(out / "run.json", "not the folder of a run")
         runs = [FinishedRun.read(path) for path in out.glob("*/budget-*/seed-*/matrix.json")]
         runs.sort(key=lambda run: (run.method, run.budget, run.seed))
