@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -16,10 +17,10 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.parent import end_with_parent
-
 START_SECONDS = 600.0  # the first start compiles the model
 STOP_SECONDS = 30.0
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec a child must load nothing
 
 
 class ServerFailed(RuntimeError):
@@ -34,11 +35,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[str]:
-    """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy.
-
-    Raises:
-        ServerFailed: it never became healthy.
-    """
+    """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy."""
     with starting(arguments, log, environment) as wait_until_healthy:
         yield wait_until_healthy()
 
@@ -70,6 +67,11 @@ def starting(
         finally:
             _stop(process)
             signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends this signal to the calling process when its parent's thread ends, however it ends (Linux)."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def _exit(number: int, frame: object) -> None:

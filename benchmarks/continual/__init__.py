@@ -15,9 +15,4 @@ Four independent parts, and the modules that join them:
     diagnostics/ explanations of the numbers;  report/: the page
     search       every method's settings, searched in the same way;  tuned: the file of the winners
     footprint_table    the bytes of a memory as adapter parameters and exemplars
-
-    python -m benchmarks.continual run --suite demo --method lora_replay --budget 32 --seed 0 1 2 --out DIR
-    python -m benchmarks.continual search --method all --tasks 3 --out DIR
-    python -m benchmarks.continual report --out DIR
-    python -m benchmarks.continual footprint --config CONFIG.json
 """

@@ -13,10 +13,9 @@ from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
 from benchmarks.continual.report import command as report
 from benchmarks.continual.report.commands import record_command
-from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, run
+from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, add_stream_options, run
 from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from server.demo import CHECKPOINT
 
 PROGRAM = "python -m benchmarks.continual"
 NOT_PRESET = {"preset", "out", "serve_args", "command"}
@@ -39,12 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_and_report(options: argparse.Namespace) -> int:
-    """Writes the report into OUT if any stream is finished.
-
-    Raises:
-        InduceKVError: the options cannot be run, or a stream could not be run to its end.
-        EndpointFailed, ServerFailed: questions could not be asked.
-    """
+    """Writes the report into OUT if any stream is finished. Raises ConfigError: a stream did not end."""
     outcome = run(options)
     if outcome.finished:
         record_command(options.out, [*PROGRAM.split(), *options.given])
@@ -57,11 +51,7 @@ def run_and_report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, for a run with a preset under the user's own; `given` are the arguments themselves.
-
-    Raises:
-        ConfigError: the preset cannot be used, or no method is named.
-    """
+    """The options, a preset under the user's own; `given` are the arguments. Raises ConfigError: no method is named."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is not run_and_report:
@@ -84,31 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--preset", metavar="FILE|NAME", help="options from a TOML file; full and smoke come with the benchmark")
     add("--full", dest="preset", action="store_const", const="full", help="the whole demo stream for all methods")
     add("--smoke", dest="preset", action="store_const", const="smoke", help="the shortest way through everything")
-    add("--suite", default="demo", metavar="demo|FILE", help="FILE.toml or FILE.json describes data on disk")
-    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add_stream_options(parser_of_run)
     add("--method", nargs="+", metavar="NAME", help=f"methods of benchmarks/continual/methods, or {ALL_METHODS}")
     add("--budget", nargs="+", type=int, default=[32], help="entries of memory; other methods get their bytes")
     add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
-    add("--seed", nargs="+", type=int, default=[0])
-    add("--out", type=Path, required=True, help="the folder of the results")
     add("--results", type=Path, metavar="FILE", help="write everything but the predictions into one JSON file")
-    add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
     add("--split", choices=("test", "validation"), default="test", help="what is asked; validation to choose settings")
-    add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
     add("--test-limit", type=int, default=256, help="questions of each task (default 256)")
     add("--base-limit", type=int, default=270, help="base questions (default 270)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
     add("--answer", choices=(HTTP, OFFLINE), default=HTTP, help="ask a server (default), or transformers in-process")
-    add(
-        "--endpoint",
-        nargs="+",
-        metavar="URL",
-        help="ask these, instead of servers of the run's own: the first that loads what is needed",
-    )
+    add("--endpoint", nargs="+", metavar="URL", help="ask these, not own servers: the first that loads what is needed")
     add("--endpoint-model", metavar="NAME", help="what the endpoint calls the untouched model, where it serves several")
     add("--tuned", type=Path, metavar="FILE", help="start from the settings that a search found; --set comes after")
-    add("--jobs", type=int, default=2, help="streams at a time (default 2)")
-    add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
     add("--keep-states", choices=("last", "all", "none"), default="last", help="of what the tasks of a stream left")
     add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own servers, last of all")
     for module in (report, search, footprint_table):

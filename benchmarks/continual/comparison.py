@@ -6,10 +6,11 @@ settings and the same order of tasks are compared, and every mean names its seed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from math import fsum
+from statistics import fmean
+from typing import Any, Literal, Self
 
 from scipy import stats
 
@@ -31,6 +32,13 @@ class Mean:
     value: float
     standard_error: float | None  # None: a single seed
     seeds: tuple[int, ...]
+
+    @classmethod
+    def over(cls, by_seed: Mapping[int, float]) -> Self:
+        """Of at least one score."""
+        seeds = tuple(sorted(by_seed))
+        values = [by_seed[seed] for seed in seeds]
+        return cls(fmean(values), standard_error(values) if len(values) > 1 else None, seeds)
 
 
 @dataclass(frozen=True)
@@ -59,22 +67,10 @@ def in_errors(seeds: int) -> float:
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1))
 
 
-def mean(values: Mapping[int, float]) -> Mean:
-    """Of the values by seed."""
-    seeds = tuple(sorted(values))
-    return Mean(*_mean_and_error([values[seed] for seed in seeds]), seeds)
-
-
 def paired(values: Mapping[int, float], rival: Mapping[int, float]) -> Difference | None:
     """The mean difference over the seeds of both; None if they share none."""
-    seeds = tuple(sorted({*values} & {*rival}))
-    if not seeds:
-        return None
-    return Difference(*_mean_and_error([values[seed] - rival[seed] for seed in seeds]), seeds)
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    return math.fsum(values) / len(values), standard_error(values) if len(values) > 1 else None
+    differences = {seed: values[seed] - rival[seed] for seed in {*values} & {*rival}}
+    return Difference.over(differences) if differences else None
 
 
 def metric(name: str) -> Score:
@@ -89,17 +85,12 @@ def final_accuracy(task: str) -> Score:
 
 def learn_seconds(run: Collected) -> float:
     """Of all tasks together."""
-    return math.fsum(task["learn"] for task in run["seconds"])
+    return fsum(task["learn"] for task in run["seconds"])
 
 
 @dataclass(frozen=True)
 class Streams:
-    """All runs of one suite, model and order.
-
-    Raises:
-        ConfigError: two seeds of a method and budget have different settings, two runs different orders of tasks, or
-            one run occurs twice.
-    """
+    """All runs of one suite, model and order. Raises ConfigError: settings or orders differ, or a run occurs twice."""
 
     runs: Sequence[Collected]
     _complete: dict[tuple[str, int], dict[int, Collected]] = field(init=False, repr=False, compare=False)
@@ -159,7 +150,7 @@ class Streams:
 
     def mean(self, method: str, budget: int, score: Score) -> Mean:
         """Mean of a score; the method must have complete streams."""
-        return mean(self.scores(method, budget, score))
+        return Mean.over(self.scores(method, budget, score))
 
     def difference(self, method: str, rival: str, budget: int, score: Score) -> Difference | None:
         """`method` minus `rival`; None if no seed is complete in both."""
@@ -184,18 +175,13 @@ def gaps(streams: Streams) -> list[str]:
             absent = [seed for seed in lacking if seed not in unfinished]
             for seed in unfinished:
                 done = len(begun[method, budget, seed]["accuracy"])
-                sentences.append(
-                    f"{method}, budget {budget}, seed {seed}: {done} of {len(streams.tasks)} tasks done; not counted."
-                )
+                progress = f"{done} of {len(streams.tasks)} tasks done; not counted."
+                sentences.append(f"{method}, budget {budget}, seed {seed}: {progress}")
             if absent and (complete or unfinished):
-                sentences.append(f"{method}, budget {budget}: not run with seed {_listed(absent)}.")
+                sentences.append(f"{method}, budget {budget}: not run with seed {', '.join(map(str, absent))}.")
             elif absent:
                 sentences.append(f"{method}: not run with budget {budget}.")
     return sentences
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def compare(streams: Streams) -> list[dict[str, Any]]:
@@ -208,31 +194,25 @@ def compare(streams: Streams) -> list[dict[str, Any]]:
         retention = streams.retention(budget)
         for method in streams.methods(budget):
             group = streams.of(method, budget)
-            first = next(iter(group.values()))
-            scores = {name: metric(name) for name in first["metrics"]}
+            scores = {name: metric(name) for name in next(iter(group.values()))["metrics"]}
             if retention:
                 scores["base_retention"] = retention
-            table.append(
-                {
-                    "method": method,
-                    "budget": budget,
-                    "seeds": sorted(group),
-                    "all_seeds": streams.has_all_seeds(method, budget),
-                    "stored_bytes": max(run["stored_bytes"][-1] for run in group.values()),
-                    "learn_seconds": rounded(streams.mean(method, budget, learn_seconds), 1),
-                    "metrics": {name: rounded(streams.mean(method, budget, score)) for name, score in scores.items()},
-                    "tasks": {
-                        task: rounded(streams.mean(method, budget, final_accuracy(task))) for task in streams.tasks
-                    },
-                }
-            )
+            of_tasks = {task: final_accuracy(task) for task in streams.tasks}
+            row = {
+                "method": method,
+                "budget": budget,
+                "seeds": sorted(group),
+                "all_seeds": streams.has_all_seeds(method, budget),
+                "stored_bytes": max(run["stored_bytes"][-1] for run in group.values()),
+                "learn_seconds": rounded(streams.mean(method, budget, learn_seconds), 1),
+                "metrics": {name: rounded(streams.mean(method, budget, score)) for name, score in scores.items()},
+                "tasks": {task: rounded(streams.mean(method, budget, score)) for task, score in of_tasks.items()},
+            }
+            table.append(row)
     return table
 
 
 def rounded(value: Mean, digits: int = 4) -> dict[str, Any]:
     """As JSON values."""
     error = value.standard_error
-    return {
-        "mean": round(value.value, digits),
-        "standard_error": None if error is None else round(error, digits),
-    }
+    return {"mean": round(value.value, digits), "standard_error": None if error is None else round(error, digits)}

@@ -6,8 +6,6 @@ Prints a table for each model, and the same as one JSON line. The paper states t
 conversion counts a payload for each of the H = 32 query heads, its bytes per entry one for each of the H_KV = 8 KV
 heads. A bundle stores KV heads, so every table here follows the second; the first is kept, under its own name, for the
 paper's two backbones. The paper's printed numbers of parameters and exemplars are those of the 8B model (d = 4096).
-
-Shapes: B entries, m payload tokens, L layers, J KV heads, H query heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -20,8 +18,10 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
 
 from benchmarks.continual.suites import load_suite
 from inducekv_vllm.errors import ConfigError
@@ -33,19 +33,13 @@ TEXT_TOKENS = 512  # of an exemplar's text, prefix and target (paper, Table "Bud
 JPEG_QUALITY = 75  # PIL's default; the paper does not state its own
 PAYLOAD_TOKENS = 8
 
-# (B, m = 8) of the paper's two tables: its conversion's, and those its results are reported with.
-CONVERSION_TIERS: Mapping[str, int] = MappingProxyType({"XS": 4, "S": 8, "M": 16, "L": 32})
-RESULT_TIERS: Mapping[str, int] = MappingProxyType({"S": 64, "M": 128, "L": 256, "XL": 512})
-PAPER_BACKBONES: Mapping[str, TextGeometry] = MappingProxyType(
-    {
-        "4B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(
-            num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=2560
-        ),
-        "8B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(
-            num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=4096
-        ),
-    }
-)
+# B (m = 8) of the paper's two tables: its conversion's, and those its results are reported with.
+CONVERSION_TIERS: Mapping[str, int] = {"XS": 4, "S": 8, "M": 16, "L": 32}
+RESULT_TIERS: Mapping[str, int] = {"S": 64, "M": 128, "L": 256, "XL": 512}
+PAPER_BACKBONES: Mapping[str, TextGeometry] = {
+    "4B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=2560),
+    "8B (LLaVA-OneVision-1.5, Qwen3-VL)": TextGeometry(num_layers=36, num_kv_heads=8, head_dim=128, hidden_size=4096),
+}
 PAPER_QUERY_HEADS = 32  # H of both
 
 
@@ -73,12 +67,7 @@ def conversions(
     text_tokens: int = TEXT_TOKENS,
     picture_bytes: float | None = None,
 ) -> list[Conversion]:
-    """The table of one model, a row for each budget.
-
-    Args:
-        text_tokens: int32 token ids of a replayed exemplar.
-        picture_bytes: of an exemplar's pictures, see `mean_picture_bytes`.
-    """
+    """A row for each budget; an exemplar takes `text_tokens` int32 ids, and `picture_bytes` for its pictures."""
     text_bytes = INT32_BYTES * text_tokens
     return [
         Conversion(
@@ -99,11 +88,7 @@ def with_query_heads(geometry: TextGeometry, query_heads: int) -> TextGeometry:
 
 
 def mean_picture_bytes(examples: Sequence[Example], quality: int = JPEG_QUALITY) -> float:
-    """Bytes of an example's pictures as JPEG, on average over `examples`; a picture that occurs twice counts twice.
-
-    Raises:
-        ConfigError: there are no examples.
-    """
+    """Mean bytes of an example's pictures as JPEG, repeated ones each time. Raises ConfigError: there is no example."""
     if not examples:
         raise ConfigError("the mean size of pictures needs at least one example")
     total = 0
@@ -113,15 +98,6 @@ def mean_picture_bytes(examples: Sequence[Example], quality: int = JPEG_QUALITY)
             picture.save(encoded, "JPEG", quality=quality)
             total += encoded.tell()
     return total / len(examples)
-
-
-def suite_picture_bytes(name: str, data: Path) -> float:
-    """The mean over the training examples of all tasks of a suite."""
-    suite = load_suite(name, data)
-    return mean_picture_bytes([example for task in suite.tasks for example in task.train])
-
-
-# ------------------------------------------------------------------------------------------------- the command
 
 
 def add_parser(commands: Any) -> None:
@@ -140,14 +116,13 @@ def add_parser(commands: Any) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Prints the tables to standard error and one JSON line to standard output."""
-    from rich.console import Console
-
     if min([options.payload_tokens, options.text_tokens, *(options.budget or [])]) < 1:
         raise ConfigError("budgets and numbers of tokens must be positive")
     picture_bytes = None
     if options.suite:
         with tempfile.TemporaryDirectory() as folder:
-            picture_bytes = suite_picture_bytes(options.suite, options.data or Path(folder))
+            suite = load_suite(options.suite, options.data or Path(folder))
+            picture_bytes = mean_picture_bytes([example for task in suite.tasks for example in task.train])
     settings = {
         "payload_tokens": options.payload_tokens,
         "text_tokens": options.text_tokens,
@@ -172,29 +147,17 @@ def _models(configs: Sequence[Path]) -> dict[str, tuple[TextGeometry, list[int]]
     models = {}
     for name, geometry in PAPER_BACKBONES.items():
         models[name] = (geometry, [*RESULT_TIERS.values()])
-        counted = with_query_heads(geometry, PAPER_QUERY_HEADS)
-        models[f"{name}, every query head counted, as the paper's conversion table does"] = (
-            counted,
-            [*CONVERSION_TIERS.values()],
-        )
+        counted = f"{name}, every query head counted, as the paper's conversion table does"
+        models[counted] = (with_query_heads(geometry, PAPER_QUERY_HEADS), [*CONVERSION_TIERS.values()])
     tiers = sorted({*CONVERSION_TIERS.values(), *RESULT_TIERS.values()})
     return models | {str(config): (text_geometry(read_config(config)), tiers) for config in configs}
 
 
-def _table(name: str, rows: Sequence[Conversion]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=name)
-    for column in ("B", "KV tokens a layer", "MiB", "float16 parameters", "text exemplars", "picture + text exemplars"):
-        table.add_column(column, justify="right")
+def _table(name: str, rows: Sequence[Conversion]) -> Table:
+    head = ("B", "KV tokens a layer", "MiB", "float16 parameters", "text exemplars", "picture + text exemplars")
+    table = Table(*(Column(label, justify="right") for label in head), title=name)
     for row in rows:
-        pictures = "–" if row.picture_exemplars is None else f"{row.picture_exemplars:,}"
-        table.add_row(
-            str(row.budget),
-            f"{row.kv_tokens:,}",
-            f"{row.mebibytes:.2f}",
-            f"{row.peft_parameters:,}",
-            f"{row.text_exemplars:,}",
-            pictures,
-        )
+        uses = (row.peft_parameters, row.text_exemplars, row.picture_exemplars)
+        sizes = (str(row.budget), f"{row.kv_tokens:,}", f"{row.mebibytes:.2f}")
+        table.add_row(*sizes, *("–" if count is None else f"{count:,}" for count in uses))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +19,10 @@ class HeldElsewhere(RuntimeError):
 
 @contextmanager
 def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
-    """Locks the file `path`, created if needed, and opens it for reading and appending.
-
-    Raises:
-        HeldElsewhere: another process has held it for `patience` seconds (None: wait for as long as it takes).
-    """
+    """Opens and locks the file `path`. Raises HeldElsewhere: it stays locked for `patience` seconds (None: no end)."""
     with path.open("a+b") as file:
-        deadline = None if patience is None else time.monotonic() + patience
-        while deadline is not None:
+        deadline = math.inf if patience is None else time.monotonic() + patience
+        while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -33,6 +30,4 @@ def locked(path: Path, patience: float | None = None) -> Iterator[BinaryIO]:
                 if time.monotonic() > deadline:
                     raise HeldElsewhere(f"{path} is held by another process") from None
                 time.sleep(POLL_SECONDS)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield file

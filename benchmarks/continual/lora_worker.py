@@ -37,11 +37,7 @@ class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
         self._groups = list(_rows_of_adapters(self.token_lora_indices))
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
-        """y [tokens, rank] = scale * x [tokens, in] A^T, with each token's own A.
-
-        Args:
-            w_t_all: [adapters, 1, rank, in].
-        """
+        """y [tokens, rank] = scale * x [tokens, in] A^T, with each token's A of `w_t_all` [adapters, 1, rank, in]."""
         y = y.view(-1, y.shape[-1])
         for adapter, rows in self._groups:
             y[rows] = scale * (x[rows].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).T)
@@ -51,9 +47,7 @@ class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
     ) -> None:
         """y [tokens, y_offset : y_offset + y_slice_size] += x [tokens, rank] B^T, with each token's own B.
 
-        Args:
-            w_t_all: [adapters, 1, y_slice_size, rank].
-            add_inputs: False overwrites.
+        `w_t_all` is [adapters, 1, y_slice_size, rank]; without `add_inputs` y is overwritten.
         """
         columns = y[:, y_offset : y_offset + y_slice_size]
         for adapter, rows in self._groups:
@@ -62,11 +56,7 @@ class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
 
 
 def _rows_of_adapters(adapters: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
-    """Each adapter of the batch, with its rows.
-
-    Args:
-        adapters: [tokens], -1 for none.
-    """
+    """Each adapter of the batch with its rows; `adapters` [tokens], -1 for none."""
     present = adapters.unique().tolist()
     for adapter in present:
         if adapter != NO_ADAPTER:

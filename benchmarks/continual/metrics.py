@@ -17,11 +17,7 @@ Matrix = NDArray[np.float64]
 
 
 def accuracy_matrix(rows: Sequence[Sequence[float]]) -> Matrix:
-    """From the rows a[i, 0..i] that a stream measures, [T, T] with NaN for tasks not yet seen.
-
-    Raises:
-        ValueError: row i has another number of entries than i + 1 (or T).
-    """
+    """[T, T] with NaN for tasks not yet seen, from rows a[i, 0..i]. Raises ValueError: a row has another length."""
     size = len(rows)
     matrix = np.full((size, size), np.nan)
     for i, row in enumerate(rows):
@@ -75,14 +71,7 @@ def forgetting_rate(a: Matrix) -> float:
 
 
 def base_retention(base: Sequence[float], untouched: float) -> float:
-    """Accuracy on the base questions after the last task, divided by the untouched model's.
-
-    Args:
-        base: [T], accuracy on the base questions after each task.
-
-    Raises:
-        ValueError: `untouched` is not positive.
-    """
+    """The last of the base accuracies [T] divided by the untouched model's. Raises ValueError: that is not positive."""
     if not untouched > 0:
         raise ValueError(f"the untouched model's accuracy must be positive, found {untouched}")
     return base[-1] / untouched

@@ -4,7 +4,7 @@
     for run in finished.runs("refined", 32):         one for each seed
         run.accuracy, run.bundle(), run.predictions()
 
-Nothing is learned or changed here. Shapes: T tasks, n questions, d hidden size.
+Shapes: T tasks, n questions, d hidden size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,34 +58,23 @@ class FinishedRun:
     """One method with one budget and one seed, all tasks done."""
 
     folder: Path  # OUT/METHOD/budget-B/seed-S
-    matrix: Mapping[str, Any]  # of matrix.json
+    matrix: Mapping[str, Any]  # of matrix.json, as are the next ones
+    method: str
+    budget: int
+    seed: int
+    order: list[str]  # the T tasks as they were learned
+    base: list[float]  # accuracy on the base questions after each task, [T]
 
-    @property
-    def method(self) -> str:
-        return self.matrix["method"]
-
-    @property
-    def budget(self) -> int:
-        return self.matrix["budget"]
-
-    @property
-    def seed(self) -> int:
-        return self.matrix["seed"]
-
-    @property
-    def order(self) -> list[str]:
-        """The T tasks as they were learned."""
-        return self.matrix["order"]
+    @classmethod
+    def read(cls, path: Path) -> FinishedRun:
+        """From its matrix.json. Raises ConfigError: the file does not parse."""
+        matrix = read_json(path, "cannot read a run's results")
+        return cls(path.parent, matrix, *(matrix[key] for key in ("method", "budget", "seed", "order", "base")))
 
     @cached_property
     def accuracy(self) -> Matrix:
         """a[i, t], [T, T]."""
         return accuracy_matrix(self.matrix["accuracy"])
-
-    @property
-    def base(self) -> list[float]:
-        """Accuracy on the base questions after each task, [T]."""
-        return self.matrix["base"]
 
     def task_folder(self, number: int = -1) -> Path:
         """Of task `number` of the order, negative ones counted from its end."""
@@ -96,11 +85,7 @@ class FinishedRun:
         return self.task_folder(number) / "state"
 
     def artifact(self, number: int = -1) -> Artifact:
-        """The artifact that answers after task `number`.
-
-        Raises:
-            ConfigError: the state was not kept.
-        """
+        """The artifact that answers after task `number`. Raises ConfigError: the state was not kept."""
         state = self.state(number)
         try:
             return Artifact.read(state)
@@ -110,23 +95,14 @@ class FinishedRun:
             ) from error
 
     def bundle(self, number: int = -1) -> Bundle:
-        """The memory after task `number`.
-
-        Raises:
-            ConfigError: the method makes no memory, or the state was not kept.
-            BundleError: the file is damaged.
-        """
+        """The memory after task `number`. Raises ConfigError: the method makes no memory, or it was not kept."""
         artifact = self.artifact(number)
         if artifact.kind != "bundle" or artifact.path is None:
             raise ConfigError(f"{self.method} has no memory bundle to look at: what it makes is {artifact.kind!r}")
         return read_bundle(self.state(number) / artifact.path)
 
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
-        """Of all questions after task `number`, by task and id, in the order of asking.
-
-        Raises:
-            TaskDataError: the file is missing, does not parse, or has a question twice; naming file and line.
-        """
+        """All answers after task `number` by task and id, as asked. Raises TaskDataError: names file and line."""
         path = self.task_folder(number) / "predictions.jsonl"
         predictions: dict[tuple[str, str], Prediction] = {}
         try:
@@ -159,21 +135,12 @@ class Finished:
 
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
-        """
-        Args:
-            model, data: None for the places recorded by the run; the data may also have moved with the folder.
-
-        Raises:
-            ConfigError: the folder is not one of a run, or one of its files does not parse.
-        """
-        configuration = _read_json(out / "run.json", "not the folder of a run")
-        matrices = [
-            FinishedRun(path.parent, _read_json(path, "cannot read a run's results"))
-            for path in out.glob("*/budget-*/seed-*/matrix.json")
-        ]
-        matrices.sort(key=lambda run: (run.method, run.budget, run.seed))
-        complete = tuple(run for run in matrices if run.matrix["complete"])
-        unfinished = tuple(run for run in matrices if not run.matrix["complete"])
+        """`model`, `data`: None for where the run found them; the data may also have moved with the folder."""
+        configuration = read_json(out / "run.json", "not the folder of a run")
+        runs = [FinishedRun.read(path) for path in out.glob("*/budget-*/seed-*/matrix.json")]
+        runs.sort(key=lambda run: (run.method, run.budget, run.seed))
+        complete = tuple(run for run in runs if run.matrix["complete"])
+        unfinished = tuple(run for run in runs if not run.matrix["complete"])
         where = configuration.get(WHERE, {})
         model = model or Path(where.get("model", CHECKPOINT))
         if data is None:
@@ -184,31 +151,22 @@ class Finished:
     def runs(
         self, method: str, budget: int | None = None, seeds: Sequence[int] | None = None
     ) -> tuple[FinishedRun, ...]:
-        """The finished runs of a method and a budget, one for each seed.
+        """The finished runs of a method and a budget (None: the method's only one), one for each seed (None: all).
 
-        Args:
-            budget: may be None if all the method's runs have the same.
-            seeds: None for all.
-
-        Raises:
-            ConfigError: there is none, a seed is missing, or the budget is not clear.
+        Raises ConfigError: there is none, a seed is missing, or the budget is not clear.
         """
         budgets = sorted({run.budget for run in self.complete if run.method == method})
         if budget is None and len(budgets) > 1:
             raise ConfigError(f"{self.out} has runs of {method} with the budgets {_listed(budgets)}: name one")
         chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
-        with_budget = "" if budget is None else f" with budget {budget}"
+        lacking = f"no finished run of {method}" + ("" if budget is None else f" with budget {budget}")
         if not chosen:
             available = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
-            raise ConfigError(
-                f"no finished run of {method}{with_budget} under {self.out}; there are: {_listed(available)}"
-            )
+            raise ConfigError(f"{lacking} under {self.out}; there are: {_listed(available)}")
         available_seeds = [run.seed for run in chosen]
         if missing := sorted(set(seeds or ()) - set(available_seeds)):
-            raise ConfigError(
-                f"no finished run of {method}{with_budget} with seed {missing[0]} under {self.out}; "
-                f"there are the seeds {_listed(available_seeds)}"
-            )
+            there = f"there are the seeds {_listed(available_seeds)}"
+            raise ConfigError(f"{lacking} with seed {missing[0]} under {self.out}; {there}")
         return tuple(run for run in chosen if seeds is None or run.seed in seeds)
 
     def chosen(self, options: Namespace) -> tuple[FinishedRun, ...]:
@@ -219,11 +177,7 @@ class Finished:
         return any(run.method == method for run in self.complete)
 
     def counterpart(self, run: FinishedRun, method: str) -> FinishedRun:
-        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Another method's run with the same budget and seed; of the untouched model, which has neither, any run."""
         if method == UNTOUCHED and self.has(UNTOUCHED):
             return next(other for other in self.complete if other.method == UNTOUCHED)
         return self.runs(method, run.budget, [run.seed])[0]
@@ -231,12 +185,7 @@ class Finished:
     def paired(
         self, run: FinishedRun, method: str = UNTOUCHED, number: int = -1
     ) -> list[tuple[Prediction, Prediction]]:
-        """The answers of a run and of its counterpart to the same questions after task `number`.
-
-        Raises:
-            ConfigError: there is no counterpart.
-            TaskDataError: they were asked other questions.
-        """
+        """The two runs' answers to each question after task `number`. Raises TaskDataError: the questions differ."""
         other = self.counterpart(run, method)
         mine, theirs = run.predictions(number), other.predictions(number)
         if mine.keys() != theirs.keys():
@@ -249,23 +198,13 @@ class Finished:
 
     @cached_property
     def whole_suite(self) -> Suite:
-        """All tasks of the suite, in its own order, with all their examples.
-
-        Raises:
-            ConfigError: there is no such suite.
-            TaskDataError: its data cannot be read.
-        """
+        """All tasks of the suite, in its own order, with all their examples."""
         configuration = self.configuration
         return load_suite(configuration.get(WHERE, configuration)["suite"], self.data)  # its name, or its file
 
     @cached_property
     def suite(self) -> Suite:
-        """The tasks in the run's order, with the questions that were asked.
-
-        Raises:
-            ConfigError: the data are not those of the run.
-            TaskDataError: they cannot be read.
-        """
+        """The tasks in the run's order, with the questions asked. Raises ConfigError: the data are not the run's."""
         run = self.configuration
         suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
         suite = suite.limited(run["train_limit"], run["test_limit"], run["base_limit"])
@@ -275,11 +214,7 @@ class Finished:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The run's model.
-
-        Raises:
-            ConfigError: the folder holds another model.
-        """
+        """The run's model. Raises ConfigError: the folder holds another model."""
         recorded = self.configuration["model"]
         backbone = Backbone.load(self.model)
         if weights_digest(self.model) != recorded["weights"]:
@@ -293,11 +228,16 @@ class Finished:
         return self._query_keys[task.name]
 
 
-def _read_json(path: Path, problem: str) -> dict[str, Any]:
+def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> dict[str, Any]:
+    """The content of a file. Raises ConfigError: it is no JSON, or not what `check` finds true; `problem` says what."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {problem}: {error}") from error
+        content = json.loads(path.read_bytes())
+        if not check(content):
+            raise ValueError("its content is of another kind")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path}: {problem}: {reason}") from error
+    return content
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
@@ -23,6 +24,7 @@ from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
+from server.demo import CHECKPOINT
 
 ALL_METHODS = "all"
 OFFLINE, HTTP = "offline", "http"
@@ -37,17 +39,32 @@ class RunOutcome:
     refused: Sequence[str]  # the streams that could not be run to their end, and why
 
 
-def run(options: argparse.Namespace) -> RunOutcome:
-    """Prints one JSON line with the means over seeds; the file RESULTS, if named, also holds every stream's matrix,
-    base accuracies, bytes and seconds.
+def add_stream_options(parser: argparse.ArgumentParser) -> None:
+    """What a run and a search have in common."""
+    add = parser.add_argument
+    add("--suite", default="demo", metavar="demo|FILE", help="FILE.toml or FILE.json describes data on disk")
+    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add("--seed", nargs="+", type=int, default=[0])
+    add("--out", type=Path, required=True, help="the folder of the results")
+    add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
+    add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
+    add("--jobs", type=int, default=2, help="streams at a time (default 2)")
+    add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
 
-    Raises:
-        InduceKVError: the options cannot be run.
-        EndpointFailed, ServerFailed: questions could not be asked.
-    """
+
+def run(options: argparse.Namespace) -> RunOutcome:
+    """Prints the means over seeds as a JSON line; RESULTS, if named, also gets every stream. Raises InduceKVError."""
     methods, suite = check(options)
     configuration = configuration_of(options, suite)
-    claim(options.out, "run.json", configuration, where=places(options))
+    # Where the files of a run lie when it begins; they may move.
+    where = {
+        "suite": options.suite,
+        "data": str((options.data or options.out / "data").absolute()),
+        "model": str(options.model.absolute()),
+        "endpoint": options.endpoint,
+    }
+    claim(options.out, "run.json", configuration, where)
     runs = [
         Run(suite, method, options.model, budget, seed, options.out)
         for method in methods
@@ -58,12 +75,8 @@ def run(options: argparse.Namespace) -> RunOutcome:
         claim_stream(stream)
     refused = run_unfinished([stream for stream in runs if not stream.finished], options)
     done = [collect(stream) for stream in runs if stream.finished]
-    results = {
-        "benchmark": "continual",
-        **configuration,
-        "machine": describe_machine(),
-        "results": compare(Streams(done)),
-    }
+    means = compare(Streams(done))
+    results = {"benchmark": "continual", **configuration, "machine": describe_machine(), "results": means}
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.results, {**results, "runs": [brief(stream) for stream in done]})
@@ -95,31 +108,13 @@ def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any
         "data": suite.digest(),
         "order": [task.name for task in suite.tasks],
         "model": {"name": options.model.name, "weights": weights_digest(options.model)},
-        "split": options.split,
-        "train_limit": options.train_limit,
-        "test_limit": options.test_limit,
-        "base_limit": options.base_limit,
+        **{name: getattr(options, name) for name in ("split", "train_limit", "test_limit", "base_limit")},
         "answer": {"by": options.answer, "server": None if options.answer == OFFLINE else server},
     }
 
 
-def places(options: argparse.Namespace) -> dict[str, Any]:
-    """Where the files of a run lie when it begins; they may move."""
-    return {
-        "suite": options.suite,
-        "data": str((options.data or options.out / "data").absolute()),
-        "model": str(options.model.absolute()),
-        "endpoint": options.endpoint,
-    }
-
-
 def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str]:
-    """The streams that could not be run to their end, each with the reason.
-
-    Raises:
-        EndpointFailed, ServerFailed: questions could not be asked.
-        ConfigError: an endpoint cannot load the artifacts of the methods.
-    """
+    """The streams that could not be run to their end, each with the reason."""
     if not runs:
         return []
     refused = []
@@ -134,12 +129,7 @@ def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str
 
 @contextmanager
 def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
-    """Answers come from this process, from the given endpoints, or from servers that end with the context.
-
-    Raises:
-        EndpointFailed, ServerFailed: an endpoint does not answer, a server did not start.
-        ConfigError: an endpoint cannot load the artifacts of the methods.
-    """
+    """Answers come from this process, from the given endpoints, or from servers that end with the context."""
     if options.answer == OFFLINE:
         yield OfflineAnswerer(options.model)
         return

@@ -2,15 +2,12 @@
 
     python -m benchmarks.continual search --method all --tasks 3 --seed 0 --out DIR [--tuned FILE]
 
-A method names its trials in its class attribute `trials`: equally many dicts of settings for all methods that have
-any; a method without settings to search has none. Each trial learns the first N tasks of the stream with the same
-budget and seeds. Its score is AP, the mean accuracy on those tasks after the last of them, over their validation
-questions; the first of equal trials wins. The accuracy on base questions is recorded and does not count. The suite of
-the trials holds no test question at all.
+Each of a method's `trials` learns the first N tasks of the stream with the same budget and seeds. Its score is AP, the
+mean accuracy on those tasks after the last of them, over their validation questions; the first of equal trials wins.
+The accuracy on base questions is recorded and does not count. The trials' suite holds no test question at all.
 
-The winners go into FILE (default DIR/tuned.json), which `run --tuned FILE` reads. Questions are answered in
-transformers, without a server. A search that was killed goes on when it is run again, since its trials are streams;
-several searches of one configuration may share DIR and FILE.
+Questions are answered in transformers, without a server. A search that was killed goes on when it is run again, since
+its trials are streams; several searches of one configuration may share DIR and FILE (default DIR/tuned.json).
 
     DIR/search.json                               the configuration; a search with another one is refused
     DIR/trial-K/METHOD/budget-B/seed-S/           a trial's stream
@@ -20,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
@@ -32,13 +29,12 @@ from benchmarks.continual.comparison import learn_seconds
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.results import weights_digest
-from benchmarks.continual.run import ALL_METHODS
+from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.fingerprint import require_model_folder
-from server.demo import CHECKPOINT
 
 CRITERION = "AP"
 
@@ -55,11 +51,7 @@ class Search:
 
 
 def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_questions: int) -> Suite:
-    """The first `tasks` tasks, with their validation questions as test questions; it holds no others.
-
-    Raises:
-        ConfigError: there are fewer tasks, or nothing would be left of them.
-    """
+    """The first tasks, with validation questions as test questions; no others. Raises ConfigError: there are fewer."""
     if not 1 <= tasks <= len(suite.tasks):
         raise ConfigError(f"suite {suite.name!r} has {len(suite.tasks)} tasks, a search over {tasks} is not possible")
     first = replace(suite, tasks=suite.tasks[:tasks])
@@ -67,11 +59,7 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
 
 
 def require_equal_trials(methods: Sequence[Method]) -> int:
-    """The number of trials of each method that has any (0 if none has).
-
-    Raises:
-        ConfigError: the numbers differ, or a method tries the same settings twice.
-    """
+    """The number of trials of each method that has any, or 0. Raises ConfigError: they differ, or one is repeated."""
     counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -85,19 +73,10 @@ def require_equal_trials(methods: Sequence[Method]) -> int:
 
 def trial_runs(method: Method, shared: Search) -> list[list[Run]]:
     """The streams of each trial, one for each seed."""
+    trials = [(apply_settings(method, settings), f"trial-{n}") for n, settings in enumerate(trials_of(method))]
     return [
-        [
-            Run(
-                suite=shared.suite,
-                method=apply_settings(method, settings),
-                model=shared.model,
-                budget=shared.budget,
-                seed=seed,
-                folder=shared.folder / f"trial-{number}",
-            )
-            for seed in shared.seeds
-        ]
-        for number, settings in enumerate(trials_of(method))
+        [Run(shared.suite, trial, shared.model, shared.budget, seed, shared.folder / name) for seed in shared.seeds]
+        for trial, name in trials
     ]
 
 
@@ -127,48 +106,28 @@ def score_method(method: Method, shared: Search) -> dict[str, Any]:
 def score_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
     """Means over the seeds of a trial's finished streams."""
     finished = [collect(run) for run in runs]
-
-    def mean(values: Sequence[float], digits: int) -> float:
-        return round(math.fsum(values) / len(values), digits)
-
     return {
         "settings": dict(settings),
-        CRITERION: mean([run["metrics"][CRITERION] for run in finished], 6),
-        "base_final": mean([run["metrics"]["base_final"] for run in finished], 6),
-        "seconds": mean([learn_seconds(run) for run in finished], 1),
+        **{name: round(fmean(run["metrics"][name] for run in finished), 6) for name in (CRITERION, "base_final")},
+        "seconds": round(fmean(map(learn_seconds, finished)), 1),
     }
-
-
-# ------------------------------------------------------------------------------------------------- the command
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("search", help="search every method's settings the same way, on validation questions")
     add = parser.add_argument
-    add("--suite", default="demo", metavar="demo|FILE", help="FILE.toml or FILE.json describes data on disk")
-    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add_stream_options(parser)
     add("--method", nargs="+", required=True, metavar="NAME", help=f"names, or {ALL_METHODS}")
     add("--tasks", type=int, required=True, metavar="N", help="every trial learns the first N tasks of the stream")
     add("--budget", type=int, default=32)
-    add("--seed", nargs="+", type=int, default=[0])
-    add("--out", type=Path, required=True, help="the folder of the trials")
     add("--tuned", type=Path, metavar="FILE", help=f"where the winners go (default: OUT/{TUNED})")
-    add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
-    add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
     add("--validation-limit", type=int, default=128, help="validation questions of each task (default 128)")
     add("--base-limit", type=int, default=135, help="base questions of the validation split (default 135)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
-    add("--jobs", type=int, default=2, help="streams at a time (default 2)")
-    add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
     parser.set_defaults(command=command)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ends in one JSON line: every method's settings and trials.
-
-    Raises:
-        InduceKVError: the options cannot be searched, or a method could not be run; the others are written.
-    """
+    """Ends in one JSON line. Raises InduceKVError: a method could not be run; the others are written."""
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
     trials = require_equal_trials(methods)
     require_model_folder(options.model)

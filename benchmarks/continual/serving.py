@@ -61,12 +61,7 @@ class Needs:
 def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[Endpoints]:
     """Servers of the run's model on free local ports, ended with the context; their logs go into the folder `logs`.
 
-    Args:
-        more: flags for each, which come last and win.
-
-    Raises:
-        ServerFailed: one did not start.
-        ConfigError: no server could take the run's adapters.
+    Flags in `more` come last and win. Raises ServerFailed; ConfigError: no server could take the run's adapters.
     """
     with ExitStack() as stack:
 
@@ -88,11 +83,7 @@ def server_flags() -> list[str]:
 
 
 def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment.
-
-    Raises:
-        ConfigError: vLLM serves no adapter of that rank.
-    """
+    """Arguments and environment. Raises ConfigError: vLLM serves no adapter of that rank."""
     rank = needs.rank
     if rank > LORA_RANKS[-1]:
         raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {LORA_RANKS[-1]} at most")
@@ -102,12 +93,7 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
 
 
 def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
-    """For bundles and for adapters, the first endpoint that loads them.
-
-    Raises:
-        EndpointFailed: one does not answer.
-        ConfigError: none loads it, naming the route and the methods that need it.
-    """
+    """For bundles and adapters, the first endpoint that loads them. Raises ConfigError: none does."""
     endpoints = [Endpoint.at(url, model) for url in urls]
     adapters = _first_that_loads("adapter", endpoints, needs) if needs.users_of("adapter") else endpoints[0]
     plain = _first_that_loads("bundle", endpoints, needs) if needs.users_of("bundle") else endpoints[0]

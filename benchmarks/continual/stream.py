@@ -17,7 +17,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +30,8 @@ from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.results import WHERE
-from benchmarks.continual.suites import Suite, TaskData
+from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
-from selector.data.examples import Example
 from selector.runtime.files import replace_file
 
 KeepStates = Literal["last", "all", "none"]
@@ -73,39 +72,24 @@ class Run:
 
 
 def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[str, Any] | None = None) -> None:
-    """Writes the configuration into the folder, or checks that the folder has the same one.
-
-    Args:
-        where: written beside it; may differ.
-
-    Raises:
-        ConfigError: the folder has another configuration (the message names the difference), or cannot be written.
-    """
+    """Writes the configuration, or checks that the folder has the same. Raises ConfigError: it names the difference."""
     path = folder / name
     new = json.loads(json.dumps(configuration))
     try:
-        if path.exists():
-            old = {key: value for key, value in json.loads(path.read_bytes()).items() if key != WHERE}
-            differing = sorted(key for key in {*new, *old} if new.get(key) != old.get(key))
-            if differing:
-                what = "; ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in differing)
-                raise ConfigError(f"{path}: the results are of another configuration ({what}); choose another folder")
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, new | ({WHERE: where} if where else {}))
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, new | ({WHERE: where} if where else {}))
+        old = {key: value for key, value in json.loads(path.read_bytes()).items() if key != WHERE}
     except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path}: cannot keep the results here: {error}") from error
+    differing = sorted(key for key in {*new, *old} if new.get(key) != old.get(key))
+    if differing:
+        what = "; ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in differing)
+        raise ConfigError(f"{path}: the results are of another configuration ({what}); choose another folder")
 
 
 def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[str, Any]:
-    """All tasks that are not done yet; returns the content of `matrix.json`.
-
-    Raises:
-        ConfigError: another process runs the same stream, or the stream cannot go on.
-        EndpointFailed: questions could not be asked; the message says how far the stream is.
-    """
+    """All tasks not done yet; returns the content of `matrix.json`. Raises ConfigError: the stream cannot go on."""
     claim_stream(run)
     answers = StoredAnswers(run.folder / "answers", answerer)
     try:
@@ -136,11 +120,7 @@ def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
 
 
 def learn(run: Run, number: int) -> Artifact:
-    """The state after task `number`, learned unless it exists; it gets its name only when it is complete.
-
-    Raises:
-        ConfigError: the previous state is gone.
-    """
+    """The state after task `number`, learned unless it exists. Raises ConfigError: the previous state is gone."""
     folder = run.task_folder(number)
     state, unfinished = folder / "state", folder / "state.tmp"
     if not state.exists():
@@ -165,8 +145,17 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     tasks = (*run.suite.tasks[: number + 1], run.suite.base)
     questions = [(task, example) for task in tasks for example in task.test]
     texts, num_asked = answers.answers(artifact, folder / "state", [example for _, example in questions])
-    lines = [prediction(task, example, text) for (task, example), text in zip(questions, texts, strict=True)]
-    *row, base = [accuracy(task, lines) for task in tasks]
+    lines = [
+        {
+            "task": task.name,
+            "id": example.id,
+            "expected": example.answer,
+            "answer": text,
+            "right": same_answer(text, example.answer),
+        }
+        for (task, example), text in zip(questions, texts, strict=True)
+    ]
+    *row, base = [sum(line["right"] for line in lines if line["task"] == task.name) / len(task.test) for task in tasks]
     result = {
         "task": run.suite.tasks[number].name,
         "accuracy": row,
@@ -185,11 +174,6 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     return result
 
 
-def accuracy(task: TaskData, lines: Sequence[dict[str, Any]]) -> float:
-    """Of the predictions of one task."""
-    return sum(line["right"] for line in lines if line["task"] == task.name) / len(task.test)
-
-
 def tidy(run: Run, keep: KeepStates) -> None:
     """Removes the states that neither the stream nor the user needs any more."""
     done = run.next_task
@@ -202,16 +186,6 @@ def tidy(run: Run, keep: KeepStates) -> None:
         shutil.rmtree(going, ignore_errors=True)
 
 
-def prediction(task: TaskData, example: Example, text: str) -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "id": example.id,
-        "expected": example.answer,
-        "answer": text,
-        "right": same_answer(text, example.answer),
-    }
-
-
 def write_matrix(run: Run) -> dict[str, Any]:
     collected = collect(run)
     write_json(run.own_folder / "matrix.json", collected)
@@ -221,8 +195,8 @@ def write_matrix(run: Run) -> dict[str, Any]:
 def collect(run: Run) -> dict[str, Any]:
     """The results of all finished tasks together, from their files alone."""
     results = [json.loads((run.task_folder(n) / "result.json").read_bytes()) for n in range(run.next_task)]
-    base = [result["base"] for result in results]
-    rows = [result["accuracy"] for result in results]
+    base, rows = [result["base"] for result in results], [result["accuracy"] for result in results]
+    parts = ("stored_bytes", "anchor_bytes", "questions", "seconds")
     return {
         "suite": run.suite.name,
         "method": run.method.name,
@@ -233,10 +207,7 @@ def collect(run: Run) -> dict[str, Any]:
         "complete": len(results) == len(run.suite.tasks),
         "accuracy": rows,
         "base": base,
-        "stored_bytes": [result["stored_bytes"] for result in results],
-        "anchor_bytes": [result["anchor_bytes"] for result in results],
-        "questions": [result["questions"] for result in results],
-        "seconds": [result["seconds"] for result in results],
+        **{name: [result[name] for result in results] for name in parts},
         "metrics": summary(accuracy_matrix(rows), base),
         "reports": [result["report"] for result in results],
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.continual.methods import Method, choose_methods, with_setting
+from benchmarks.continual.results import read_json
 from benchmarks.continual.stream import write_json
 from inducekv_vllm.errors import ConfigError
 
@@ -27,11 +28,7 @@ def trials_of(method: Method) -> tuple[Settings, ...]:
 
 
 def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> None:
-    """Adds the records of methods to the file, or makes it.
-
-    Raises:
-        ConfigError: the file is of a search of another configuration, or cannot be read.
-    """
+    """Adds records of methods to the file, or makes it. Raises ConfigError: another configuration was searched."""
     digest = _digest(configuration)
     earlier = read_tuned(path) if path.exists() else {"digest": digest, "methods": {}}
     if earlier["digest"] != digest:
@@ -42,27 +39,17 @@ def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str,
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """The content of a file of `write_tuned`.
+    """The content of a file of `write_tuned`. Raises ConfigError: there is no such file, or it is something else."""
 
-    Raises:
-        ConfigError: there is no such file, or it is something else.
-    """
-    try:
-        content = json.loads(path.read_bytes())
+    def is_tuned(content: Any) -> bool:
         records = content["methods"].values()
-        if not isinstance(content["digest"], str) or not all("settings" in record for record in records):
-            raise ValueError("a method has no settings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a file of searched settings: {error}") from error
-    return dict(content)
+        return isinstance(content["digest"], str) and all("settings" in record for record in records)
+
+    return read_json(path, "not a file of searched settings", is_tuned)
 
 
 def tuned_settings(path: Path, method: Method) -> Method:
-    """The method with the best settings of a search.
-
-    Raises:
-        ConfigError: the file cannot be read, or has nothing for this method with its other settings as they are now.
-    """
+    """The method with its searched settings. Raises ConfigError: there are none, or its other settings have changed."""
     methods = read_tuned(path)["methods"]
     if method.name not in methods:
         raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")
@@ -73,21 +60,13 @@ def tuned_settings(path: Path, method: Method) -> Method:
 
 
 def tuned_methods(path: Path, names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods of `names` with `settings` (see `choose_methods`) and, for the rest, their searched settings.
-
-    Raises:
-        ConfigError: as `choose_methods` and `tuned_settings`, also if the search had other `settings`.
-    """
+    """The methods of `names` with `settings` (see `choose_methods`) and, for the rest, their searched settings."""
     chosen = choose_methods(names, settings)
     return choose_methods(names, settings, {method.name: tuned_settings(path, method) for method in chosen})
 
 
 def apply_settings(method: Method, settings: Settings) -> Method:
-    """The method with other settings.
-
-    Raises:
-        ConfigError: it has no such setting, or one of another type.
-    """
+    """The method with other settings. Raises ConfigError: it has no such setting, or one of another type."""
     for key, value in settings.items():
         names = [field.name for field in fields(method) if field.name != "name"]  # type: ignore[arg-type]
         if key not in names:

@@ -14,12 +14,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import sklearn
 import torch
-import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -28,6 +27,7 @@ from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, SEED, TASKS, examples
 from server.demo import CHECKPOINT
 
+PACKAGES = ("torch", "transformers", "scikit-learn")
 Example = tuple[dict, np.ndarray]
 
 
@@ -50,31 +50,25 @@ class Answerer:
 
 def accuracy(answerer: Answerer, batch: Sequence[Example], size: int = 64) -> list[tuple[str, bool]]:
     """(family, right) of every example."""
-    scored = []
-    for start in range(0, len(batch), size):
-        part = batch[start : start + size]
-        for (record, _), answer in zip(part, answerer(part), strict=True):
-            scored.append((record["family"], same_answer(answer, record["answer"])))
-    return scored
+    answers = [answer for start in range(0, len(batch), size) for answer in answerer(batch[start : start + size])]
+    pairs = zip(batch, answers, strict=True)
+    return [(record["family"], same_answer(answer, record["answer"])) for (record, _), answer in pairs]
 
 
 def measure(model: str | Path, base: int, stream: int, seed: int = SEED, split: str = "test") -> dict:
     answerer = Answerer(model)
+    numbers = {task: base if task == BASE else stream for task in TASKS}
+    scored = {task: accuracy(answerer, list(examples(task, split, n, seed))) for task, n in numbers.items()}
+    of_base = scored.pop(BASE)
     by_family: dict[str, list[bool]] = defaultdict(list)
-    frozen = {}
-    for task in TASKS:
-        scored = accuracy(answerer, list(examples(task, split, base if task == BASE else stream, seed)))
-        if task == BASE:
-            for family, right in scored:
-                by_family[family].append(right)
-        else:
-            frozen[task] = round(float(np.mean([right for _, right in scored])), 4)
-    everything = [right for rights in by_family.values() for right in rights]
+    for family, right in of_base:
+        by_family[family].append(right)
+    frozen = {task: _share([right for _, right in answered]) for task, answered in scored.items()}
     return {
         "split": split,
         "seed": seed,
-        "base": {"questions": len(everything), "accuracy": round(float(np.mean(everything)), 4)},
-        "base_families": {f: round(float(np.mean(r)), 4) for f, r in by_family.items()},
+        "base": {"questions": len(of_base), "accuracy": _share([right for _, right in of_base])},
+        "base_families": {family: _share(rights) for family, rights in by_family.items()},
         "streams": {
             "questions_each": stream,
             "frozen_accuracy": frozen,
@@ -83,12 +77,14 @@ def measure(model: str | Path, base: int, stream: int, seed: int = SEED, split: 
     }
 
 
+def _share(rights: Sequence[bool]) -> float:
+    return round(float(np.mean(rights)), 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(CHECKPOINT))
-    parser.add_argument(
-        "--base", type=int, default=2700, help="held-out base questions, spread evenly over the families"
-    )
+    parser.add_argument("--base", type=int, default=2700, help="held-out base questions, evenly over the families")
     parser.add_argument("--stream", type=int, default=256, help="test questions of each stream task")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -106,12 +102,7 @@ def main() -> None:
         result |= {
             "command": shlex.join(["python", "-m", "benchmarks.demo.evaluate", *sys.argv[1:]]),
             "seconds": round(time.monotonic() - began, 1),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "scikit-learn": sklearn.__version__,
-            },
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -141,13 +141,10 @@ def published_name(name: str) -> str | None:
     """The name a tensor has in published LLaVA checkpoints (and in vLLM), or None for the tied output layer."""
     if name == "lm_head.weight":
         return None
-    name = name.removeprefix("model.")
-    if name.startswith("vision_tower."):
-        rest = name.removeprefix("vision_tower.").removeprefix("vision_model.")
-        return f"vision_tower.vision_model.{rest}"
-    if name.startswith("language_model."):
-        return "language_model.model." + name.removeprefix("language_model.")
-    return name
+    part, _, rest = name.removeprefix("model.").partition(".")
+    if part == "vision_tower":
+        return f"vision_tower.vision_model.{rest.removeprefix('vision_model.')}"
+    return f"language_model.model.{rest}" if part == "language_model" else f"{part}.{rest}"
 
 
 def export(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import openai
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.chat import Message, question_of, same_answer, user_turn
 from benchmarks.demo.world import TASKS, examples
@@ -62,17 +62,9 @@ def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Consol
     for model in (base, MEMORY):
         ask(client, model, [user_turn(pixels, question_of(record))], trace=False)
 
-    table = Table(title="The same frozen model, without and with its memory", show_lines=True)
-    for column in (
-        "task",
-        "question",
-        "expected",
-        "no memory",
-        "with memory",
-        "most used entries (weight)",
-        "time, ms",
-    ):
-        table.add_column(column, overflow="fold")
+    head = ("task", "question", "expected", "no memory", "with memory", "most used entries (weight)", "time, ms")
+    columns = [Column(label, overflow="fold") for label in head]
+    table = Table(*columns, title="The same frozen model, without and with its memory", show_lines=True)
     right = {base: 0, MEMORY: 0}
     total = 0
     for task in tasks:
@@ -82,17 +74,11 @@ def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Consol
             memory = ask(client, MEMORY, messages, trace=True)
             assert memory.trace is not None, "a request that used memory and asked for its trace came back without one"
             total += 1
+            answer = record["answer"]
             for model, reply in ((base, plain), (MEMORY, memory)):
-                right[model] += same_answer(reply.text, record["answer"])
-            table.add_row(
-                task,
-                question_of(record),
-                record["answer"],
-                _marked(plain.text, record["answer"]),
-                _marked(memory.text, record["answer"]),
-                _entries(memory.trace),
-                _times(plain, memory),
-            )
+                right[model] += same_answer(reply.text, answer)
+            replies = (_marked(reply.text, answer) for reply in (plain, memory))
+            table.add_row(task, question_of(record), answer, *replies, _entries(memory.trace), _times(plain, memory))
     console.print(table)
     console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
 

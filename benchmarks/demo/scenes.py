@@ -116,11 +116,9 @@ def _mask(shape: str, size: str) -> np.ndarray:
         inside = (abs(x) <= radius * 0.9) & (abs(y) <= radius * 0.9)
     elif shape == "triangle":
         inside = (y <= radius * 0.9) & (y >= -radius) & (abs(x) <= (y + radius) * 0.55)
-    elif shape == "cross":
+    else:
         arm = radius * 0.36
         inside = ((abs(x) <= arm) | (abs(y) <= arm)) & (abs(x) <= radius) & (abs(y) <= radius)
-    else:
-        raise AssertionError(shape)
     return inside.reshape(CELL, 4, CELL, 4).mean(axis=(1, 3), dtype=np.float32)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from benchmarks.demo.questions import CODE_WORDS, NUMBER_WORDS, Question, matching, phrase, pick, reference
-from benchmarks.demo.scenes import COLOURS, PICTURE, Scene, Thing, random_scene, split_of
+from benchmarks.demo.scenes import COLOURS, PICTURE, Scene, random_scene, split_of
 
 # Disjoint sets of code words; all of them are words the model can already say.
 GUILDS = dict(zip(COLOURS, CODE_WORDS[:6], strict=True))
@@ -70,10 +70,6 @@ class Stream:
     ask: Callable[..., Question | None]  # (rng, what was drawn)
 
 
-def _one_thing(rng: np.random.Generator, split: str) -> Scene:
-    return random_scene(rng, split, low=1, high=1)
-
-
 def _field(rng: np.random.Generator, scene: Scene) -> Question | None:
     thing, kind = pick(rng, scene.things), pick(rng, ("colour", "shape"))
     ref = reference(rng, scene, thing, hide=kind)
@@ -89,12 +85,12 @@ def _guild(rng: np.random.Generator, scene: Scene) -> Question | None:
 def _beside(rng: np.random.Generator, scene: Scene) -> Question | None:
     """Asks for the neighbour in the next cell of the same row, so that colour and place have to be combined."""
     by_cell = {t.cell: t for t in scene.things}
-    pairs: list[tuple[Thing, Thing, str]] = []
-    for thing in scene.things:
-        for step, side in ((-1, "left"), (1, "right")):
-            other = by_cell.get(thing.cell + step)
-            if other is not None and other.row == thing.row:
-                pairs.append((thing, other, side))
+    pairs = [
+        (thing, other, side)
+        for thing in scene.things
+        for step, side in ((-1, "left"), (1, "right"))
+        if (other := by_cell.get(thing.cell + step)) is not None and other.row == thing.row
+    ]
     if not pairs:
         return None
     thing, other, side = pick(rng, pairs)
@@ -130,6 +126,7 @@ def _code_of_digit(rng: np.random.Generator, digit: Digit) -> Question:
     return CODE_QUESTION, DIGIT_CODES["odd" if digit.value % 2 else "even"]
 
 
+one_thing = functools.partial(random_scene, low=1, high=1)
 STREAMS: dict[str, Stream] = {
     "field": Stream("new answer format for known content", random_scene, _field),
     "guild": Stream("new answer vocabulary for known content", random_scene, _guild),
@@ -137,6 +134,6 @@ STREAMS: dict[str, Stream] = {
     "count_pair": Stream("new composition: counting by two attributes", random_scene, _count_pair),
     "variety": Stream("new question type: how many different values", random_scene, _variety),
     "digit": Stream("new visual domain: handwritten digits", random_digit, _digit),
-    "code_shape": Stream("shares its question with code_digit; the code of the colour", _one_thing, _code_of_shape),
+    "code_shape": Stream("shares its question with code_digit; the code of the colour", one_thing, _code_of_shape),
     "code_digit": Stream("shares its question with code_shape; the code of the parity", random_digit, _code_of_digit),
 }

@@ -156,9 +156,8 @@ def warm_up(model, steps: int, rows: int, log) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if step % 20 == 0 or step == steps - 1:
-            log(
-                {"stage": "warm-up", "step": step, "loss": round(loss.item(), 4), "cells_right": round(right.item(), 3)}
-            )
+            scores = {"loss": round(loss.item(), 4), "cells_right": round(right.item(), 3)}
+            log({"stage": "warm-up", "step": step, **scores})
     with torch.no_grad():  # image tokens of root mean square 0.5, beside which word embeddings are not negligible
         scale = 0.5 / image_features(model, pixels).pow(2).mean().sqrt()
         for parameter in model.model.multi_modal_projector.linear_2.parameters():

@@ -59,10 +59,7 @@ def examples(task: str, split: str, number: int, seed: int = SEED) -> Iterator[t
             continue
         name = f"{split}_{len(seen):05d}"
         seen.add(pixels.tobytes())
-        parts = [
-            {"type": "image_url", "image_url": {"url": f"images/{name}.png"}},
-            {"type": "text", "text": question},
-        ]
+        parts = [{"type": "image_url", "image_url": {"url": f"images/{name}.png"}}, {"type": "text", "text": question}]
         record = {
             "id": f"{task}/{name}",
             "task": task,

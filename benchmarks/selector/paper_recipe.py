@@ -14,9 +14,10 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -36,38 +37,32 @@ from selector.update.result import UpdateResult
 from selector.update.settings import BuildSettings
 from server.demo import CHECKPOINT
 
+Splits = Mapping[str, Sequence[Example]]
+
 
 def main() -> int:
-    options = _parser().parse_args()
-    disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    backbone = Backbone.load(options.model)
-    folder = options.data / options.task
-    test = read_task(folder / "test.jsonl")
-    questions = Questions(test, extract_keys(backbone, test))
+    parser = first_task_parser(__doc__, budget=32, iterations=100, threads=0)
+    parser.add_argument("--gamma", type=float, default=0.1)
+    parser.add_argument("--step-rule", choices=("plain", "normalized"), default="plain")
+    parser.add_argument("--full-pool", action="store_true")
+    options = parser.parse_args()
+    backbone, splits = load_first_task(options)
+    questions = Questions(splits["test"], extract_keys(backbone, splits["test"]))
     scorer = Scorer(backbone)
     runs = []
     for seed in options.seeds:
-        runs.append(measure(backbone, scorer, questions, folder, seed, options))
+        runs.append(measure(backbone, scorer, questions, splits, seed, options))
         print(json.dumps(runs[-1]), file=sys.stderr)
     methods = runs[0]["test_nll"]
-    report = {
-        "benchmark": "paper_recipe",
-        "settings": settings_of(options),
-        "machine": describe_machine(),
-        "runs": runs,
-        "mean_test_nll": {name: statistics.mean(run["test_nll"][name] for run in runs) for name in methods},
-    }
-    print(json.dumps(report))
+    means = {name: statistics.mean(run["test_nll"][name] for run in runs) for name in methods}
+    print_report("paper_recipe", options, runs=runs, mean_test_nll=means)
     return 0
 
 
 def measure(
-    backbone: Backbone, scorer: Scorer, questions: Questions, folder: Path, seed: int, options: argparse.Namespace
-) -> dict:
+    backbone: Backbone, scorer: Scorer, questions: Questions, splits: Splits, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """One seed."""
-    training, validation = (read_task(folder / f"{split}.jsonl") for split in ("train", "validation"))
     settings = PaperSettings(
         budget=options.budget,
         beta=0.0,  # the first task has no anchors
@@ -77,16 +72,16 @@ def measure(
         shortlist=None if options.full_pool else 8,
         seed=seed,
     )
-    done = select_first(backbone, training, validation, settings, progress=True)
+    done = select_first(backbone, splits, settings, progress=True)
     selected = Memory.from_bundle(done.bundle)
     losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
     for policy in ("random", "k-center"):
         build = BuildSettings(budget=options.budget, policy=policy, seed=seed)
-        memory = Memory.from_bundle(build_bundle(backbone, training, build))
+        memory = Memory.from_bundle(build_bundle(backbone, splits["train"], build))
         losses[f"{policy}, starting calibration"] = scorer.mean_loss(questions, memory)
         fitted = replace(memory, temperature=selected.temperature, value_gates=selected.value_gates)
         losses[f"{policy}, the selection's calibration"] = scorer.mean_loss(questions, fitted)
-    history, report = done.report["history"], done.report
+    history = done.report["history"]
 
     def ends(term: str) -> dict[str, float]:
         parts = {"mean_of_first_10": history[:10], "mean_of_last_10": history[-10:]}
@@ -95,49 +90,52 @@ def measure(
     return {
         "seed": seed,
         "test_nll": losses,
-        "validation_nll": report["validation_nll"],
+        "validation_nll": done.report["validation_nll"],
         "objective": ends("objective"),
         "current": ends("current"),
-        "rounding": report["rounding"],
-        "calibration": report["calibration"],
-        "phases": report["phases"],
+        **{name: done.report[name] for name in ("rounding", "calibration", "phases")},
     }
 
 
-def settings_of(options: argparse.Namespace) -> dict:
-    """The command's options as JSON values; where files lie is left out."""
-    return {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
-
-
-def select_first(
-    backbone: Backbone,
-    training: Sequence[Example],
-    validation: Sequence[Example],
-    settings: PaperSettings,
-    *,
-    progress: bool = False,
-) -> UpdateResult:
-    """The paper's selection for the first task of a stream, from its beginning."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint, _ = Checkpoint.open(Path(folder) / "run", {})
-        return update_paper(
-            backbone, TaskInputs(training, validation, (), None), settings, checkpoint, progress=progress
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def first_task_parser(
+    description: str | None, *, budget: int, iterations: int, threads: int
+) -> argparse.ArgumentParser:
+    """The options of a measurement on the first task of a stream; the numbers are defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--task", default="guild")
-    parser.add_argument("--budget", type=int, default=32)
-    parser.add_argument("--gamma", type=float, default=0.1)
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--step-rule", choices=("plain", "normalized"), default="plain")
-    parser.add_argument("--full-pool", action="store_true")
+    parser.add_argument("--budget", type=int, default=budget)
+    parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=threads)
     return parser
+
+
+def load_first_task(options: argparse.Namespace) -> tuple[Backbone, Splits]:
+    """The model, and the task's examples by split."""
+    disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    folder = options.data / options.task
+    splits = {split: read_task(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
+    return Backbone.load(options.model), splits
+
+
+def select_first(
+    backbone: Backbone, splits: Splits, settings: PaperSettings, *, progress: bool = False
+) -> UpdateResult:
+    """The paper's selection for the first task of a stream, from its beginning."""
+    inputs = TaskInputs(splits["train"], splits["validation"], (), None)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, _ = Checkpoint.open(Path(folder) / "run", {})
+        return update_paper(backbone, inputs, settings, checkpoint, progress=progress)
+
+
+def print_report(name: str, options: argparse.Namespace, **measured: Any) -> None:
+    """The JSON line; of paths among the options only the last part is printed."""
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+    print(json.dumps({"benchmark": name, "settings": settings, "machine": describe_machine(), **measured}))
 
 
 if __name__ == "__main__":

@@ -10,25 +10,18 @@ mean NLL of held-out test answers under the deployed memory. Ends in one JSON li
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
+from typing import Any
 
-import torch
-from transformers.utils.logging import disable_progress_bar
-
-from benchmarks.machine import describe_machine
-from benchmarks.selector.paper_recipe import select_first, settings_of
+from benchmarks.selector.paper_recipe import Splits, first_task_parser, load_first_task, print_report, select_first
 from selector.backbone.extraction import extract_keys
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
-from selector.data.examples import read_task
 from selector.paper.settings import PaperSettings
-from server.demo import CHECKPOINT
 
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "shortlist": {"shortlist": 8},
     "random shortlist": {"shortlist": 8, "shortlist_policy": "random"},
     "full pool": {"shortlist": None},
@@ -36,41 +29,26 @@ ARMS = {
 
 
 def main() -> int:
-    options = _parser().parse_args()
-    disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    backbone, folder = Backbone.load(options.model), options.data / options.task
-    test = read_task(folder / "test.jsonl")
-    questions = Questions(test, extract_keys(backbone, test, batch_size=64))
+    options = first_task_parser(__doc__, budget=16, iterations=20, threads=1).parse_args()
+    backbone, splits = load_first_task(options)
+    questions = Questions(splits["test"], extract_keys(backbone, splits["test"], batch_size=64))
     runs = [
-        {"arm": arm, "seed": seed} | measure(backbone, questions, folder, seed, arm, options)
+        {"arm": arm, "seed": seed} | measure(backbone, questions, splits, seed, arm, options)
         for seed in options.seeds
         for arm in ARMS
     ]
-    print(
-        json.dumps(
-            {
-                "benchmark": "shortlist",
-                "settings": settings_of(options),
-                "machine": describe_machine(),
-                "runs": runs,
-                "summary": {arm: summary(runs, arm) for arm in ARMS},
-            }
-        )
-    )
+    print_report("shortlist", options, runs=runs, summary={arm: summary(runs, arm) for arm in ARMS})
     return 0
 
 
 def measure(
-    backbone: Backbone, questions: Questions, folder: Path, seed: int, arm: str, options: argparse.Namespace
-) -> dict:
+    backbone: Backbone, questions: Questions, splits: Splits, seed: int, arm: str, options: argparse.Namespace
+) -> dict[str, Any]:
     """One seed of one arm."""
-    training, validation = (read_task(folder / f"{split}.jsonl") for split in ("train", "validation"))
     settings = PaperSettings(
         budget=options.budget, beta=0.0, gamma=0.1, iterations=options.iterations, seed=seed, **ARMS[arm]
     )
-    done = select_first(backbone, training, validation, settings)
+    done = select_first(backbone, splits, settings)
     seconds = {phase["name"]: phase["seconds"] for phase in done.report["phases"]}
     return {
         "candidates": done.report["pool"]["candidates"],
@@ -79,7 +57,7 @@ def measure(
     }
 
 
-def summary(runs: list[dict], arm: str) -> dict:
+def summary(runs: list[dict[str, Any]], arm: str) -> dict[str, Any]:
     """Against the full pool of the same seed: ratio of seconds, and difference in NLL with its standard error."""
     mine = [run for run in runs if run["arm"] == arm]
     full = [run for run in runs if run["arm"] == "full pool"]
@@ -91,18 +69,6 @@ def summary(runs: list[dict], arm: str) -> dict:
         "standard_error": statistics.stdev(drops) / len(drops) ** 0.5 if len(drops) > 1 else None,
         "test_nll": statistics.mean(run["test_nll"] for run in mine),
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=CHECKPOINT)
-    parser.add_argument("--task", default="guild")
-    parser.add_argument("--budget", type=int, default=16)
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=1)
-    return parser
 
 
 if __name__ == "__main__":

@@ -31,14 +31,7 @@ VARIABLES = ("selection weights", "temperature", "value gates")
 
 
 def attend_concatenated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    scaling: float,
-    memory: Memory,
-    terms: Terms,
-    layer: int,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int
 ) -> Tensor:
     """Every request gets scaled copies of all payloads in front of its own keys and values.
 
@@ -90,10 +83,9 @@ def main() -> int:
             for name, gradient, expected in zip(VARIABLES, result.pop("gradients"), truth, strict=True)
         }
     tiled, concatenated = results["induced"], results["concatenated"]
-    settings = {name: value for name, value in vars(options).items() if name != "method"}
     report = {
         "benchmark": "induced_attention",
-        "settings": settings,
+        "settings": {name: value for name, value in vars(options).items() if name != "method"},
         "machine": describe_machine(),
         **results,
         "times_faster": round(concatenated["seconds"] / tiled["seconds"], 3),
@@ -115,15 +107,8 @@ def measure(options: argparse.Namespace) -> dict:
     attend = METHODS[options.method]
     reference = options.method == "reference"
     dtype = torch.float64 if reference else torch.float32
-    n, N, L, H, J, D, T = (
-        options.batch,
-        options.entries,
-        options.layers,
-        options.heads,
-        options.kv_heads,
-        options.head_dim,
-        options.tokens,
-    )
+    n, N, L, T = options.batch, options.entries, options.layers, options.tokens
+    H, J, D = options.heads, options.kv_heads, options.head_dim
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

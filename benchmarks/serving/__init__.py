@@ -1,9 +1,5 @@
 """What a memory costs while serving: one command, one server, every method interleaved.
 
-    python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]
-
-Methods, all on the same running server and in the same run:
-
 - `none`              the base model's name: the request as vLLM serves it without memory
 - `memory_B{64,256}`  a bundle of B entries, all of them in attention
 - `..._top8`          the same bundle, the 8 nearest entries only

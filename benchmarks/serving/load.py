@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class RequestFailed(RuntimeError):
 
 def chat_body(model: str, messages: list[dict[str, Any]], output_tokens: int, xargs: dict[str, Any]) -> dict[str, Any]:
     """A request for exactly `output_tokens` tokens, every one of them visible in the stream."""
-    body = {
+    return {
         "model": model,
         "messages": messages,
         "temperature": 0.0,
@@ -51,19 +51,12 @@ def chat_body(model: str, messages: list[dict[str, Any]], output_tokens: int, xa
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # a token whose text is not yet printable has no text in its chunk
+        **({"vllm_xargs": xargs} if xargs else {}),
     }
-    return body | ({"vllm_xargs": xargs} if xargs else {})
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "") -> Timing:
-    """Sends one request and times the arrival of its tokens.
-
-    Args:
-        url: of the server; "" if the client has it as base URL.
-
-    Raises:
-        RequestFailed: an HTTP error, an error inside the stream, or fewer tokens than requested.
-    """
+    """Times a request to `url` ("": the client's). Raises RequestFailed: an error, or fewer tokens than requested."""
     first = last = 0.0
     usage: dict[str, int] = {}
     start = time.perf_counter()
@@ -89,14 +82,9 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], url: str = "")
     return Timing(first - start, tpot, usage["prompt_tokens"], tokens)
 
 
-async def send_block(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Block:
-    """Sends `bodies`, at most `concurrency` of them at a time, and waits for all."""
-    return await send_requests([(url, body) for body in bodies], concurrency)
-
-
 async def send_requests(requests: Sequence[tuple[str, dict[str, Any]]], concurrency: int) -> Block:
-    """The same for (URL of the server, body) pairs."""
-    waiting: Iterator[tuple[str, dict[str, Any]]] = iter(requests)
+    """Sends (URL of the server, body) pairs, at most `concurrency` of them at a time, and waits for all."""
+    waiting = iter(requests)
     timings: list[Timing] = []
 
     async def worker(client: httpx.AsyncClient) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser
-from typing import Any
 
 from locust import HttpUser, constant, events, task
 
@@ -57,7 +56,8 @@ class VisualQuestionUser(HttpUser):
                 response.failure(f"HTTP {response.status_code}: {response.text[:200]}")
                 return
             for line in response.iter_lines():
-                if line.startswith(b"data: {") and _has_token(json.loads(line[len(b"data: ") :])):
+                choices = json.loads(line[len(b"data: ") :]).get("choices", []) if line.startswith(b"data: {") else []
+                if any(choice.get("token_ids") for choice in choices):
                     arrivals.append(time.perf_counter())
         self._report("whole request", time.perf_counter() - start)
         if arrivals:
@@ -66,15 +66,5 @@ class VisualQuestionUser(HttpUser):
             self._report("TPOT", (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
 
     def _report(self, name: str, seconds: float) -> None:
-        self.environment.events.request.fire(
-            request_type="stream",
-            name=name,
-            response_time=1000 * seconds,
-            response_length=0,
-            exception=None,
-            context={},
-        )
-
-
-def _has_token(chunk: dict[str, Any]) -> bool:
-    return any(choice.get("token_ids") for choice in chunk.get("choices", []))
+        numbers = {"response_time": 1000 * seconds, "response_length": 0}
+        self.environment.events.request.fire(request_type="stream", name=name, exception=None, context={}, **numbers)

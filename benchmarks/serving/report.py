@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.serving.load import Block
 from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT
@@ -16,21 +15,11 @@ from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT
 Measured = dict[int, dict[str, list[Block]]]  # concurrency -> method -> its blocks, one a round
 
 
-@dataclass(frozen=True)
-class Target:
-    """`metric` of `method` at most `limit` times that of `against`, at concurrency 1."""
-
-    name: str
-    metric: str
-    method: str
-    against: str
-    limit: float
-
-
+# At concurrency 1: name, and a metric of a method at most `limit` times that of another.
 TARGETS = (
-    Target("TTFT, 64 entries", "ttft_ms", "memory_B64_all", BASE_METHOD, 2.5),
-    Target("TPOT, 64 entries", "tpot_ms", "memory_B64_all", BASE_METHOD, 1.25),
-    Target("TTFT, 256 entries against the longer prompt", "ttft_ms", "memory_B256_all", LONGER_PROMPT, 0.5),
+    ("TTFT, 64 entries", "ttft_ms", "memory_B64_all", BASE_METHOD, 2.5),
+    ("TPOT, 64 entries", "tpot_ms", "memory_B64_all", BASE_METHOD, 1.25),
+    ("TTFT, 256 entries against the longer prompt", "ttft_ms", "memory_B256_all", LONGER_PROMPT, 0.5),
 )
 
 RETRIEVAL_LIMIT_MS = 1.0
@@ -60,13 +49,9 @@ def _iqr(values: list[float]) -> float:
 def with_ratios(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Each method's row of one concurrency, with its ratios to the untouched model."""
     base = rows[BASE_METHOD]
+    ratios = {"ttft_ratio": "ttft_ms", "tpot_ratio": "tpot_ms", "throughput_ratio": "tokens_per_s"}
     return {
-        method: row
-        | {
-            "ttft_ratio": row["ttft_ms"] / base["ttft_ms"],
-            "tpot_ratio": row["tpot_ms"] / base["tpot_ms"],
-            "throughput_ratio": row["tokens_per_s"] / base["tokens_per_s"],
-        }
+        method: row | {ratio: row[metric] / base[metric] for ratio, metric in ratios.items()}
         for method, row in rows.items()
     }
 
@@ -82,9 +67,9 @@ def tabulate(measured: Measured) -> dict[str, dict[str, dict[str, float]]]:
 def check_targets(rows: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """The targets against the rows of concurrency 1."""
     reached = []
-    for target in TARGETS:
-        ratio = rows[target.method][target.metric] / rows[target.against][target.metric]
-        reached.append({"target": target.name, "limit": target.limit, "reached": ratio, "met": ratio <= target.limit})
+    for name, metric, method, against, limit in TARGETS:
+        ratio = rows[method][metric] / rows[against][metric]
+        reached.append({"target": name, "limit": limit, "reached": ratio, "met": ratio <= limit})
     return reached
 
 
@@ -102,26 +87,23 @@ def show(result: dict[str, Any], console: Console) -> None:
         verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
         console.print(f"{target['target']}: {target['reached']:.2f} (at most {target['limit']}) {verdict}")
     for method, parts in result["breakdown_ms"].items():
-        console.print(
-            f"{method}: " + ", ".join(f"{part.removesuffix('_ms')} {value:.2f} ms" for part, value in parts.items())
-        )
+        steps = [f"{part.removesuffix('_ms')} {value:.2f} ms" for part, value in parts.items()]
+        console.print(f"{method}: {', '.join(steps)}")
 
 
 def table(concurrency: str, rows: dict[str, dict[str, float]]) -> Table:
-    result = Table(title=f"concurrency {concurrency}")
-    result.add_column("method")
-    for column in ("requests", "prompt", "TTFT ms", "x none", "TPOT ms", "x none", "tokens/s", "x none"):
-        result.add_column(column, justify="right")
+    columns = (
+        ("requests", "requests", ".0f"),
+        ("prompt", "prompt_tokens", ".0f"),
+        ("TTFT ms", "ttft_ms", ".1f"),
+        ("x none", "ttft_ratio", ".2f"),
+        ("TPOT ms", "tpot_ms", ".2f"),
+        ("x none", "tpot_ratio", ".2f"),
+        ("tokens/s", "tokens_per_s", ".1f"),
+        ("x none", "throughput_ratio", ".2f"),
+    )
+    result = Table("method", *(Column(label, justify="right") for label, _, _ in columns))
+    result.title = f"concurrency {concurrency}"
     for method, row in rows.items():
-        result.add_row(
-            method,
-            f"{row['requests']:.0f}",
-            f"{row['prompt_tokens']:.0f}",
-            f"{row['ttft_ms']:.1f}",
-            f"{row['ttft_ratio']:.2f}",
-            f"{row['tpot_ms']:.2f}",
-            f"{row['tpot_ratio']:.2f}",
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['throughput_ratio']:.2f}",
-        )
+        result.add_row(method, *(format(row[name], digits) for _, name, digits in columns))
     return result

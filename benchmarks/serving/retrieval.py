@@ -32,8 +32,5 @@ def retrieval_ms(width: int, top_k: int | None, repeats: int = 300) -> float:
 
 def measure() -> dict[str, float]:
     """Median milliseconds by width, for all entries and for the nearest eight."""
-    return {
-        f"d{width}_{'all' if top_k is None else f'top{top_k}'}": retrieval_ms(width, top_k)
-        for width in WIDTHS
-        for top_k in (None, 8)
-    }
+    names = {"all": None, "top8": 8}
+    return {f"d{width}_{name}": retrieval_ms(width, top_k) for width in WIDTHS for name, top_k in names.items()}

@@ -1,8 +1,8 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-targets, where the time of a request with memory goes, and one JSON object as the last line; the same object, with
-hardware and versions, goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
+targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
+`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from collections import defaultdict
 from pathlib import Path
 
 import httpx
+import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoConfig
+from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
+from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
-from benchmarks.serving.load import Block, chat_body, send_block
+from benchmarks.serving.load import Block, chat_body, send_requests
 from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
-from benchmarks.serving.models import save_80m
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from server.demo import CHECKPOINT
 
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-SEED = 11
+SEED, MODEL_SEED = 11, 0
 
 
 def main() -> int:
@@ -54,19 +55,14 @@ def main() -> int:
     result = {
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
-        "model": args.model,
-        "dtype": args.dtype,
-        "weighting": args.weighting,
-        "output_tokens": args.output_tokens,
-        "smoke": args.smoke,
+        **{name: getattr(args, name) for name in ("model", "dtype", "weighting", "output_tokens", "smoke")},
         "retrieval_ms": retrieval.measure(),
         "breakdown_ms": parts,
         "concurrency": report.tabulate(measured),
         "machine": describe_machine(),
     }
-    result["targets"] = report.check_targets(result["concurrency"]["1"]) + report.check_retrieval(
-        result["retrieval_ms"]
-    )
+    targets = report.check_targets(result["concurrency"]["1"])
+    result["targets"] = targets + report.check_retrieval(result["retrieval_ms"])
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
@@ -101,6 +97,27 @@ def resolve_model(name: str, work: Path) -> Path:
     if name == "80m":
         return save_80m(work / "model_80m")
     return CHECKPOINT if name == "demo" else Path(name)
+
+
+def save_80m(directory: Path, tokenizer_source: Path = CHECKPOINT) -> Path:
+    """Writes a checkpoint of about 160 MB of float16 to `directory`, the same bytes every time.
+
+    It has the demo model's architecture, tokenizer and processor; it is wider, deeper and untrained. Its answers mean
+    nothing, its costs are those of any model of its shape.
+    """
+    config = build_config()
+    text = config.text_config
+    assert isinstance(text, Qwen3Config)
+    text.hidden_size = 768
+    text.intermediate_size = 2048
+    text.num_hidden_layers = 12
+    text.num_attention_heads = 12
+    text.num_key_value_heads = 4
+    text.head_dim = 64
+    text.layer_types = ["full_attention"] * 12
+    torch.manual_seed(MODEL_SEED)
+    model = LlavaForConditionalGeneration(config)
+    return export(model, PreTrainedTokenizerFast.from_pretrained(tokenizer_source), directory)
 
 
 def write_exemplars(work: Path) -> Path:
@@ -153,7 +170,7 @@ def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Bloc
     """One block: a single request alone, otherwise two requests for each place."""
     number = 1 if concurrency == 1 else 2 * concurrency
     bodies = [chat_body(method.model, method.messages(), output_tokens, method.xargs) for _ in range(number)]
-    return asyncio.run(send_block(url, bodies, concurrency))
+    return asyncio.run(send_requests([(url, body) for body in bodies], concurrency))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.answering.plans import Copied, Gated, Plain, Shown
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.adapter import attach, save
-from benchmarks.continual.methods.gating import GATE, write_gate
-from benchmarks.continual.methods.neighbours import Neighbours
-from benchmarks.continual.methods.prompt_replay import EXEMPLARS, KEYS
+from benchmarks.continual.methods.gated import GATE, write_gate
+from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys, extract_query_keys

@@ -22,7 +22,7 @@ from benchmarks.continual.diagnostics.served_speed import (
 )
 from benchmarks.continual.diagnostics.speed import pareto_finding, with_front
 from benchmarks.continual.methods import Artifact, RunContext
-from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.methods.neighbours import KnnCopier
 from benchmarks.continual.results import Finished
 from benchmarks.serving.load import Block, Timing
 from inducekv_vllm.errors import ConfigError

@@ -18,13 +18,11 @@ from benchmarks.continual.methods import METHODS, Artifact, RunContext, query_ke
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
 from benchmarks.continual.methods.fit import Fit
-from benchmarks.continual.methods.gating import gate_of, read_gate, write_gate
-from benchmarks.continual.methods.knn_copier import KnnCopier
+from benchmarks.continual.methods.gated import gate_of, read_gate, write_gate
 from benchmarks.continual.methods.lora import AdapterTraining, Lora
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
-from benchmarks.continual.methods.neighbours import Neighbours, drawn
+from benchmarks.continual.methods.neighbours import KnnCopier, Neighbours, PromptReplay, drawn
 from benchmarks.continual.methods.no_memory import NoMemory
-from benchmarks.continual.methods.prompt_replay import PromptReplay
 from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from inducekv_vllm.bundle import Gate

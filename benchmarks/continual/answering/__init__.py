@@ -9,13 +9,4 @@ from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS, Answerer, An
 from benchmarks.continual.answering.offline import OfflineAnswerer, OfflineModel
 from benchmarks.continual.answering.plans import Ask, Plan, plan
 
-__all__ = [
-    "MAX_NEW_TOKENS",
-    "Answerer",
-    "AnsweringModel",
-    "Ask",
-    "OfflineAnswerer",
-    "OfflineModel",
-    "Plan",
-    "plan",
-]
+__all__ = ["MAX_NEW_TOKENS", "Answerer", "AnsweringModel", "Ask", "OfflineAnswerer", "OfflineModel", "Plan", "plan"]

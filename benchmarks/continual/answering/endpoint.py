@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import httpx
@@ -20,21 +19,17 @@ from benchmarks.continual.methods.method import Kind
 from inducekv_vllm.errors import ConfigError
 
 Loadable = Literal["bundle", "adapter"]
-LOAD_ROUTES: Mapping[Loadable, str] = MappingProxyType(
-    {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
-)
+LOAD_ROUTES: Mapping[Loadable, str] = {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
 # What an artifact of each kind has to have loaded before it can answer.
-LOADS: Mapping[Kind, Loadable | None] = MappingProxyType(
-    {
-        "none": None,
-        "exemplars": None,
-        "copier": None,
-        "bundle": "bundle",
-        "adapter": "adapter",
-        "gated_adapter": "adapter",
-        "gated_adapters": "adapter",
-    }
-)
+LOADS: Mapping[Kind, Loadable | None] = {
+    "none": None,
+    "exemplars": None,
+    "copier": None,
+    "bundle": "bundle",
+    "adapter": "adapter",
+    "gated_adapter": "adapter",
+    "gated_adapters": "adapter",
+}
 SECONDS = 300.0  # for any one request
 NOT_OFFERED = (404, 405)
 
@@ -54,16 +49,13 @@ class Endpoint:
     def at(cls, url: str, model: str | None = None) -> Endpoint:
         """The endpoint at `url`, with or without "/v1"; `model` says which of several models is the untouched one.
 
-        Raises:
-            EndpointFailed: it does not answer.
-            ConfigError: which model is meant is not clear.
+        Raises EndpointFailed: it does not answer; ConfigError: which model is meant is not clear.
         """
         url = url.rstrip("/").removesuffix("/v1")
         names = [card["id"] for card in models_at(url) if not card.get("parent")]  # bundles and adapters have one
         if model is None and len(names) != 1:
-            raise ConfigError(
-                f"{url} serves {', '.join(names) or 'no model'}: say with --endpoint-model which is meant"
-            )
+            listed = ", ".join(names) or "no model"
+            raise ConfigError(f"{url} serves {listed}: say with --endpoint-model which is meant")
         if model is not None and model not in names:
             raise ConfigError(f"{url} serves no model {model!r}, it serves: {', '.join(names) or 'none'}")
         return cls(url, model or names[0])
@@ -73,15 +65,10 @@ class Endpoint:
         return request(self.url, "POST", LOAD_ROUTES[what], {}).status_code not in NOT_OFFERED
 
     def load(self, what: Loadable, path: Path) -> str:
-        """The name under which the bundle or adapter at `path` answers from now on, one that nobody else uses.
-
-        Raises:
-            EndpointFailed: it does not answer, or refuses.
-        """
+        """A new name under which what lies at `path` answers from now on. Raises EndpointFailed: it was refused."""
         name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
-        body: dict[str, Any] = {"name": name, "path": place, "replace": True}
-        if what == "adapter":
-            body = {"lora_name": name, "lora_path": place}
+        adapter, bundle = {"lora_name": name, "lora_path": place}, {"name": name, "path": place, "replace": True}
+        body = adapter if what == "adapter" else bundle
         answer_of(self.url, "POST", LOAD_ROUTES[what], body)
         return name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -71,11 +71,7 @@ class LoadableArtifact:
 
     @contextmanager
     def loaded(self, part: str | None) -> Iterator[Served]:
-        """Loads the whole artifact, or the subfolder `part` of its folder.
-
-        Raises:
-            EndpointFailed: the endpoint does not answer, or refuses.
-        """
+        """Loads the whole artifact, or the subfolder `part` of its folder."""
         name = self.endpoint.load(self.what, self.path / part if part else self.path)
         try:
             yield Served(self.endpoint.url, name)
@@ -101,22 +97,14 @@ class HttpModel:
     concurrency: int
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
-        """Loads what the questions need, asks them, and unloads it.
-
-        Raises:
-            EndpointFailed: an endpoint does not answer, or refuses to load or to answer, naming it.
-        """
+        """Loads what the questions need, asks them, and unloads it."""
         asks = self.plan.asks(examples)
         with self.loaded(asks) as models:
             return asyncio.run(self._ask_all(asks, models))
 
     @contextmanager
     def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
-        """The model of each question; inside, all of them are loaded.
-
-        Raises:
-            EndpointFailed: an endpoint does not answer, or refuses to load.
-        """
+        """The model of each question; inside, all of them are loaded."""
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
             assert self.artifact is not None or not parts, "a plan asks the model of an artifact that has none"
@@ -149,9 +137,11 @@ class HttpModel:
 
 async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     """The text of the answer. Raises EndpointFailed."""
+    messages = messages_of(ask.conversation)
+    body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
     for left in reversed(range(ATTEMPTS)):
         try:
-            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=chat_body(model.name, ask.conversation))
+            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=body)
             break
         except httpx.HTTPError as error:
             # A server may close an idle connection just as it is used again; a greedy question can be asked twice.
@@ -160,12 +150,3 @@ async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     if response.is_error:
         raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
     return (response.json()["choices"][0]["message"]["content"] or "").strip()
-
-
-def chat_body(model: str, example: Example) -> dict[str, Any]:
-    return {
-        "model": model,
-        "messages": messages_of(example),
-        "temperature": 0.0,
-        "max_tokens": MAX_NEW_TOKENS,
-    }

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.methods.gating import GATE, read_gate
-from benchmarks.continual.methods.neighbours import Neighbours
-from benchmarks.continual.methods.prompt_replay import KEYS
+from benchmarks.continual.methods.gated import GATE, read_gate
+from benchmarks.continual.methods.neighbours import KEYS, Neighbours
 from benchmarks.continual.methods.query_keys import BATCH_SIZE, QueryKeyCache
 from benchmarks.continual.methods.rehearsal import number_that_fit
 from inducekv_vllm.gate import RelevanceGate
@@ -78,12 +77,7 @@ class Plan(Protocol):
 
 
 def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Backbone] = Backbone.load) -> Plan:
-    """How the artifact of the state folder `state` answers.
-
-    Args:
-        model: the folder of the untouched one.
-        load: called with `model` if keys of questions must be computed.
-    """
+    """How the artifact of a state folder answers; `load` is called with `model` if keys of questions are needed."""
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
         relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)

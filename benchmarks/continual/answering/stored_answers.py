@@ -34,11 +34,7 @@ class StoredAnswers:
     answerer: Answerer
 
     def answers(self, artifact: Artifact, state: Path, examples: Sequence[Example]) -> tuple[list[str], int]:
-        """The answer to each question, and the number of questions asked now; equal questions are asked once.
-
-        Raises:
-            EndpointFailed: an endpoint failed; the message also gives the number of stored answers.
-        """
+        """Each question's answer, and how many were asked now. Raises EndpointFailed: says how many are stored."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / f"{content_digest(artifact, state)}.jsonl") as file:
             stored = _read(file)

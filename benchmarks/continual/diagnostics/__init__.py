@@ -3,5 +3,5 @@
     python -m benchmarks.continual.diagnostics NAME --out DIR [--method M] [--budget B] [--seed S ...]
 
 DIR is the folder of a `python -m benchmarks.continual run`; DIR/diagnostics/NAME.json and NAME.png are written. The
-table of all names is in `__main__`, the interface in `diagnostic`, statistics that several share in `statistics`.
+table of all names and their interface are in `__main__`, statistics that several share in `statistics`.
 """

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
 
 from benchmarks.continual.diagnostics import (
     anchors,
@@ -22,7 +23,6 @@ from benchmarks.continual.diagnostics import (
     rounding,
 )
 from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
-from benchmarks.continual.diagnostics.diagnostic import Diagnostic
 from benchmarks.continual.diagnostics.drawing import png
 from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
 from benchmarks.continual.diagnostics.speed import OperatingPoints, Pareto
@@ -31,24 +31,41 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
-DIAGNOSTICS: Mapping[str, Diagnostic] = MappingProxyType(
-    {
-        "ambiguity": Ambiguity(),
-        "anchors": anchors,
-        "calibration": calibration,
-        "diversity": diversity,
-        "forgetting": forgetting,
-        "gate": gate,
-        "hit_rate": HitRate(),
-        "memory_attention": memory_attention,
-        "operating_points": OperatingPoints(),
-        "order": Order(),
-        "pareto": Pareto(),
-        "rounding": rounding,
-        "seeds": Seeds(),
-        "sweeps": Sweeps(),
-    }
-)
+
+
+class Diagnostic(Protocol):
+    """A module or an object. Its docstring is the help text of its command, the first line a summary."""
+
+    SOURCE: str  # the section of the paper
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options of its own, and its own defaults for the common ones."""
+
+    def measure(self, finished: Finished, options: argparse.Namespace) -> dict[str, Any]:
+        """JSON values; "finding" is the result in a plain sentence. Raises InduceKVError: names what the run lacks."""
+        ...
+
+    def plot(self, measured: dict[str, Any]) -> Figure:
+        """The figure of what `measure` returned, read back from JSON: keys are text, NaN is None."""
+        ...
+
+
+DIAGNOSTICS: Mapping[str, Diagnostic] = {
+    "ambiguity": Ambiguity(),
+    "anchors": anchors,
+    "calibration": calibration,
+    "diversity": diversity,
+    "forgetting": forgetting,
+    "gate": gate,
+    "hit_rate": HitRate(),
+    "memory_attention": memory_attention,
+    "operating_points": OperatingPoints(),
+    "order": Order(),
+    "pareto": Pareto(),
+    "rounding": rounding,
+    "seeds": Seeds(),
+    "sweeps": Sweeps(),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,11 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(path: Path, measured: dict[str, Any], picture: bytes) -> None:
-    """Writes the JSON last: if it exists, so does its picture.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Writes the JSON last: if it exists, so does its picture. Raises ConfigError: the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".png"), picture)
@@ -108,12 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="NAME")
     for name, diagnostic in DIAGNOSTICS.items():
         text = cleandoc(diagnostic.__doc__ or "").replace("%", "%%")
-        command = commands.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)
         add = command.add_argument
         add("--out", type=Path, required=True, help="the folder of a finished run")
         add("--method", default="refined", help="(default: %(default)s)")

@@ -1,7 +1,5 @@
 """How well the loss on anchors represents the loss on earlier tasks; and what anchors cost.
 
-    python -m benchmarks.continual.diagnostics anchors --out DIR [--method M] [--budget B] [--held-out test]
-
 For the memory after each task but the first, of every seed: the mean NLL of the answers to the anchors of all earlier
 tasks (A), and to as many held-out examples of the same tasks (H), none of which is an anchor. Each memory is one state.
 Over the states: Pearson's and Spearman's correlation, the mean absolute gap |A - H|, and it relative to H. The same
@@ -31,7 +29,6 @@ from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.statistics import correlation
 from benchmarks.continual.methods.rehearsal import ANCHORS
 from benchmarks.continual.results import Finished, FinishedRun
-from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_query_keys
@@ -63,11 +60,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: the stream has one task, or the method keeps no anchors or makes no bundles.
-        TaskDataError: anchors or data cannot be read.
-    """
     runs = finished.chosen(options)
     states = [state for run in runs for state in _states(finished, run, options.held_out, options.questions)]
     if not states:
@@ -88,10 +80,9 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 
 def agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How well the first of two losses represents the second.
+    """How well the first of two losses represents the second: correlations, and gaps (first less second).
 
-    Correlations are None below three pairs, and if one of the two is constant. The signed gap is the first loss less
-    the second; the relative gap divides by the second.
+    The relative gap is divided by the second.
     """
     anchors, held_out = np.array(pairs, np.float64).T  # [states] each
     gaps = anchors - held_out
@@ -116,17 +107,14 @@ def disjoint(examples: Sequence[Example], anchors: Sequence[Example], count: int
 
 def storage(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """Of the anchors that the last update used, beside the memory; bytes are means over seeds."""
-    counts, sizes = [], []
-    for run in runs:
-        earlier = [task for task in AnchorStore(run.state() / ANCHORS).tasks() if task.run != run.order[-1]]
-        counts.append(sum(task.count for task in earlier))
-        sizes.append(sum(task.bytes for task in earlier))
+    stored = [[task for task in AnchorStore(r.state() / ANCHORS).tasks() if task.run != r.order[-1]] for r in runs]
+    anchors = statistics.mean(sum(task.bytes for task in earlier) for earlier in stored)
     memory = statistics.mean(run.artifact().stored_bytes for run in runs)
     return {
-        "anchors": statistics.mean(counts),
-        "anchor_bytes": statistics.mean(sizes),
+        "anchors": statistics.mean(sum(task.count for task in earlier) for earlier in stored),
+        "anchor_bytes": anchors,
         "memory_bytes": memory,
-        "ratio": statistics.mean(sizes) / memory,
+        "ratio": anchors / memory,
     }
 
 
@@ -181,7 +169,7 @@ def _questions(
         mine = [anchor for anchor in stored if anchor.task == task.name]
         if not mine:
             raise ConfigError(f"{run.folder}: {run.method} keeps no anchors of {task.name}")
-        others = disjoint(_split(task, split), mine, questions or len(mine), run.seed)
+        others = disjoint(getattr(task, split), mine, questions or len(mine), run.seed)
         if not others:
             raise ConfigError(f"the {split} split of {task.name} holds nothing but anchors")
         anchors[task.name], held_out[task.name] = (
@@ -189,10 +177,6 @@ def _questions(
             for examples in (mine, others)
         )
     return anchors, held_out
-
-
-def _split(task: TaskData, name: str) -> tuple[Example, ...]:
-    return {"train": task.train, "validation": task.validation, "test": task.test}[name]
 
 
 def _mean(pairs: Iterable[Sequence[float]]) -> Pair:

@@ -20,9 +20,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
-from benchmarks.continual.diagnostics.statistics import correlation
+from benchmarks.continual.diagnostics.statistics import correlation, describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 
@@ -99,10 +98,9 @@ def _means(of_runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[f
 def _finding(
     tasks: Sequence[str], trace: Mapping[str, Sequence[float]], correlations: dict[str, Any] | None, fixed: str
 ) -> str:
-    moved = "; ".join(
-        f"{label} goes from {trace[name][0]:.3g} to {trace[name][-1]:.3g}"
-        for name, label in (("temperature", "the temperature"), ("value_gate", "the mean value gate"))
-    )
+    labels = {"temperature": "the temperature", "value_gate": "the mean value gate"}
+    ends = {label: (trace[name][0], trace[name][-1]) for name, label in labels.items()}
+    moved = "; ".join(f"{label} goes from {first:.3g} to {last:.3g}" for label, (first, last) in ends.items())
     if correlations is None:
         return f"Over the stream {moved}; what that gains is not known, the run has no finished {fixed}."
     best = int(np.argmax(trace["gain"]))
@@ -141,10 +139,8 @@ def _draw_trace(axes: Axes, trace: Mapping[str, Sequence[float | None]]) -> None
 
 
 def _draw_gains(axes: Axes, trace: Mapping[str, Sequence[float | None]]) -> None:
-    for name, label, hatch, offset in (
-        ("gain", "gain when learned", HATCHES[0], -0.2),
-        ("gain_in_the_end", "gain in the end", HATCHES[1], 0.2),
-    ):
+    bars = (("gain", "gain when learned", -0.2), ("gain_in_the_end", "gain in the end", 0.2))
+    for (name, label, offset), hatch in zip(bars, HATCHES, strict=False):
         gained = finite(trace[name])
         places = [place + offset for place in range(len(gained))]
         axes.bar(places, gained, 0.4, color=COLOURS[2], hatch=hatch, edgecolor="white", label=label)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
 from benchmarks.continual.diagnostics.statistics import (
+    describe_runs,
     grouped,
     paired_difference,
     plus_minus,
@@ -47,12 +48,7 @@ class Order:
         parser.add_argument("--score", default="AP", help="which of the runs' metrics (default AP)")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """All methods that every folder has finished; the others are named in "left_out".
-
-        Raises:
-            ConfigError: there is one order only, an order comes twice, folders or settings differ in more than the
-                order, no method is in all folders, or there is no such score.
-        """
+        """All methods that every folder has finished; the others are named in "left_out"."""
         folders = [finished, *(Finished.read(folder, options.model, options.data) for folder in options.also)]
         require_different_orders(folders)
         orders = [list(folder.configuration["order"]) for folder in folders]
@@ -80,12 +76,10 @@ class Order:
 
     def _finding(self, rows: Sequence[Mapping[str, Any]], score: str, orders: int) -> str:
         values = [f"{r['method']} ({r['budget']}) {plus_minus(r['mean'], r['standard_deviation'])}" for r in rows]
-        summary = (
-            f"Over {orders} orders of the tasks, {score} (mean ± standard deviation of runs) is: {'; '.join(values)}"
-        )
-        learning = [
-            row for row in rows if row["method"] != UNTOUCHED
-        ]  # no order matters to a model that learns nothing
+        deviations = "mean ± standard deviation of runs"
+        summary = f"Over {orders} orders of the tasks, {score} ({deviations}) is: {'; '.join(values)}"
+        # No order matters to a model that learns nothing.
+        learning = [row for row in rows if row["method"] != UNTOUCHED]
         if len(learning) < 2:
             return f"{summary}."
         least = min(learning, key=lambda row: row["standard_deviation"])
@@ -111,10 +105,7 @@ class Order:
 
 
 def require_different_orders(folders: Sequence[Finished]) -> None:
-    """
-    Raises:
-        ConfigError: names what else differs, or that the order does not.
-    """
+    """Raises ConfigError: names what else differs, or that the order does not."""
     first = folders[0]
     by_order: dict[tuple[str, ...], Path] = {}
     for folder in folders:
@@ -130,12 +121,7 @@ def require_different_orders(folders: Sequence[Finished]) -> None:
 
 
 def distribution(scores: Sequence[Mapping[int, float]], default: int | None) -> dict[str, Any]:
-    """Of one method.
-
-    Args:
-        scores: of each order, the score of each seed.
-        default: the row of the suite's own order, None if it is not among them.
-    """
+    """Of one method: of each order, the score of each seed; `default` is the row of the suite's own order, if any."""
     runs = [{"order": row, "seed": seed, "score": x} for row, of in enumerate(scores) for seed, x in of.items()]
     whole = spread([run["score"] for run in runs])
     within = [statistics.variance(of.values()) for of in scores if len(of) > 1]
@@ -167,10 +153,6 @@ class Seeds:
         pass
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: there is no finished run of the method, or none with one of the seeds.
-        """
         reference = finished.chosen(options)
         method, budget = reference[0].method, reference[0].budget
         own = {name: scores_by_seed(reference, name) for name in self.SCORES}
@@ -178,17 +160,11 @@ class Seeds:
         for (other, its_budget), runs in grouped(finished.complete, options.seed).items():
             scores = {name: scores_by_seed(runs, name) for name in self.SCORES}
             values = {name: list(by_seed.values()) for name, by_seed in scores.items()}
-            row = {"method": other, "budget": its_budget}
-            rows.append(
-                row
-                | {
-                    "seeds": [run.seed for run in runs],
-                    "scores": {name: {"values": of, **spread(of)} for name, of in values.items()},
-                }
-            )
+            spreads = {name: {"values": of, **spread(of)} for name, of in values.items()}
+            rows.append(describe_runs(runs) | {"scores": spreads})
             if its_budget == budget and other != method:
                 paired = {name: paired_difference(own[name], scores[name]) for name in self.SCORES}
-                differences.append(row | {"scores": paired})
+                differences.append({"method": other, "budget": its_budget, "scores": paired})
         return {
             "finding": self._finding(method, budget, rows, differences),
             "compared": {"method": method, "budget": budget},
@@ -201,10 +177,8 @@ class Seeds:
     ) -> str:
         row = next(row for row in rows if (row["method"], row["budget"]) == (method, budget))
         ap = row["scores"]["AP"]
-        summary = (
-            f"AP of {method} (budget {budget}) over {len(row['seeds'])} seeds is "
-            f"{plus_minus(ap['mean'], ap['standard_error'])} (standard error)"
-        )
+        mean = f"{plus_minus(ap['mean'], ap['standard_error'])} (standard error)"
+        summary = f"AP of {method} (budget {budget}) over {len(row['seeds'])} seeds is {mean}"
         intervals = {other["method"]: other["scores"]["AP"]["interval"] or (0.0, 0.0) for other in differences}
         verdicts = {
             "ahead of": [name for name, (low, _) in intervals.items() if low > 0],
@@ -256,10 +230,6 @@ class Sweeps:
         add("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting, the same in all runs")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: no such method, setting or task; nothing to read; sweeps differ in more than their setting.
-        """
         budget = options.budget if options.budget is not None else finished.runs(options.method)[0].budget
         folder = finished.out / "diagnostics" / "sweeps"
         run_sweeps(finished, folder, budget, options)
@@ -276,11 +246,7 @@ class Sweeps:
         }
 
     def curve(self, name: str, runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-        """One point for each value of a setting, rising: means and deviations of the scores over seeds.
-
-        Raises:
-            ConfigError: the runs differ in other settings.
-        """
+        """One point for each value of a setting, rising: means and deviations of the scores over seeds."""
         require_same_settings(runs, but=name)
         by_value: dict[Any, list[FinishedRun]] = {}
         for run in runs:
@@ -296,11 +262,10 @@ class Sweeps:
     ) -> str:
         ranges = []
         for name, curve in settings.items():
-            means = [point["AP"]["mean"] for point in curve]
-            low, high, best = min(means), max(means), curve[means.index(max(means))]["value"]
-            ranges.append(
-                f"{low:.3f} to {high:.3f} over {name} (best at {best})" if high > low else f"{low:.3f} at any {name}"
-            )
+            by_value = {point["value"]: point["AP"]["mean"] for point in curve}
+            low, high = min(by_value.values()), max(by_value.values())
+            best = f"(best at {max(by_value, key=by_value.__getitem__)})"
+            ranges.append(f"{low:.3f} to {high:.3f} over {name} {best}" if high > low else f"{low:.3f} at any {name}")
         return f"AP of {method} with {budget} entries on {', '.join(tasks)}: {'; '.join(ranges)}."
 
     def plot(self, measured: dict[str, Any]) -> Figure:
@@ -313,9 +278,8 @@ class Sweeps:
             for score, colour in zip(self.SCORES, COLOURS, strict=False):
                 means = [point[score]["mean"] for point in curve]
                 errors = [point[score]["standard_deviation"] or 0.0 for point in curve]
-                axes.errorbar(
-                    range(len(curve)), means, errors, color=colour, marker="o", markersize=4, capsize=3, label=score
-                )
+                look = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3}
+                axes.errorbar(range(len(curve)), means, errors, label=score, **look)
             values = [point["value"] for point in curve]
             if measured["defaults"][name] in values:
                 axes.axvline(values.index(measured["defaults"][name]), color="black", linestyle=":", linewidth=1)
@@ -323,7 +287,6 @@ class Sweeps:
             axes.set(xlabel=name)
             if number == 0:
                 axes.legend(fontsize=8, frameon=False)
-        tasks = ", ".join(measured["tasks"])
-        title = f"{measured['method']}, {measured['budget']} entries, on {tasks}; dotted: the default"
-        figure.suptitle(title, fontsize=9)
+        subject = f"{measured['method']}, {measured['budget']} entries, on {', '.join(measured['tasks'])}"
+        figure.suptitle(f"{subject}; dotted: the default", fontsize=9)
         return figure

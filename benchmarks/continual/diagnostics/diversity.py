@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
+from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.backbone.extraction import extract_keys
 from selector.report.plots import COLOURS, HATCHES, STROKES, finite
@@ -55,12 +55,8 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     pools = Pools(finished)
     sets = [chosen for run in runs for chosen in selected_and_random(run, pools)]
     if finished.has(other):
-        sets += [
-            Chosen(WITHOUT_COVERAGE, chosen.task, chosen.keys, chosen.pool)
-            for run in runs
-            for chosen in selected_and_random(finished.counterpart(run, other), pools)
-            if chosen.rule == SELECTED
-        ]
+        others = [chosen for run in runs for chosen in selected_and_random(finished.counterpart(run, other), pools)]
+        sets += [replace(chosen, rule=WITHOUT_COVERAGE) for chosen in others if chosen.rule == SELECTED]
     rules = {rule: summary([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
     return {
         "finding": _finding({rule: row for rule, row in rules.items() if row["sets"]}),
@@ -68,11 +64,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         "without_coverage": other if finished.has(other) else None,
         "rules": rules,
         "tasks": [
-            {"task": task}
-            | {
-                rule: means([chosen for chosen in sets if (chosen.rule, chosen.task) == (rule, task)])
-                for rule in LABELS
-            }
+            {"task": task} | {rule: means([c for c in sets if (c.rule, c.task) == (rule, task)]) for rule in LABELS}
             for task in dict.fromkeys(chosen.task for chosen in sets)
         ],
     }
@@ -119,15 +111,13 @@ def selected_and_random(run: FinishedRun, pools: Pools) -> list[Chosen]:
 
 def means(sets: Sequence[Chosen]) -> dict[str, Any]:
     """Means over sets; None without sets, and for cosines if every set is a single entry."""
-    logdets = [diversity(chosen.keys)["logdet"] for chosen in sets]
-    cosines = [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1]
-    return {
-        "sets": len(sets),
-        "entries": float(np.mean([len(chosen.keys) for chosen in sets])) if sets else None,
-        "pool": float(np.mean([chosen.pool for chosen in sets])) if sets else None,
-        "logdet": float(np.mean(logdets)) if sets else None,
-        "cosine": float(np.mean(cosines)) if cosines else None,
+    values = {
+        "entries": [len(chosen.keys) for chosen in sets],
+        "pool": [chosen.pool for chosen in sets],
+        "logdet": [diversity(chosen.keys)["logdet"] for chosen in sets],
+        "cosine": [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1],
     }
+    return {"sets": len(sets)} | {name: float(np.mean(of)) if of else None for name, of in values.items()}
 
 
 def summary(sets: Sequence[Chosen]) -> dict[str, Any]:

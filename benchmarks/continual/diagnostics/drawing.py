@@ -44,9 +44,7 @@ def heatmap(
 ) -> None:
     """Values [number of rows, number of columns] in colours with their numbers; what is missing stays blank.
 
-    Args:
-        label: of the scale of colours beside it; None for no scale.
-        digits: the format of the numbers.
+    A scale of the colours stands beside it if it has a `label`; `digits` is the numbers' format.
     """
     matrix = np.array([finite(row) for row in values])
     low, high = limits or (float(np.nanmin(matrix)), float(np.nanmax(matrix)))

@@ -14,9 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.continual.comparison import UNTOUCHED
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, heatmap, name_ticks
-from benchmarks.continual.diagnostics.statistics import Group, mean_and_error
+from benchmarks.continual.diagnostics.statistics import Group, describe_runs, mean_and_error
 from benchmarks.continual.metrics import average_forgetting
 from benchmarks.continual.results import Finished, FinishedRun
 from selector.report.plots import COLOURS, STROKES, finite

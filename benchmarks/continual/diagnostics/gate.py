@@ -12,8 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import openings
@@ -50,12 +50,11 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 def plot(measured: dict[str, Any]) -> Figure:
     figure = blank(3.2)
     axes = figure.add_subplot()
-    labels = {"opened": "gets memory", "own_task": "gets its own task's entries"}
-    for number, (name, label) in enumerate(labels.items()):
-        places = [place + 0.4 * (number - 0.5) for place in range(len(measured["opened"]))]
+    bars = (("opened", "gets memory", -0.2), ("own_task", "gets its own task's entries", 0.2))
+    for (name, label, offset), colour, hatch in zip(bars, COLOURS, HATCHES, strict=False):
+        places = [place + offset for place in range(len(measured["opened"]))]
         shares = [share.get(name, 0.0) for share in measured["opened"].values()]
-        drawn = axes.bar(places, shares, 0.4, color=COLOURS[number], hatch=HATCHES[number], edgecolor="white")
-        drawn.set_label(label)
+        axes.bar(places, shares, 0.4, color=colour, hatch=hatch, edgecolor="white", label=label)
     axes.set_xticks(range(len(measured["opened"])), list(measured["opened"]))
     axes.set(ylabel="share of questions", ylim=(0, 1))
     axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))

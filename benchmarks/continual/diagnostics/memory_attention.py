@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, heatmap
+from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
@@ -45,9 +45,7 @@ DELTA = 1e-8  # of Eq. normalized_task_gain
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--limit", type=int, default=500, help="questions of each task (default 500, if it has as many)"
-    )
+    parser.add_argument("--limit", type=int, default=500, help="questions of each task, at most (default %(default)s)")
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
@@ -116,18 +114,9 @@ def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: i
 
 @torch.no_grad()
 def memory_masses(
-    backbone: Backbone,
-    bundle: Bundle,
-    examples: Sequence[Example],
-    answers: Sequence[str],
-    query_keys: Tensor,
+    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], answers: Sequence[str], query_keys: Tensor
 ) -> Tensor:
-    """rho of every request and layer: [n, L] float64, 0 if the gate is closed.
-
-    Args:
-        answers: what the model answered with this memory, [n].
-        query_keys: [n, 2, d].
-    """
+    """rho of n requests, given answers and query keys [n, 2, d]: [n, L] float64, 0 if the gate is closed."""
     scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
     opened, log_prior = routing(bundle, query_keys)
     masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)

@@ -18,9 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.statistics import mean_and_error
+from benchmarks.continual.diagnostics.statistics import describe_runs, mean_and_error
 from benchmarks.continual.metrics import standard_error
 from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.bundle import Bundle
@@ -80,11 +79,7 @@ def retrievals(bundle: Bundle, query_keys: Tensor, task: str, top_k: int) -> lis
 
 
 def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k: int) -> tuple[list[Answered], int]:
-    """All test questions of all tasks after the last one, in every run: those that got memory, and how many did not.
-
-    Raises:
-        ConfigError: `top_k` is below 1, or something is missing in the runs.
-    """
+    """All test questions after the last task, of every run: those that got memory, and how many did not."""
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, found {top_k}")
     answered, closed = [], 0
@@ -105,9 +100,8 @@ class _ByRetrieval:
     """Both diagnostics: the questions are the same, the bins are not."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--top-k", type=int, default=8, help="entries that count as retrieved (default %(default)s)"
-        )
+        add = parser.add_argument
+        add("--top-k", type=int, default=8, help="entries that count as retrieved (default %(default)s)")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
         runs = finished.chosen(options)
@@ -199,9 +193,8 @@ class Ambiguity(_ByRetrieval):
         """Raises ConfigError: no question has two entries to retrieve."""
         clear = [question for question in answered if not math.isnan(question.retrieval.gap)]
         if not clear:
-            raise ConfigError(
-                f"no question of {shared['method']} has two entries to retrieve: there is no ambiguity to measure"
-            )
+            reason = f"no question of {shared['method']} has two entries to retrieve"
+            raise ConfigError(f"{reason}: there is no ambiguity to measure")
         rng = np.random.default_rng(0)
         drawn = [clear[row] for row in sorted(rng.choice(len(clear), min(POINTS, len(clear)), replace=False).tolist())]
         bins = ambiguity_bins(clear)
@@ -217,7 +210,7 @@ class Ambiguity(_ByRetrieval):
         ends = []
         for number in (0, max(row["bin"] for row in rows)):
             of_bin = [row for row in rows if row["bin"] == number]
-            ends.append(sum(row["gain"] * row["questions"] for row in of_bin) / sum(row["questions"] for row in of_bin))
+            ends.append(np.average([row["gain"] for row in of_bin], weights=[row["questions"] for row in of_bin]))
         cross = [question.gain for question in clear if question.retrieval.is_cross_task]
         crossing = f", where the gain is {np.mean(cross):+.3f}" if cross else ""
         return (

@@ -1,7 +1,5 @@
 """What is lost when the relaxed selection becomes B entries: weight, retrieval, likelihood.
 
-    python -m benchmarks.continual.diagnostics rounding --out DIR --method paper [--budget B]
-
 After each task, over seeds: the share of the relaxed weights w that Top-B keeps; the Jensen-Shannon divergence (nats)
 between retrieval over the relaxed pool and over the bundle; and the NLL of validation answers with each of the two. The
 selector measures them at each update, while the relaxed solution still exists; they are read from the runs here.
@@ -16,9 +14,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics.diagnostic import describe_runs
 from benchmarks.continual.diagnostics.drawing import blank, name_ticks
-from benchmarks.continual.diagnostics.statistics import spread
+from benchmarks.continual.diagnostics.statistics import describe_runs, spread
 from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS
@@ -29,7 +26,6 @@ MEASURES = {
     "retrieval_divergence_nats": "retrieval divergence, nats",
     "nll_gap": "NLL, bundle less relaxed",
 }
-
 KEPT = ("mass_captured", "retrieval_divergence_nats", "collapsed")  # of what an update reports
 
 
@@ -38,10 +34,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: there is no such run, or its method does not round.
-    """
     runs = finished.chosen(options)
     tasks = [by_task(run) for run in runs]  # [seeds][T]
     rows = [
@@ -70,17 +62,9 @@ def by_task(run: FinishedRun) -> list[dict[str, Any]]:
                 "weights; the method paper and its ablations do"
             )
         nll = report.get("validation_nll") or {}
-        rounding = {
-            name: report["rounding"][name] for name in ("mass_captured", "retrieval_divergence_nats", "collapsed")
-        }
-        updates.append(
-            rounding
-            | {
-                "nll_gap": nll.get("rounding_gap"),
-                "relaxed_nll": nll.get("relaxed"),
-                "deployed_nll": nll.get("deployed"),
-            }
-        )
+        names = {"nll_gap": "rounding_gap", "relaxed_nll": "relaxed", "deployed_nll": "deployed"}
+        rounding = {name: report["rounding"][name] for name in KEPT}
+        updates.append(rounding | {name: nll.get(reported) for name, reported in names.items()})
     return updates
 
 
@@ -101,9 +85,8 @@ def plot(measured: dict[str, Any]) -> Figure:
                 axes.bar(place, height, yerr=error, color=COLOURS[number], width=0.7, capsize=3)
         name_ticks(axes, names)
         axes.set(ylabel=label)
-    figure.suptitle(
-        f"{measured['method']}, {measured['budget']} entries: mean and standard deviation over seeds", fontsize=9
-    )
+    subject = f"{measured['method']}, {measured['budget']} entries"
+    figure.suptitle(f"{subject}: mean and standard deviation over seeds", fontsize=9)
     return figure
 
 

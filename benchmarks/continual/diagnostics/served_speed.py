@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.chat import messages_of
@@ -35,13 +34,11 @@ from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 
 GATE_NOT_TIMED = "the gate's verdict is not in the times"
-NOT_TIMED: Mapping[str, str] = MappingProxyType(
-    {
-        "exemplars": "finding the exemplars to show is not in the times",
-        "gated_adapter": GATE_NOT_TIMED,
-        "gated_adapters": GATE_NOT_TIMED,
-    }
-)
+NOT_TIMED: Mapping[str, str] = {
+    "exemplars": "finding the exemplars to show is not in the times",
+    "gated_adapter": GATE_NOT_TIMED,
+    "gated_adapters": GATE_NOT_TIMED,
+}
 COMPILED = ("--no-enforce-eager",)
 NO_MODEL = "its answers come from no model: there is nothing to serve"
 
@@ -77,15 +74,10 @@ class Ready:
     requests: Sequence[tuple[Served, Ask]]  # with the model that each goes to
 
     def send(self, load: Load, number: int) -> Block:
-        """Block number `number`.
-
-        Raises:
-            RequestFailed: a request was refused or broken off.
-        """
-        part = self.requests[number * load.requests : (number + 1) * load.requests]
+        """Block number `number`. Raises RequestFailed: a request was refused or broken off."""
         requests = [
             (model.url, chat_body(model.name, messages_of(ask.conversation), load.output_tokens, {}))
-            for model, ask in part
+            for model, ask in self.requests[number * load.requests : (number + 1) * load.requests]
         ]
         try:
             return asyncio.run(send_requests(requests, load.concurrency))
@@ -97,13 +89,8 @@ def measure_speeds(
     finished: Finished, runs: Sequence[FinishedRun], load: Load, serve_args: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Of each run's last artifact, on servers of the run's model: rows of `row_of`, or with the reason in "why"."""
-    needs = Needs(
-        finished.model,
-        finished.suite,
-        [method_of(run) for run in runs],
-        max(run.budget for run in runs),
-        jobs=sum(map(adapters_of, runs)),
-    )
+    methods, budget = [method_of(run) for run in runs], max(run.budget for run in runs)
+    needs = Needs(finished.model, finished.suite, methods, budget, jobs=sum(map(adapters_of, runs)))
     logs = finished.out / "diagnostics"
     logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -120,31 +107,24 @@ def measure_on(
     answerer = HttpAnswerer(finished.model, endpoints)
     shares = share_questions(finished.suite.tasks, len(runs), load.questions)
     rows: dict[int, dict[str, Any]] = {}
-    blocks: dict[int, list[Block]] = {}
+    ready: dict[int, Ready] = {}
     with ExitStack() as stack:
-        ready: dict[int, Ready] = {}
         for number, (run, questions) in enumerate(zip(runs, shares, strict=True)):
             try:
-                artifact = stack.enter_context(serve(answerer, run, questions))
-                artifact.send(load, 0)  # warms up
+                ready[number] = stack.enter_context(serve(answerer, run, questions))
+                ready[number].send(load, 0)  # warms up
             except (NotServed, RequestFailed) as error:
                 rows[number] = {"why": str(error), "note": None}
-            else:
-                ready[number], blocks[number] = artifact, []
-        for counted in range(1, load.rounds + 1):
-            for number, artifact in ready.items():
-                blocks[number].append(artifact.send(load, counted))
-    rows |= {number: row_of(of, NOT_TIMED.get(runs[number].artifact().kind)) for number, of in blocks.items()}
+        counted = [number for number in range(len(runs)) if number not in rows]
+        rounds = [[ready[number].send(load, turn) for number in counted] for turn in range(1, load.rounds + 1)]
+    for number, *blocks in zip(counted, *rounds, strict=True):
+        rows[number] = row_of(blocks, NOT_TIMED.get(runs[number].artifact().kind))
     return [rows[number] for number in range(len(runs))]
 
 
 @contextmanager
 def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]) -> Iterator[Ready]:
-    """The run's last artifact, loaded, with the questions as its plan sends them.
-
-    Raises:
-        NotServed: the state is gone, no model answers, or the server refuses to load it.
-    """
+    """The run's last artifact, loaded, and its plan's requests. Raises NotServed: the reason why there are none."""
     with ExitStack() as stack:
         try:
             model = answerer.prepare(run.artifact(), run.state())
@@ -158,11 +138,7 @@ def serve(answerer: HttpAnswerer, run: FinishedRun, questions: Sequence[Example]
 
 
 def share_questions(tasks: Sequence[TaskData], parts: int, count: int) -> list[list[Example]]:
-    """`count` test questions for each of `parts` methods, the tasks in turn, no question twice.
-
-    Raises:
-        ConfigError: a task has not enough of them.
-    """
+    """`count` test questions for each of `parts` methods, none twice. Raises ConfigError: a task has too few."""
     each = math.ceil(count / len(tasks))
     different = [list({e.source_digest: e for e in task.test}.values()) for task in tasks]
     for task, questions in zip(tasks, different, strict=True):
@@ -190,11 +166,7 @@ def row_of(blocks: Sequence[Block], note: str | None) -> dict[str, Any]:
 
 
 def method_of(run: FinishedRun) -> Method:
-    """The method with the settings of the run.
-
-    Raises:
-        ConfigError: there is no such method any more, or it has other settings.
-    """
+    """The method with the settings of the run."""
     settings = {name: value for name, value in run.matrix["settings"].items() if name != "name"}
     return choose_methods([run.method], [f"{name}={json.dumps(value)}" for name, value in settings.items()])[0]
 

@@ -28,9 +28,8 @@ class _Speed:
     CONCURRENCY: int  # by default
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        default = self.CONCURRENCY
-        add("--concurrency", type=int, default=default, help=f"requests under way at once (default {default})")
+        add, at_once = parser.add_argument, "requests under way at once (default %(default)s)"
+        add("--concurrency", type=int, default=self.CONCURRENCY, help=at_once)
         add("--requests", type=int, default=8, help="of a method in each round (default 8)")
         add("--rounds", type=int, default=4, help="that count (default 4)")
         add("--output-tokens", type=int, default=32, help="of every request (default 32)")
@@ -40,10 +39,7 @@ class _Speed:
 def measured_points(finished: Finished, groups: Sequence[Group], options: Namespace) -> dict[str, Any]:
     """Of each group its scores over the seeds, its bytes, and the speed of its first seed's last artifact: "points".
 
-    If an artifact cannot be served, its point's "why" is the reason, and there are no times.
-
-    Raises:
-        ConfigError: the numbers or the questions do not suffice, a server failed, or nothing could be served.
+    A point without times has the reason in "why". Raises ConfigError: nothing could be served.
     """
     load = Load(options.concurrency, options.requests, options.rounds, options.output_tokens)
     speeds = measure_speeds(finished, [group[0] for group in groups], load, options.serve_args)
@@ -82,10 +78,6 @@ class Pareto(_Speed):
         parser.add_argument("--methods", nargs="+", help="(default: all that the run has finished)")
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: a method has no finished run, or nothing could be measured.
-        """
         groups = {
             key: group
             for key, group in grouped(finished.complete, options.seed).items()
@@ -113,11 +105,9 @@ class Pareto(_Speed):
         for number, point in enumerate(points, start=1):
             x, y = point["tokens_per_s"], point["AP"]["mean"]
             kept = 1 - point["AF"]["mean"] / most_forgotten if most_forgotten > 0 else 1.0
-            look = {
-                "color": COLOURS[methods.index(point["method"]) % len(COLOURS)],
-                "alpha": PALEST + (1 - PALEST) * kept,
-            }
-            axes.plot([x], [y], "o", markersize=8, label=f"{number} {point['method']}, {point['budget']}", **look)
+            colour, alpha = COLOURS[methods.index(point["method"]) % len(COLOURS)], PALEST + (1 - PALEST) * kept
+            label = f"{number} {point['method']}, {point['budget']}"
+            axes.plot([x], [y], "o", markersize=8, label=label, color=colour, alpha=alpha)
             axes.annotate(str(number), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
         front = sorted((point["tokens_per_s"], point["AP"]["mean"]) for point in points if point["on_front"])
         axes.plot(*zip(*front, strict=True), color="black", linewidth=1, linestyle="--", zorder=0)
@@ -138,9 +128,8 @@ def with_front(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def pareto_finding(points: Sequence[Mapping[str, Any]], concurrency: int) -> str:
     front = sorted((point for point in points if point["on_front"]), key=lambda point: -point["tokens_per_s"])
     best = [
-        f"{point['method']} ({point['budget']}) with {point['tokens_per_s']:.0f} tokens a second and AP "
-        f"{point['AP']['mean']:.3f}"
-        for point in front
+        f"{p['method']} ({p['budget']}) with {p['tokens_per_s']:.0f} tokens a second and AP {p['AP']['mean']:.3f}"
+        for p in front
     ]
     summary = f"With {concurrency} requests at a time no method beats {'; '.join(best)} in both speed and AP."
     left_out = dict.fromkeys(f"{point['method']}: {point['why']}" for point in points if point["why"])
@@ -167,19 +156,11 @@ class OperatingPoints(_Speed):
     )
 
     def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        """
-        Raises:
-            ConfigError: there is no finished run of the method, or nothing could be measured.
-        """
         groups = grouped(finished.complete, options.seed)
-        chosen = [
-            group
-            for (method, budget), group in groups.items()
-            if method == options.method and options.budget in (None, budget)
-        ]
+        chosen = [groups[key] for key in groups if key[0] == options.method and options.budget in (None, key[1])]
         if not chosen:
             raise ConfigError(f"no finished run of {options.method} under {finished.out}")
-        untouched = [group for (method, _), group in groups.items() if method == UNTOUCHED][:1]
+        untouched = [groups[key] for key in groups if key[0] == UNTOUCHED][:1]
         beside = [] if options.method == UNTOUCHED else untouched
         measured = measured_points(finished, [*beside, *chosen], options)
         points = measured.pop("points")
@@ -199,9 +180,7 @@ class OperatingPoints(_Speed):
             for point in points
             if not point["why"]
         ]
-        refused = [
-            f"{point['budget']} entries could not be served ({point['why']})" for point in points if point["why"]
-        ]
+        refused = [f"{p['budget']} entries could not be served ({p['why']})" for p in points if p["why"]]
         return f"{method}, by budget: {'; '.join([*served, *refused])}."
 
     def plot(self, measured: dict[str, Any]) -> Figure:

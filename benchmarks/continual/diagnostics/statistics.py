@@ -21,6 +21,11 @@ Group = list[FinishedRun]
 Point = tuple[float, float]
 
 
+def describe_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Of one method and budget: what most diagnostics' JSON values begin with."""
+    return {"method": runs[0].method, "budget": runs[0].budget, "seeds": [run.seed for run in runs]}
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Mean, sample standard deviation (n - 1) and standard error of the mean; a single value has neither of the two."""
     several = len(values) > 1
@@ -95,22 +100,13 @@ def grouped(runs: Sequence[FinishedRun], seeds: Sequence[int] | None = None) -> 
 def scores_by_seed(runs: Sequence[FinishedRun], metric: str) -> dict[int, float]:
     """Raises ConfigError: a run has no such metric."""
     for run in runs:
-        if metric not in run.matrix["metrics"]:
-            raise ConfigError(
-                f"{run.folder}: there is no metric {metric!r}, there are: {', '.join(run.matrix['metrics'])}"
-            )
+        if metric not in (metrics := run.matrix["metrics"]):
+            raise ConfigError(f"{run.folder}: there is no metric {metric!r}, there are: {', '.join(metrics)}")
     return {run.seed: run.matrix["metrics"][metric] for run in runs}
 
 
 def require_same(first: Mapping[str, Any], second: Mapping[str, Any], which: str, but: str) -> None:
-    """Configurations or settings may differ in the key `but` alone; where a run read its files never matters.
-
-    Args:
-        which: names the two in the message.
-
-    Raises:
-        ConfigError: names another key in which they differ, and both values.
-    """
+    """Two mappings may differ in the key `but` alone. Raises ConfigError: names `which`, another key and its values."""
     for name in sorted({*first, *second} - {but, WHERE}):
         if first.get(name) != second.get(name):
             raise ConfigError(

@@ -19,11 +19,7 @@ SHORT = 3  # tasks
 
 
 def run_sweeps(finished: Finished, folder: Path, budget: int, options: Namespace) -> None:
-    """Every value of every setting, for each seed, in a folder of its own; nothing is run twice.
-
-    Raises:
-        ConfigError: no such method, setting or task; a folder belongs to another stream or other settings.
-    """
+    """Every value of every setting, for each seed, in a folder of its own; nothing is run twice."""
     points = [point for setting in options.setting for point in sweep_points(options.method, setting, options.set)]
     if not points:
         return
@@ -41,15 +37,7 @@ def run_sweeps(finished: Finished, folder: Path, budget: int, options: Namespace
 
 
 def sweep_points(method: str, setting: str, fixed: Sequence[str]) -> list[tuple[str, Method]]:
-    """Each value's folder name, and the method with it.
-
-    Args:
-        setting: "NAME=V1,V2,...".
-        fixed: other settings, "KEY=VALUE".
-
-    Raises:
-        ConfigError: it has another form, or the method has no such setting.
-    """
+    """Each value's folder name and method, of a setting "NAME=V1,V2,..." beside `fixed` ones. Raises ConfigError."""
     name, equals, values = setting.partition("=")
     if not equals or not all(values.split(",")):
         raise ConfigError(f"a sweep must read NAME=VALUE,VALUE,..., found {setting!r}")
@@ -61,11 +49,7 @@ def sweep_points(method: str, setting: str, fixed: Sequence[str]) -> list[tuple[
 def finished_sweeps(
     folder: Path, method: str, budget: int, seeds: Sequence[int] | None
 ) -> dict[str, list[FinishedRun]]:
-    """All finished runs of a method and budget under `folder`, by the name of their setting.
-
-    Raises:
-        ConfigError: there are none, or they are of different streams.
-    """
+    """A method's finished runs under `folder` by setting. Raises ConfigError: there are none, or of several streams."""
     sweeps = [Finished.read(path.parent) for path in sorted(folder.glob("*=*/run.json"))]
     by_setting: dict[str, list[FinishedRun]] = {}
     for sweep in sweeps:

@@ -5,48 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.methods import paper_memory, refined_memory
 from benchmarks.continual.methods.built_memory import Built
-from benchmarks.continual.methods.er_replay import ErReplay
 from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
-from benchmarks.continual.methods.knn_copier import KnnCopier
 from benchmarks.continual.methods.lora import Lora
-from benchmarks.continual.methods.lora_replay import LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
 from benchmarks.continual.methods.method import Artifact, Method, RunContext
+from benchmarks.continual.methods.neighbours import KnnCopier, PromptReplay
 from benchmarks.continual.methods.no_memory import NoMemory
 from benchmarks.continual.methods.paper_memory import Paper
-from benchmarks.continual.methods.prompt_replay import PromptReplay
 from benchmarks.continual.methods.refined_memory import Refined
+from benchmarks.continual.methods.replay import ErReplay, LoraReplay
 from inducekv_vllm.errors import ConfigError
 
-METHODS: Mapping[str, Any] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            NoMemory(),
-            PromptReplay(),
-            Lora(),
-            LoraReplay(),
-            ErReplay(),
-            Ewc(),
-            Lwf(),
-            GatedLoraReplay(),
-            GatedTaskLora(),
-            KnnCopier(),
-            Built("random_memory", "random"),
-            Built("kcenter_memory", "k-center"),
-            Paper(),
-            *paper_memory.ABLATIONS,
-            Refined(),
-            *refined_memory.ABLATIONS,
-        )
-    }
-)
+METHODS: Mapping[str, Any] = {
+    method.name: method
+    for method in (
+        NoMemory(),
+        PromptReplay(),
+        Lora(),
+        LoraReplay(),
+        ErReplay(),
+        Ewc(),
+        Lwf(),
+        GatedLoraReplay(),
+        GatedTaskLora(),
+        KnnCopier(),
+        Built("random_memory", "random"),
+        Built("kcenter_memory", "k-center"),
+        Paper(),
+        *paper_memory.ABLATIONS,
+        Refined(),
+        *refined_memory.ABLATIONS,
+    )
+}
 
 __all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "with_setting"]
 
@@ -56,11 +51,7 @@ def choose_methods(
 ) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
-    Args:
-        start: every method as it is before that, if not as registered.
-
-    Raises:
-        ConfigError: an unknown method, a setting that none of them has, or a value of another type.
+    `start` has them as they are before that, if not as registered. Raises ConfigError: an unknown method or setting.
     """
     unknown = [name for name in names if name not in METHODS]
     if unknown:
@@ -94,11 +85,7 @@ def changeable(method: Any) -> set[str]:
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:
-    """`method` with another value of one setting; a list becomes a tuple and an int a float if the old value is one.
-
-    Raises:
-        ConfigError: the value is of another type than the old one.
-    """
+    """`method` with another value of one setting. Raises ConfigError: it is of another type (an int may be a float)."""
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
     value = float(value) if isinstance(old, float) and type(value) is int else value

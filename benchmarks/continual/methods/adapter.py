@@ -32,11 +32,7 @@ def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
 
 
 def largest_rank(backbone: Backbone, allowed_bytes: int) -> int:
-    """The largest rank whose float16 matrices, [rank, in] and [out, rank] of each layer, take no more than that.
-
-    Raises:
-        ConfigError: not even rank 1 does.
-    """
+    """The largest rank whose float16 [rank, in] and [out, rank] fit. Raises ConfigError: not even rank 1 does."""
     per_rank = sum(
         FLOAT16_BYTES * (layer.in_features + layer.out_features) for layer in linear_layers(backbone).values()
     )

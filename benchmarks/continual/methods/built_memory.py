@@ -8,16 +8,15 @@ Shapes: B entries of the budget, n tasks seen so far, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from benchmarks.continual.methods.memory import BUNDLE
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.extraction import extract
@@ -35,7 +34,7 @@ class Built:
     """Entries by a policy alone, with the paper's starting calibration."""
 
     kind: ClassVar[Kind] = "bundle"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"temperature": value} for value in (0.02, 0.07, 0.2))
+    trials: ClassVar[Trials] = tuple({"temperature": value} for value in (0.02, 0.07, 0.2))
 
     name: str
     policy: Policy

@@ -74,10 +74,8 @@ class Fit:
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example], batch_size: int = 64) -> float:
         """Mean NLL."""
-        total = 0.0
-        for start in range(0, len(examples), batch_size):
-            total += float(self.scorer.losses(examples[start : start + batch_size]).double().sum())
-        return total / len(examples)
+        batches = (examples[start : start + batch_size] for start in range(0, len(examples), batch_size))
+        return sum(float(self.scorer.losses(batch).double().sum()) for batch in batches) / len(examples)
 
 
 def share_of_rate(step: int, steps: int) -> float:

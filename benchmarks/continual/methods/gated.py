@@ -1,29 +1,38 @@
 """The rivals that are most like the memory: adapters behind its relevance gate.
 
 If the gate decides that a question belongs to no task of the stream, the untouched model answers it. The gate is fitted
-to the same questions as the refined recipe's: anchors of every task, the new task's training and validation questions,
-and base questions. Its bytes and the adapters' together are no more than the memory's with its gate.
+like the memory's own, to the same questions as the refined recipe's: anchors of every task, the new task's training and
+validation questions, and base questions. Its bytes and the adapters' are no more than the memory's with its gate.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import safetensors
+import safetensors.torch
 
 from benchmarks.continual.methods.adapter import memory_bytes
-from benchmarks.continual.methods.gating import GATE, gate_of, write_gate
 from benchmarks.continual.methods.lora import ADAPTER
-from benchmarks.continual.methods.lora_replay import LoraReplay
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors
+from benchmarks.continual.methods.replay import LoraReplay
 from benchmarks.continual.suites import TaskData
+from inducekv_vllm.bundle import Gate
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
+from selector.data.examples import Example
+from selector.refined.gate_fit import fit_gate
+from selector.runtime.files import replace_file
 
 ADAPTERS = "adapters"
+GATE = "gate.safetensors"
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,7 @@ class GatedTaskLora(LoraReplay):
     name: str = "gated_task_lora"
     base: bool = True
     learning_rate: float = 3e-3  # larger, for so small a rank
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
-        {"learning_rate": 1e-3},
-        {"learning_rate": 3e-3},
-        {"learning_rate": 1e-2},
-    )
+    trials: ClassVar[Trials] = ({"learning_rate": 1e-3}, {"learning_rate": 3e-3}, {"learning_rate": 1e-2})
 
     def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         together = memory_bytes(backbone, context.budget, self.payload_tokens, gated_tasks=0)
@@ -83,3 +88,28 @@ def gated(learnt: Artifact, kind: Kind, task: TaskData, out: Path, context: RunC
     size = write_gate(gate, out / GATE)
     report = learnt.report | {"gate_bytes": size, "gate_thresholds": gate.thresholds.tolist()}
     return Artifact(kind, learnt.path, learnt.stored_bytes + size, report)
+
+
+def gate_of(model: Path, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
+    """The gate after `task`, by the untouched model's keys.
+
+    Anchors are of the tasks before, in the order of the stream; no task is needed for base questions.
+    """
+    keys = QueryKeyCache(model).keys
+    names = dict.fromkeys(anchor.task for anchor in anchors)
+    own = {name: keys([anchor for anchor in anchors if anchor.task == name]) for name in names}
+    return fit_gate(own | {task.name: keys([*task.train, *task.validation])}, keys(base))
+
+
+def write_gate(gate: Gate, path: Path) -> int:
+    """Writes keys [tasks, 2, hidden size] float16 and thresholds [tasks] float32; returns their bytes."""
+    tensors = {"keys": gate.keys.contiguous(), "thresholds": gate.thresholds.contiguous()}
+    replace_file(path, safetensors.torch.save(tensors, metadata={"tasks": json.dumps(gate.tasks)}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def read_gate(path: Path) -> Gate:
+    """Reads a file of `write_gate`."""
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        tasks = json.loads(file.metadata()["tasks"])
+        return Gate(file.get_tensor("keys"), file.get_tensor("thresholds"), tuple(tasks))

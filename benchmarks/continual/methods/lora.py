@@ -9,7 +9,7 @@ Methods that rehearse examples, add a penalty, or put something around the adapt
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, reattach, save
 from benchmarks.continual.methods.fit import Fit, Penalty
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.suites import TaskData
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -50,11 +50,7 @@ class Lora:
     batch_size: int = 16  # examples of a step, rehearsed ones among them
     autocast: bool = True  # bfloat16 while training
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
-        {"learning_rate": 5e-4},
-        {"learning_rate": 1e-3},
-        {"learning_rate": 2e-3},
-    )
+    trials: ClassVar[Trials] = ({"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
@@ -62,19 +58,12 @@ class Lora:
         rank = largest_rank(backbone, allowed)
         adapted = reattach(backbone, previous / ADAPTER) if previous else attach(backbone, rank, context.seed)
         parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        training = AdapterTraining(task, previous, out, context, Scorer(backbone), parameters)
+        scorer = Scorer(backbone)
+        training = AdapterTraining(task, previous, out, context, scorer, parameters)
         began = time.monotonic()
-        rehearsed = self.rehearsed(training)
-        fit = Fit(
-            scorer=training.scorer,
-            parameters=parameters,
-            training=task.train,
-            rehearsed=rehearsed,
-            batch_size=self.batch_size,
-            seed=(context.seed, context.number),
-            autocast=self.autocast,
-            penalty=self.penalty(training),
-        )
+        rehearsed, penalty = self.rehearsed(training), self.penalty(training)
+        seed = (context.seed, context.number)
+        fit = Fit(scorer, parameters, task.train, rehearsed, self.batch_size, seed, self.autocast, penalty)
         history = fit.run(self.learning_rate, self.steps)
         report = {
             "rank": rank,

@@ -9,9 +9,9 @@ Only the adapter is kept from one task to the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn.functional import kl_div
 
 from benchmarks.continual.methods.fit import Penalty
 from benchmarks.continual.methods.lora import AdapterTraining, Lora
+from benchmarks.continual.methods.method import Trials
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 
@@ -30,7 +31,7 @@ class Lwf(Lora):
     name: str = "lwf"
     strength: float = 0.3
     temperature: float = 2.0  # T, Li and Hoiem's
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = (
+    trials: ClassVar[Trials] = (
         {"learning_rate": 5e-4, "strength": 0.3},
         {"learning_rate": 1e-3, "strength": 0.3},
         {"learning_rate": 1e-3, "strength": 1.0},
@@ -49,19 +50,13 @@ class Lwf(Lora):
 @torch.no_grad()
 def record(scorer: Scorer, examples: Sequence[Example], batch_size: int = 64) -> dict[str, Tensor]:
     """The model's present predictions, by example: log-probabilities [answer tokens, vocabulary] float32."""
-    recorded: dict[str, Tensor] = {}
-    for start in range(0, len(examples), batch_size):
-        part = examples[start : start + batch_size]
-        recorded |= zip((example.id for example in part), scorer.predicted(part), strict=True)
-    return recorded
+    starts = range(0, len(examples), batch_size)
+    predicted = [rows for start in starts for rows in scorer.predicted(examples[start : start + batch_size])]
+    return dict(zip((example.id for example in examples), predicted, strict=True))
 
 
 def divergence(targets: Sequence[Tensor], predicted: Sequence[Tensor], temperature: float) -> Tensor:
-    """T^2 KL(target | predicted), both softened by T, summed over the answer's tokens of each example: [n].
-
-    Args:
-        targets, predicted: log-probabilities [answer tokens, vocabulary].
-    """
+    """T^2 KL(target | predicted), softened by T, summed over an answer's tokens; [answer tokens, vocabulary] -> [n]."""
 
     def softened(rows: Tensor) -> Tensor:
         return (rows / temperature).log_softmax(dim=-1)

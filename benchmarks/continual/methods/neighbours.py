@@ -1,4 +1,6 @@
-"""Stored examples, found by their query keys: those nearest to a question's.
+"""Methods that store examples and find those nearest to a question by their query keys; no model learns anything.
+
+Both keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
 
 Shapes: n questions, N stored examples, d hidden size, k neighbours.
 """
@@ -6,9 +8,11 @@ Shapes: n questions, N stored examples, d hidden size, k neighbours.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import safetensors
@@ -16,11 +20,74 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.continual.methods.rehearsal import number_that_fit
+from benchmarks.continual.methods.adapter import memory_bytes
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
+from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES
+from selector.backbone.extraction import extract_keys
+from selector.backbone.model import Backbone
+from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
+
+EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
+
+
+@dataclass(frozen=True)
+class PromptReplay:
+    """Exemplars of the tasks stand before the question as earlier turns (paper, "Compute-Matched Retrieval").
+
+    Stored are exemplars with their pictures and their query keys; the model stays as it is. Before a question stand the
+    nearest exemplars by the paper's query key, the nearest last, as many as the model's context holds.
+    """
+
+    kind: ClassVar[Kind] = "exemplars"
+    name: str = "prompt_replay"
+    shown: int = 4  # exemplars before a question
+    payload_tokens: int = 8  # m of the memory whose bytes may be taken
+    trials: ClassVar[Trials] = ({"shown": 1}, {"shown": 4}, {"shown": 8})
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        backbone = Backbone.load(context.model)
+        allowed = memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
+        kept = share_of_task(backbone, task, [content_bytes(example) for example in task.train], allowed, context)
+        neighbours = Neighbours.before(previous, backbone, self.shown).after(
+            extract_keys(backbone, kept, batch_size=64)
+        )
+        neighbours.write(out / KEYS)
+        if previous is not None:
+            shutil.copytree(previous / EXEMPLARS, out / EXEMPLARS)
+        store = AnchorStore(out / EXEMPLARS)
+        store.append(kept, run=task.name, policy="random", seed=context.seed)
+        stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
+        report = {"exemplars": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
+        return Artifact("exemplars", EXEMPLARS, stored, report)
+
+
+@dataclass(frozen=True)
+class KnnCopier:
+    """The sanity floor: copies the most common answer of the nearest stored questions. No model answers anything.
+
+    Stored are query keys and answers. A method that is not better has learned no more than to look up.
+    """
+
+    kind: ClassVar[Kind] = "copier"
+    name: str = "knn_copier"
+    k: int = 5
+    payload_tokens: int = 8  # m of the memory whose bytes may be taken
+    trials: ClassVar[Trials] = ({"k": 1}, {"k": 5}, {"k": 15})
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        backbone = Backbone.load(context.model)
+        allowed = memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
+        kept = share_of_task(backbone, task, [len(e.answer.encode()) for e in task.train], allowed, context)
+        keys = extract_keys(backbone, kept, batch_size=64)
+        neighbours = Neighbours.before(previous, backbone, self.k).after(keys, [example.answer for example in kept])
+        neighbours.write(out / KEYS)
+        report = {"examples": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
+        return Artifact("copier", KEYS, neighbours.stored_bytes, report)
 
 
 @dataclass(frozen=True)
@@ -36,14 +103,18 @@ class Neighbours:
         """Nothing stored yet."""
         return cls(torch.zeros(0, hidden_size, dtype=torch.float16), k)
 
+    @classmethod
+    def before(cls, previous: Path | None, backbone: Backbone, k: int) -> Neighbours:
+        """Those of the state folder `previous`."""
+        return cls.read(previous / KEYS) if previous else cls.none(backbone.hidden_size, k)
+
     def __len__(self) -> int:
         return len(self.keys)
 
     def nearest(self, queries: Tensor) -> Tensor:
-        """Rows of the nearest, nearest first and of equal ones the first stored: [n, min(k, N)] int64.
+        """Rows of the nearest to queries [n, d] float32 of unit norm: [n, min(k, N)] int64.
 
-        Args:
-            queries: [n, d] float32, unit norm.
+        The nearest comes first, and of equal ones the first stored.
         """
         scores = queries.float() @ self.keys.float().T  # [n, N]
         return scores.argsort(dim=1, descending=True, stable=True)[:, : self.k]
@@ -69,17 +140,16 @@ class Neighbours:
             return cls(file.get_tensor("keys"), metadata["k"], tuple(metadata["answers"]))
 
 
-def key_bytes(hidden_size: int) -> int:
-    """Of one stored query key."""
-    return FLOAT16_BYTES * hidden_size
+def share_of_task(
+    backbone: Backbone, task: TaskData, content: Sequence[int], allowed: int, context: RunContext
+) -> list[Example]:
+    """Training examples for the task's share of `allowed` bytes; each takes its `content` bytes and a float16 key."""
+    sizes = [size + FLOAT16_BYTES * backbone.hidden_size for size in content]
+    return drawn(task.train, sizes, allowed // context.num_tasks, (context.seed, context.number))
 
 
 def drawn(examples: Sequence[Example], sizes: Sequence[int], allowed: int, seed: tuple[int, ...]) -> list[Example]:
-    """Examples drawn at random without repetition, as many as fit into `allowed` bytes, in their own order.
-
-    Raises:
-        ConfigError: not even one does.
-    """
+    """Examples drawn at random into `allowed` bytes, in their own order. Raises ConfigError: not even one fits."""
     order = np.random.default_rng(seed).permutation(len(examples)).tolist()
     count = number_that_fit((sizes[row] for row in order), allowed)
     if not count:

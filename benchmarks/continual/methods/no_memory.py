@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.suites import TaskData
 
 
@@ -17,7 +16,7 @@ class NoMemory:
 
     kind: ClassVar[Kind] = "none"
     name: str = "no_memory"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it has no settings
+    trials: ClassVar[Trials] = ()  # it has no settings
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         return Artifact("none", None, 0, {})

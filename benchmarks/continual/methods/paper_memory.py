@@ -8,16 +8,17 @@ the report. The search tries values of beta and gamma, for the whole stream at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from benchmarks.continual.methods.memory import learn_memory, selector_settings
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
-from benchmarks.continual.suites import TaskData
+from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
+from benchmarks.continual.methods.method import RunContext, Trials
+from selector.backbone.model import Backbone
 from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
 from selector.paper.update import update_paper
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.inputs import TaskInputs
+from selector.update.result import UpdateResult
 
 # Of the paper's grid, from little to much of both.
 BETAS, GAMMAS = (0.1, 0.5, 1.0), (0.05, 0.1, 0.3)
@@ -26,13 +27,10 @@ DEFAULTS = PaperSettings()
 
 
 @dataclass(frozen=True)
-class Paper:
+class Paper(SelectedMemory):
     """The recipe; `PaperSettings` says what the fields mean."""
 
-    kind: ClassVar[Kind] = "bundle"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"beta": beta, "gamma": gamma} for beta, gamma in zip(BETAS, GAMMAS, strict=True)
-    )
+    trials: ClassVar[Trials] = tuple({"beta": b, "gamma": g} for b, g in zip(BETAS, GAMMAS, strict=True))
 
     name: str = "paper"
     beta: float = 0.5
@@ -49,23 +47,17 @@ class Paper:
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
-        settings = selector_settings(PaperSettings, self, context)
-        return learn_memory(
-            lambda backbone, inputs, checkpoint: update_paper(backbone, inputs, settings, checkpoint),
-            self.anchors_per_task,
-            task,
-            previous,
-            out,
-            context,
-        )
+    def update(
+        self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
+    ) -> UpdateResult:
+        return update_paper(backbone, inputs, selector_settings(PaperSettings, self, context), checkpoint)
 
 
 @dataclass(frozen=True)
 class WithoutAnchors(Paper):
     """beta = 0: nothing of the tasks before is in the objective."""
 
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"gamma": gamma} for gamma in GAMMAS)
+    trials: ClassVar[Trials] = tuple({"gamma": gamma} for gamma in GAMMAS)
 
     name: str = "paper_no_anchors"
     beta: float = 0.0
@@ -75,7 +67,7 @@ class WithoutAnchors(Paper):
 class WithoutCoverage(Paper):
     """gamma = 0."""
 
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"beta": beta} for beta in BETAS)
+    trials: ClassVar[Trials] = tuple({"beta": beta} for beta in BETAS)
 
     name: str = "paper_no_coverage"
     gamma: float = 0.0

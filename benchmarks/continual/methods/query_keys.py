@@ -30,18 +30,14 @@ class QueryKeyCache:
 
     def keys(self, examples: Sequence[Example]) -> Tensor:
         """[N, 2, d] float32, unit norm; raises as `extract_query_keys` does."""
-        return self._keys(lambda: self.load(self.model), examples, BATCH_SIZE, progress=False)
+        return self(None, examples, batch_size=BATCH_SIZE)
 
     def __call__(
-        self, backbone: Backbone, examples: Sequence[Example], *, batch_size: int, progress: bool = False
+        self, backbone: Backbone | None, examples: Sequence[Example], *, batch_size: int, progress: bool = False
     ) -> Tensor:
         """The same with the signature of `extract_query_keys`."""
-        return self._keys(lambda: backbone, examples, batch_size, progress)
-
-    def _keys(
-        self, load: Callable[[], Backbone], examples: Sequence[Example], batch_size: int, progress: bool
-    ) -> Tensor:
         key = (self.model, batch_size, tuple(example.source_digest for example in examples))
         if key not in self.cached:
-            self.cached[key] = extract_query_keys(load(), examples, batch_size=batch_size, progress=progress)
+            backbone = backbone or self.load(self.model)
+            self.cached[key] = extract_query_keys(backbone, examples, batch_size=batch_size, progress=progress)
         return self.cached[key]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from benchmarks.continual.methods.memory import learn_memory, selector_settings
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
+from benchmarks.continual.methods.method import RunContext, Trials
 from benchmarks.continual.methods.query_keys import QueryKeyCache
-from benchmarks.continual.suites import TaskData
 from inducekv_vllm.page_terms import Weighting
+from selector.backbone.model import Backbone
 from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES
 from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined.update import update_refined
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.inputs import TaskInputs
+from selector.update.result import UpdateResult
 
 DEFAULTS = RefinedSettings()
 
 
 @dataclass(frozen=True)
-class Refined:
+class Refined(SelectedMemory):
     """The recipe with its own defaults, except that the number of tasks is given.
 
     `RefinedSettings` says what the fields mean.
     """
 
-    kind: ClassVar[Kind] = "bundle"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
+    trials: ClassVar[Trials] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
 
     name: str = "refined"
     steps: int = DEFAULTS.steps
@@ -46,29 +46,22 @@ class Refined:
     anchors_per_task: int = 64
     base: bool = True  # whether the gate is fitted to base questions too
 
-    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+    def update(
+        self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
+    ) -> UpdateResult:
         share = max(1, context.budget // context.num_tasks)
         shared = replace(self, entries_per_task=self.entries_per_task or share)
         settings = selector_settings(RefinedSettings, shared, context)
         base = context.base if self.base else ()
         keys = QueryKeyCache(context.model)
-        return learn_memory(
-            lambda backbone, inputs, checkpoint: update_refined(
-                backbone, inputs, settings, checkpoint, base=base, query_keys=keys
-            ),
-            self.anchors_per_task,
-            task,
-            previous,
-            out,
-            context,
-        )
+        return update_refined(backbone, inputs, settings, checkpoint, base=base, query_keys=keys)
 
 
 @dataclass(frozen=True)
 class Unrefined(Refined):
     """Entries as extracted, with the starting calibration: there is nothing to search."""
 
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    trials: ClassVar[Trials] = ()
 
     name: str = "refined_no_refinement"
     steps: int = 0

@@ -14,14 +14,7 @@ APPENDED = "set"  # an option that takes one value each time it is given
 
 
 def preset_arguments(name: str, known: Collection[str]) -> list[str]:
-    """The preset as arguments of the command line, before the user's own.
-
-    Args:
-        known: the options that may be set, with underscores and without leading dashes.
-
-    Raises:
-        ConfigError: the file cannot be read, or sets an option that is not there.
-    """
+    """The preset as arguments to stand before the user's own. Raises ConfigError: an option is not `known`."""
     path = FOLDER / f"{name}.toml"
     path = path if path.is_file() else Path(name)
     try:
@@ -33,13 +26,10 @@ def preset_arguments(name: str, known: Collection[str]) -> list[str]:
         raise ConfigError(f"{path}: there is no option {unknown[0]!r} to preset, there are: {', '.join(sorted(known))}")
     arguments: list[str] = []
     for option, value in options.items():
-        flag, values = "--" + option.replace("_", "-"), [_text(path, option, v) for v in _listed(value)]
+        values = [_text(path, option, v) for v in (value if isinstance(value, list) else [value])]
+        flag = "--" + option.replace("_", "-")
         arguments += [part for v in values for part in (flag, v)] if option == APPENDED else [flag, *values]
     return arguments
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _text(path: Path, option: str, value: Any) -> str:

@@ -24,15 +24,7 @@ def write_report(
     html: Path | None = None,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes both files (default: into OUT); returns the content of the JSON file.
-
-    Args:
-        model, data: None for where the run found them.
-        tuned: results of a search, for the page.
-
-    Raises:
-        ConfigError: the folder cannot be read as one of a run, or a file cannot be written.
-    """
+    """Writes both files (default: into OUT), with model and data where the run found them; returns the JSON content."""
     from benchmarks.continual.report.content import read_folder
 
     content = read_folder(out, model, data, None if tuned is None else read_tuned(tuned))
@@ -56,26 +48,22 @@ def add_parser(commands: Any) -> None:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prints the finding, and one JSON line with it and the files.
-
-    Raises:
-        ConfigError: see `write_report`; or the file of --from-json is no report's, or an option does not go with it.
-    """
+    """Prints the finding, and one JSON line with it and the files."""
     from benchmarks.continual.report.content import read_file
 
+    given = {"model": options.model, "data": options.data, "tuned": options.tuned}
     if options.from_json:
-        if any((options.json, options.model, options.data, options.tuned)):
+        if options.json or any(given.values()):
             raise ConfigError("--from-json writes the page only, from that file only: of the others, give just --html")
-        files = {"html": options.html or options.from_json.with_suffix(".html"), "json": options.from_json}
-        content = read_file(files["json"])
-        _write_page(content, files["html"])
+        html, json_file = options.html or options.from_json.with_suffix(".html"), options.from_json
+        content = read_file(json_file)
+        _write_page(content, html)
     else:
-        files = {"html": options.html or options.out / HTML, "json": options.json or options.out / JSON}
-        places = {"data": options.data, "tuned": options.tuned}
-        content = write_report(options.out, options.model, **places, html=files["html"], json_file=files["json"])
+        html, json_file = options.html or options.out / HTML, options.json or options.out / JSON
+        content = write_report(options.out, **given, html=html, json_file=json_file)
     print(content["finding"], file=sys.stderr)
     outcome = {name: content[name] for name in ("verdict", "finding", "missing")}
-    print(json.dumps(outcome | {name: str(path) for name, path in files.items()}))
+    print(json.dumps({**outcome, "html": str(html), "json": str(json_file)}))
     return 0
 
 

@@ -20,10 +20,10 @@ def record_command(out: Path, command: Sequence[str]) -> None:
 
     Of paths outside the working directory only the last part is kept: where things lie is nobody's concern.
 
-    Raises:
-        ConfigError: the file cannot be read or written.
+    Raises ConfigError: the file cannot be read or written.
     """
-    record = {"command": shlex.join(map(_without_place, command)), "machine": describe_machine()}
+    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in command]
+    record = {"command": shlex.join(arguments), "machine": describe_machine()}
     known = read_commands(out)
     if record in known:
         return
@@ -35,17 +35,9 @@ def record_command(out: Path, command: Sequence[str]) -> None:
 
 
 def read_commands(out: Path) -> list[dict[str, Any]]:
-    """Those that are on record.
-
-    Raises:
-        ConfigError: the file does not parse.
-    """
+    """Those that are on record. Raises ConfigError: the file does not parse."""
     path = out / COMMANDS
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a list of commands: {error}") from error
-
-
-def _without_place(argument: str) -> str:
-    return Path(argument).name if Path(argument).is_absolute() else argument

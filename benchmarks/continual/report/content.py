@@ -1,39 +1,24 @@
-"""The content of the report's JSON file; nothing is measured here.
-
-Shares are fractions, differences are paired over seeds. OUT/commands.jsonl names every command that worked on the
-folder, with the machine it ran on: see `record_command`.
-"""
+"""The content of the report's JSON file: shares are fractions, differences are paired over seeds."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual import metrics
-from benchmarks.continual.comparison import (
-    UNTOUCHED,
-    Collected,
-    Difference,
-    Streams,
-    compare,
-    final_accuracy,
-    gaps,
-    rounded,
-)
+from benchmarks.continual import comparison, metrics
+from benchmarks.continual.comparison import UNTOUCHED, Collected, Difference, Streams, final_accuracy, rounded
 from benchmarks.continual.footprint_table import conversions, mean_picture_bytes
 from benchmarks.continual.report.commands import read_commands
 from benchmarks.continual.report.names import RECIPES, RIVALS, ablations, place
 from benchmarks.continual.report.ranking import AP, BASE, rivals, summary, verdict
-from benchmarks.continual.results import WHERE, Finished
+from benchmarks.continual.results import WHERE, Finished, read_json
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry
-from selector.data.examples import Example
 
 KEPT = ("method", "budget", "seed", "settings", "complete", "accuracy", "base", "stored_bytes", "seconds", "metrics")
 DIGITS = 4
@@ -45,15 +30,7 @@ Content = dict[str, Any]
 def read_folder(
     out: Path, model: Path | None = None, data: Path | None = None, tuned: Mapping[str, Any] | None = None
 ) -> Content:
-    """What the report of a run's folder holds, JSON values.
-
-    Args:
-        model, data: None for where the run found them.
-        tuned: what a search has found, see `tuned.read_tuned`.
-
-    Raises:
-        ConfigError: the folder is not one of a run, its runs do not belong together, or the model is another.
-    """
+    """What the report of a run's folder holds, JSON values. Raises ConfigError: these are not runs of one stream."""
     finished = Finished.read(out, model, data)
     runs = sorted((*finished.complete, *finished.unfinished), key=lambda run: place(run.method))
     if not runs:
@@ -67,30 +44,23 @@ def read_folder(
         **{key: value for key, value in finished.configuration.items() if key != WHERE},
         "verdict": verdict(streams),
         "finding": summary(streams),
-        "missing": gaps(streams),
-        "results": compare(streams),
+        "missing": comparison.gaps(streams),
+        "results": comparison.compare(streams),
         "differences": _differences(streams),
         "diagnostics": [_read_diagnostic(path) for path in sorted((out / "diagnostics").glob("*.json"))],
         "commands": read_commands(out),
-        "runs": [_brief(run) for run in streams.runs],
+        "runs": [
+            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
+            for run in streams.runs
+        ],
         **_examples_and_footprint(finished, streams.budgets),
         "tuned": None if tuned is None else {**tuned},
     }
 
 
 def read_file(path: Path) -> Content:
-    """What a report's JSON file holds.
-
-    Raises:
-        ConfigError: it is not such a file.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-        if content["benchmark"] != "continual" or not content["runs"]:
-            raise ValueError("no streams of this benchmark")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not the JSON file of a report: {error!r}") from error
-    return dict(content)
+    """What a report's JSON file holds. Raises ConfigError: it is not such a file."""
+    return read_json(path, "not the JSON file of a report", lambda c: c["benchmark"] == "continual" and c["runs"])
 
 
 def streams_of(content: Content) -> Streams:
@@ -109,15 +79,8 @@ def _exact(run: Collected, questions: Mapping[str, int]) -> Collected:
     *counts, base_count = questions.values()  # in the order of learning
     accuracy = [[round(a * n) / n for a, n in zip(row, counts, strict=False)] for row in run["accuracy"]]
     base = [round(a * base_count) / base_count for a in run["base"]]
-    return {
-        **run,
-        "accuracy": accuracy,
-        "base": base,
-        "metrics": metrics.summary(metrics.accuracy_matrix(accuracy), base),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------- runs
+    scores = metrics.summary(metrics.accuracy_matrix(accuracy), base)
+    return {**run, "accuracy": accuracy, "base": base, "metrics": scores}
 
 
 def _differences(streams: Streams) -> list[dict[str, Any]]:
@@ -131,24 +94,22 @@ def _differences(streams: Streams) -> list[dict[str, Any]]:
             *((name, ablation.against) for name, ablation in ablations(streams.methods(budget), recipe).items()),
         )
     ]
-    table = []
-    for budget, method, rival in pairs:
-        overall = streams.difference(method, rival, budget, AP)
-        if overall is None:
-            continue
-        by_task = {task: streams.difference(method, rival, budget, final_accuracy(task)) for task in streams.tasks}
-        table.append(
-            {
-                "method": method,
-                "against": rival,
-                "budget": budget,
-                "seeds": list(overall.seeds),
-                "AP": _as_json(overall),
-                "base_final": _as_json(streams.difference(method, rival, budget, BASE)),
-                "tasks": {task: _as_json(difference) for task, difference in by_task.items()},
-            }
-        )
-    return table
+    of_tasks = {task: final_accuracy(task) for task in streams.tasks}
+    return [
+        {
+            "method": method,
+            "against": rival,
+            "budget": budget,
+            "seeds": list(overall.seeds),
+            "AP": _as_json(overall),
+            "base_final": _as_json(streams.difference(method, rival, budget, BASE)),
+            "tasks": {
+                task: _as_json(streams.difference(method, rival, budget, score)) for task, score in of_tasks.items()
+            },
+        }
+        for budget, method, rival in pairs
+        if (overall := streams.difference(method, rival, budget, AP)) is not None
+    ]
 
 
 def _as_json(difference: Difference | None) -> dict[str, Any] | None:
@@ -158,20 +119,13 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
     return {**rounded(difference, DIGITS), "margin": margin, "verdict": difference.verdict}
 
 
-def _brief(run: Collected) -> dict[str, Any]:
-    """A run without the logs of its training, with few digits."""
-    return {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
-
-
 def _short(value: Any) -> Any:
+    """With few digits."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if isinstance(value, list):
         return [_short(item) for item in value]
     return {key: _short(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-# ------------------------------------------------------------------------------- tasks, footprint, diagnostics
 
 
 def _examples_and_footprint(finished: Finished, budgets: Sequence[int]) -> Content:
@@ -203,32 +157,19 @@ def _example(task: TaskData, predictions: Mapping[str, Mapping[tuple[str, str], 
         data = io.BytesIO()
         image.save(data, "PNG")
         picture = base64.b64encode(data.getvalue()).decode()
-    key = (task.name, example.id)
+    key, parts = (task.name, example.id), example.messages[-1]["content"]
     return {
         "task": task.name,
         "questions": len(task.test),
-        "text": question_text(example),
+        "text": " ".join(part["text"] for part in parts if part["type"] == "text"),
         "expected": example.answer,
         "picture": picture,
         "answers": {method: lines[key].answer for method, lines in predictions.items() if key in lines},
     }
 
 
-def question_text(example: Example) -> str:
-    """The text of the last message."""
-    parts = example.messages[-1]["content"]
-    return " ".join(part["text"] for part in parts if part["type"] == "text")
-
-
 def _read_diagnostic(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: the file is not one of a diagnostic.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-        if not (isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)):
-            raise ValueError("a name and a finding must be text")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not what a diagnostic writes: {error!r}") from error
-    return dict(content)
+    def is_diagnostic(content: Any) -> bool:
+        return isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)
+
+    return read_json(path, "not what a diagnostic writes", is_diagnostic)

@@ -68,11 +68,7 @@ def mean_matrix(streams: Streams, method: str, budget: int) -> np.ndarray:
 
 
 def diagnostic_plot(content: Mapping[str, Any]) -> str | None:
-    """The figure of a diagnostic's JSON; None if no diagnostic of that name is known.
-
-    Raises:
-        ConfigError: the content is not what that diagnostic writes.
-    """
+    """The figure of a diagnostic's JSON; None for an unknown diagnostic. Raises ConfigError: it cannot be drawn."""
     diagnostic = DIAGNOSTICS.get(content["diagnostic"])
     if diagnostic is None:
         return None

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 RECIPES = ("paper", "refined")  # InduceKV as the paper has it, and the practical form
 RIVALS = ("gated_lora_replay", "lora_replay")  # whom the recipes are held against first
 
 # name: (title, what it is)
-METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "no_memory": ("no memory", "the untouched model"),
-        "paper": ("InduceKV (paper)", "the paper's recipe: training prefixes are selected, and kept as they are"),
-        "refined": (
-            "InduceKV (refined)",
-            "the practical recipe: what is kept of the prefixes is trained, behind a gate",
-        ),
-        "random_memory": ("random memory", "prefixes drawn at random, nothing optimised"),
-        "kcenter_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
-        "lora": ("LoRA", "one low-rank adapter, trained on one task after the other"),
-        "lora_replay": ("LoRA + replay", "the same, with anchors of earlier tasks in every batch"),
-        "er_replay": ("ER + replay", "the same adapter with experience replay"),
-        "gated_lora_replay": ("gated LoRA + replay", "LoRA + replay behind InduceKV's own relevance gate"),
-        "gated_task_lora": (
-            "one gated LoRA a task",
-            "a small adapter of its own for each task, chosen by InduceKV's gate",
-        ),
-        "ewc": ("EWC", "the adapter, held where earlier tasks need it (elastic weight consolidation)"),
-        "lwf": ("LwF", "the adapter, held to its own earlier answers (learning without forgetting)"),
-        "prompt_replay": ("PromptReplay", "retrieved training examples stand in the prompt"),
-        "knn_copier": ("nearest-neighbour copier", "copies the answer of the nearest stored example: the sanity floor"),
-    }
-)
+METHODS: Mapping[str, tuple[str, str]] = {
+    "no_memory": ("no memory", "the untouched model"),
+    "paper": ("InduceKV (paper)", "the paper's recipe: training prefixes are selected, and kept as they are"),
+    "refined": (
+        "InduceKV (refined)",
+        "the practical recipe: what is kept of the prefixes is trained, behind a gate",
+    ),
+    "random_memory": ("random memory", "prefixes drawn at random, nothing optimised"),
+    "kcenter_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
+    "lora": ("LoRA", "one low-rank adapter, trained on one task after the other"),
+    "lora_replay": ("LoRA + replay", "the same, with anchors of earlier tasks in every batch"),
+    "er_replay": ("ER + replay", "the same adapter with experience replay"),
+    "gated_lora_replay": ("gated LoRA + replay", "LoRA + replay behind InduceKV's own relevance gate"),
+    "gated_task_lora": (
+        "one gated LoRA a task",
+        "a small adapter of its own for each task, chosen by InduceKV's gate",
+    ),
+    "ewc": ("EWC", "the adapter, held where earlier tasks need it (elastic weight consolidation)"),
+    "lwf": ("LwF", "the adapter, held to its own earlier answers (learning without forgetting)"),
+    "prompt_replay": ("PromptReplay", "retrieved training examples stand in the prompt"),
+    "knn_copier": ("nearest-neighbour copier", "copies the answer of the nearest stored example: the sanity floor"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,19 @@ class Ablation:
     against: str  # whom it differs from in that part alone: the recipe, or another ablation
 
 
-ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
-    {
-        "paper_no_bilevel": Ablation("paper", "no bilevel coupling", "paper"),
-        "paper_no_anchors": Ablation("paper", "no anchors", "paper"),
-        "paper_no_coverage": Ablation("paper", "no coverage", "paper"),
-        "fixed_calibration": Ablation("paper", "no inner calibration (fixed temperature and gates)", "paper"),
-        "paper_no_gates": Ablation("paper", "no value gates", "paper"),
-        "paper_uniform": Ablation("paper", "uniform weights", "paper"),
-        "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
-        "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
-        "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
-        "refined_no_refinement": Ablation("refined", "no refinement", "refined"),
-        "refined_sqrt": Ablation("refined", "sqrt weighting, no relevance gate", "refined_no_gate"),
-    }
-)
+ABLATIONS: Mapping[str, Ablation] = {
+    "paper_no_bilevel": Ablation("paper", "no bilevel coupling", "paper"),
+    "paper_no_anchors": Ablation("paper", "no anchors", "paper"),
+    "paper_no_coverage": Ablation("paper", "no coverage", "paper"),
+    "fixed_calibration": Ablation("paper", "no inner calibration (fixed temperature and gates)", "paper"),
+    "paper_no_gates": Ablation("paper", "no value gates", "paper"),
+    "paper_uniform": Ablation("paper", "uniform weights", "paper"),
+    "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
+    "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
+    "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
+    "refined_no_refinement": Ablation("refined", "no refinement", "refined"),
+    "refined_sqrt": Ablation("refined", "sqrt weighting, no relevance gate", "refined_no_gate"),
+}
 
 
 def title(method: str) -> str:
@@ -105,8 +100,8 @@ def place(method: str) -> tuple[int, int, str]:
 
 def ablations(methods: Iterable[str], recipe: str) -> dict[str, Ablation]:
     """Those of one recipe, in the order above."""
-    found = {method: ablation_of(method) for method in sorted(methods, key=place)}
-    return {method: one for method, one in found.items() if one is not None and one.recipe == recipe}
+    known = {method: ablation_of(method) for method in sorted(methods, key=place)}
+    return {method: ablation for method, ablation in known.items() if ablation and ablation.recipe == recipe}
 
 
 def listed(words: Iterable[str]) -> str:

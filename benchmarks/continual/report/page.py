@@ -14,14 +14,7 @@ from selector.report.parts import byte_size, render
 
 
 def render_html(content: Content) -> str:
-    """The page, complete in itself: nothing on it is loaded from anywhere.
-
-    Args:
-        content: what the JSON file holds.
-
-    Raises:
-        ConfigError: a diagnostic's content cannot be drawn.
-    """
+    """The page of what the JSON file holds, complete in itself: nothing on it is loaded from anywhere."""
     streams = streams_of(content)
     budgets = [budget for budget in streams.budgets if streams.methods(budget)]
     return render(

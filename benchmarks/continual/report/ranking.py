@@ -102,7 +102,7 @@ def leaders(streams: Streams, budgets: Sequence[int]) -> str:
     following: dict[str, dict[int, str]] = {}
     for budget in budgets:
         first, *rest = ranking(streams, budget)
-        best.setdefault(title(first), {})[budget] = share(streams.mean(first, budget, AP))
+        best.setdefault(title(first), {})[budget] = f"{percent(streams.mean(first, budget, AP))}%"
         for method in rest[:1]:
             difference = streams.difference(method, first, budget, AP)
             assert difference is not None  # both have all seeds
@@ -126,15 +126,14 @@ def _by_budget(values: Mapping[int, str]) -> str:
 
 def points(difference: Mean) -> str:
     """Percentage points, with a sign: "−3.1 ± 0.4"."""
-    value = round(100 * difference.value, 1)
-    text = f"{value:+.1f}".replace("-", "−") if value else "0.0"
-    return text if difference.standard_error is None else f"{text} ± {100 * difference.standard_error:.1f}"
+    sign = "+" if round(100 * difference.value, 1) > 0 else ""
+    return sign + percent(difference)
 
 
-def share(value: Mean) -> str:
-    """A percentage: "78.8 ± 0.5%"."""
+def percent(value: Mean) -> str:
+    """ "78.8 ± 0.5", without an error for a single seed."""
     error = "" if value.standard_error is None else f" ± {100 * value.standard_error:.1f}"
-    return f"{100 * value.value:.1f}{error}%"
+    return f"{100 * value.value:.1f}".replace("-", "−").replace("−0.0", "0.0") + error
 
 
 def _errors(streams: Streams) -> str:

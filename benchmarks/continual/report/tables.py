@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.continual.comparison import UNTOUCHED, Collected, Score, Streams, final_accuracy, learn_seconds, metric
 from benchmarks.continual.report.content import Content
 from benchmarks.continual.report.names import RECIPES, ablations, described, listed, title
-from benchmarks.continual.report.ranking import AP, BASE, points, ranking, rivals
+from benchmarks.continual.report.ranking import AP, BASE, percent, points, ranking, rivals
 from selector.report.parts import Table, byte_size, counted, number
 
 POINTS_EQUAL = 5e-5  # shares that a table shows as the same
 
 
 # Scores of the main table, as percentages: label, and 1 if more is better, -1 if less is
-SCORES: Mapping[str, tuple[Score, int]] = MappingProxyType(
-    {
-        "AP (%)": (AP, 1),
-        "AF (points)": (metric("AF"), -1),
-        "base, at the end (%)": (BASE, 1),
-        "BWT (points)": (metric("BWT"), 1),
-        "Last (%)": (metric("Last"), 1),
-        "MAA over time (%)": (metric("MAA_over_time"), 1),
-    }
-)
+SCORES: Mapping[str, tuple[Score, int]] = {
+    "AP (%)": (AP, 1),
+    "AF (points)": (metric("AF"), -1),
+    "base, at the end (%)": (BASE, 1),
+    "BWT (points)": (metric("BWT"), 1),
+    "Last (%)": (metric("Last"), 1),
+    "MAA over time (%)": (metric("MAA_over_time"), 1),
+}
 
 
 def rival_table(streams: Streams) -> Table:
@@ -73,13 +70,13 @@ def ablation_table(streams: Streams, budget: int, recipe: str) -> Table | None:
     scores = {"AP (%)": AP, "AF (points)": metric("AF"), "base, at the end (%)": BASE}
     rows = [[f"{title(recipe)}, full", _seeds(streams, recipe, budget)]]
     for score in scores.values():
-        rows[0] += [_percent(streams, recipe, budget, score), ""]
+        rows[0] += [percent(streams.mean(recipe, budget, score)), ""]
     for variant, ablation in variants.items():
         other = "" if ablation.against == recipe else f" (against: {title(ablation.against)})"
         row = [ablation.change + other, _seeds(streams, variant, budget)]
         for score in scores.values():
             difference = _difference(streams, variant, ablation.against, budget, score)
-            row += [_percent(streams, variant, budget, score), difference]
+            row += [percent(streams.mean(variant, budget, score)), difference]
         rows.append(row)
     head = ["variant", "seeds", *(name for label in scores for name in (label, "difference (points)"))]
     return Table(head, rows, chosen=[0], kind="wide")
@@ -127,7 +124,7 @@ def _method_table(
     streams: Streams,
     budget: int,
     scores: Mapping[str, tuple[Score, int]],
-    more: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    more: Mapping[str, Callable[[str], Any]] = {},
     shaded: bool = False,
 ) -> Table:
     """A row for each method, the highest AP first: scores as percentages, then `more` columns.
@@ -139,7 +136,7 @@ def _method_table(
     rows = [
         [
             title(method),
-            *(_percent(streams, method, budget, score) for score, _ in scores.values()),
+            *(percent(streams.mean(method, budget, score)) for score, _ in scores.values()),
             *(cell(method) for cell in more.values()),
         ]
         for method in methods
@@ -185,8 +182,7 @@ def settings_table(streams: Streams) -> Table:
     """The settings of every method, which may differ between budgets."""
     budgets: dict[tuple[str, str], set[int]] = {}
     for run in streams.runs:
-        settings = ", ".join(f"{key} = {_setting(value)}" for key, value in run["settings"].items() if key != "name")
-        budgets.setdefault((run["method"], settings), set()).add(run["budget"])
+        budgets.setdefault((run["method"], _settings(run["settings"])), set()).add(run["budget"])
     rows = [
         [title(method), method, ", ".join(map(str, sorted(used))), settings]
         for (method, settings), used in budgets.items()
@@ -206,35 +202,24 @@ def tuned_table(tuned: Mapping[str, Any] | None, streams: Streams) -> Table | No
         for trial in record["trials"]:
             won = trial["settings"] == record["settings"]
             chosen += [len(rows)] if won else []
-            rows.append(
-                [
-                    title(method),
-                    ", ".join(f"{key} = {_setting(value)}" for key, value in trial["settings"].items()),
-                    f"{100 * trial['AP']:.1f}",
-                    f"{100 * trial['base_final']:.1f}",
-                    number(trial["seconds"], 3),
-                    ("used here" if here else "this run used others") if won else "",
-                ]
-            )
+            scores = [f"{100 * trial[name]:.1f}" for name in ("AP", "base_final")]
+            remark = ("used here" if here else "this run used others") if won else ""
+            rows.append([title(method), _settings(trial["settings"]), *scores, number(trial["seconds"], 3), remark])
     head = ["method", "settings tried", "AP on validation (%)", "base (%)", "learning (s)", ""]
     return Table(head, rows, chosen, kind="wide")
 
 
 def footprint_table(content: Content) -> Table:
-    head = [
-        "entries B",
-        "KV tokens a layer",
-        "memory",
-        "float16 parameters",
-        "text exemplars",
-        "picture + text exemplars",
-    ]
-    keys = ("budget", "kv_tokens", "bytes", "peft_parameters", "text_exemplars", "picture_exemplars")
-    rows = [[byte_size(row[key]) if key == "bytes" else row[key] for key in keys] for row in content["footprint"]]
-    return Table(head, rows)
-
-
-# ----------------------------------------------------------------------------------------------------- parts
+    columns = {
+        "budget": "entries B",
+        "kv_tokens": "KV tokens a layer",
+        "bytes": "memory",
+        "peft_parameters": "float16 parameters",
+        "text_exemplars": "text exemplars",
+        "picture_exemplars": "picture + text exemplars",
+    }
+    rows = [[byte_size(row[key]) if key == "bytes" else row[key] for key in columns] for row in content["footprint"]]
+    return Table([*columns.values()], rows)
 
 
 def by_accuracy(streams: Streams, budget: int) -> list[str]:
@@ -253,12 +238,6 @@ def evaluate_seconds(run: Collected) -> float:
     return math.fsum(task["evaluate"] for task in run["seconds"])
 
 
-def _percent(streams: Streams, method: str, budget: int, score: Score) -> str:
-    mean = streams.mean(method, budget, score)
-    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.1f}"
-    return f"{100 * mean.value:.1f}".replace("-", "−").replace("−0.0", "0.0") + error
-
-
 def _difference(streams: Streams, method: str, rival: str, budget: int, score: Score) -> str:
     difference = streams.difference(method, rival, budget, score)
     if difference is None:
@@ -275,6 +254,10 @@ def _seeds(streams: Streams, method: str, budget: int) -> str:
     complete = streams.of(method, budget)
     missing = [seed for seed in streams.seeds(budget) if seed not in complete]
     return f"{len(complete)}, without {', '.join(map(str, missing))}" if missing else str(len(complete))
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {_setting(value)}" for key, value in settings.items() if key != "name")
 
 
 def _setting(value: Any) -> str:

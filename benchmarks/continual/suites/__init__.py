@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from benchmarks.continual.suites import demo, files
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 
-SUITES: Mapping[str, Callable[[Path], Suite]] = MappingProxyType({"demo": demo.load})
+SUITES: Mapping[str, Callable[[Path], Suite]] = {"demo": demo.load}
 
 __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 
 
 def load_suite(name: str, data: Path) -> Suite:
-    """The suite that the file `name` describes, or the one of this name from the folder `data`, written there if
-    needed.
-
-    Raises:
-        ConfigError: there is no such suite.
-        TaskDataError: its data cannot be read.
-    """
+    """The suite of this name from the folder `data`, written there if needed, or that which a file `name` describes."""
     if Path(name).suffix in files.SUFFIXES:
         return files.load(Path(name))
     if name not in SUITES:

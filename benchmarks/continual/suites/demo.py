@@ -14,11 +14,7 @@ BASE_SIZES = {"train": 504, "validation": 135, "test": 270}  # multiples of nine
 
 
 def load(data: Path, sizes: dict[str, int] = SIZES, base_sizes: dict[str, int] = BASE_SIZES) -> Suite:
-    """From the folder `data`; missing files are written first.
-
-    Raises:
-        TaskDataError: a file cannot be read.
-    """
+    """From the folder `data`; missing files are written first."""
     sizes_of = {name: base_sizes if name == BASE else sizes for name in (BASE, *STREAMS)}
     tasks = {}
     for name, split_sizes in sizes_of.items():

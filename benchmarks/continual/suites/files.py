@@ -1,18 +1,4 @@
-"""A suite of data on disk, described by a TOML or JSON file; paths are relative to it.
-
-    name = "vqa"
-    [[tasks]]                              # in the default order of learning
-    name = "colours"
-    train = "colours/train.jsonl"          # task data as `selector.data.examples.read_task` reads it
-    validation = "colours/validation.jsonl"
-    test = "colours/test.jsonl"
-    [base]                                 # questions of what the model could do before
-    train = "base/train.jsonl"
-    validation = "base/validation.jsonl"
-    test = "base/test.jsonl"
-
-In JSON the same: {"name": ..., "tasks": [{...}, ...], "base": {...}}.
-"""
+"""A suite of data on disk, described by a TOML or JSON file as in docs/benchmarks.md, "Your own data"."""
 
 from __future__ import annotations
 
@@ -54,12 +40,7 @@ class _Description(BaseModel):
 
 
 def load(file: Path) -> Suite:
-    """The suite that `file` describes; every example is read and every picture opened.
-
-    Raises:
-        TaskDataError: the file does not parse or describes no suite, or its data cannot be used; names the file, and
-            the line or what is wrong.
-    """
+    """The suite of `file`, every picture opened. Raises TaskDataError: names the file, and the line or problem."""
     try:
         described = _Description.model_validate(_parse(file))
     except ValidationError as error:

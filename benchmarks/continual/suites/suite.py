@@ -34,11 +34,7 @@ class Suite:
     base: TaskData  # base questions; what is measured is `base.test`
 
     def in_order(self, order: Sequence[str]) -> Suite:
-        """The tasks in another order: "default", "random:SEED", or names (see `ordered`).
-
-        Raises:
-            ConfigError: a name is unknown or repeated, or the seed is no number.
-        """
+        """The tasks in another order: "default", "random:SEED", or names. Raises ConfigError: it is none of these."""
         first = order[0] if len(order) == 1 else ""
         if first == DEFAULT_ORDER:
             return self
@@ -51,11 +47,7 @@ class Suite:
         return self.ordered(order)
 
     def ordered(self, names: Sequence[str]) -> Suite:
-        """Only the tasks of `names`, in that order.
-
-        Raises:
-            ConfigError: a name is unknown or repeated.
-        """
+        """Only the tasks of `names`, in that order. Raises ConfigError: a name is unknown or repeated."""
         by_name = {task.name: task for task in self.tasks}
         unknown = [name for name in names if name not in by_name]
         if unknown:
@@ -72,11 +64,7 @@ class Suite:
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.validation))
 
     def limited(self, train: int, test: int, base: int) -> Suite:
-        """With the first `train` training examples and `test` test questions of each task, and `base` base questions.
-
-        Raises:
-            ConfigError: nothing would be left.
-        """
+        """The first examples and questions of each task and of the base. Raises ConfigError: none would be left."""
         if min(train, test, base) < 1:
             raise ConfigError(
                 f"at least one example and one question of each kind must be left, found limits {train}, {test}, {base}"
