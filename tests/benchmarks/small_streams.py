@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
+from inducekv_vllm.bundle import Bundle, Gate
 
 SIZES = {"train": 12, "validation": 4, "test": 6}
 BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
@@ -34,3 +36,9 @@ def places(data: Path, out: Path) -> list[str]:
 
 def own_folder(out: Path, method: str = "lora_replay", seed: int = 0, budget: int = 32) -> Path:
     return out / method / f"budget-{budget}" / f"seed-{seed}"
+
+
+def gated(bundle: Bundle, gate: Gate) -> Bundle:
+    """The bundle behind another gate."""
+    metadata = bundle.metadata.model_copy(update={"format_version": 2, "gate_tasks": gate.tasks})
+    return replace(bundle, gate_keys=gate.keys.half(), gate_thresholds=gate.thresholds, metadata=metadata)

@@ -11,14 +11,13 @@ import pytest
 
 from benchmarks.continual.comparison import Streams, compare, final_accuracy, gaps, in_errors, metric, paired
 from benchmarks.continual.methods import METHODS
-from benchmarks.continual.metrics import accuracy_matrix
-from benchmarks.continual.metrics import summary as scores
 from benchmarks.continual.report import names
 from benchmarks.continual.report.figures import mean_matrix
 from benchmarks.continual.report.ranking import leaders, ranking, shortfalls, summary, verdict
 from benchmarks.continual.report.tables import ablation_table, base_table, main_table, rival_table, task_table
 from inducekv_vllm.errors import ConfigError
 from selector.report.parts import Table
+from tests.benchmarks.finished_runs import matrix_of
 
 TASKS = ("guild", "digit")
 AP = metric("AP")
@@ -30,32 +29,13 @@ def stream(
     final: Sequence[float],
     base: float = 0.9,
     *,
-    budget: int = 32,
     learned: Sequence[float] | None = None,
-    done: int | None = None,
-    stored: int = 1000,
-    settings: dict[str, Any] | None = None,
+    done: int = 2,
+    **changed: Any,
 ) -> dict[str, Any]:
     """What `stream.collect` gives of two tasks: a[t, t] is `learned`, the last row `final`; `done` are finished."""
-    learned = learned or final
-    rows = [[learned[0]], list(final)][:done]
-    bases = [base] * len(rows)
-    return {
-        "suite": "tiny",
-        "method": method,
-        "settings": settings or {"name": method},
-        "budget": budget,
-        "seed": seed,
-        "order": list(TASKS),
-        "complete": len(rows) == len(TASKS),
-        "accuracy": rows,
-        "base": bases,
-        "stored_bytes": [stored] * len(rows),
-        "anchor_bytes": [0] * len(rows),
-        "seconds": [{"learn": 2.0, "evaluate": 3.0}] * len(rows),
-        "metrics": scores(accuracy_matrix(rows), bases),
-        "reports": [{}] * len(rows),
-    }
+    rows = [[(learned or final)[0]], list(final)][:done]
+    return matrix_of(method, TASKS, rows, [base] * done, seed=seed, **changed)
 
 
 def seeds(method: str, finals: Sequence[Sequence[float]], base: Sequence[float] | float = 0.9, **more: Any) -> list:
@@ -64,7 +44,7 @@ def seeds(method: str, finals: Sequence[Sequence[float]], base: Sequence[float] 
     return [stream(method, seed, final, bases[seed], **more) for seed, final in enumerate(finals)]
 
 
-UNTOUCHED = seeds("no_memory", [[0.1, 0.1]] * 3, stored=0)
+UNTOUCHED = seeds("no_memory", [[0.1, 0.1]] * 3)
 GATED = seeds("gated_lora_replay", [[0.6, 0.6], [0.61, 0.61], [0.62, 0.62]])
 REPLAY = seeds("lora_replay", [[0.5, 0.5], [0.51, 0.51], [0.52, 0.52]])
 
@@ -80,6 +60,11 @@ def test_a_paired_difference_by_hand():
     assert in_errors(3) == pytest.approx(4.3027, abs=1e-4)  # Student's t, 0.975, two degrees of freedom
     assert found.margin == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     assert found.verdict == "open"
+    only_both = paired({0: 0.5, 1: 0.7, 2: 0.9}, {2: 0.8, 3: 0.1, 0: 0.2})
+    assert only_both is not None
+    assert only_both.seeds == (0, 2)
+    assert only_both.value == pytest.approx(0.2)
+    assert paired({0: 0.5}, {1: 0.5}) is None
 
 
 @pytest.mark.parametrize(
@@ -97,14 +82,6 @@ def test_a_difference_counts_where_0_is_outside_its_interval(values, expected):
     found = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
     assert found is not None
     assert found.verdict == expected
-
-
-def test_only_seeds_of_both_are_compared():
-    found = paired({0: 0.5, 1: 0.7, 2: 0.9}, {2: 0.8, 3: 0.1, 0: 0.2})
-    assert found is not None
-    assert found.seeds == (0, 2)
-    assert found.value == pytest.approx(0.2)
-    assert paired({0: 0.5}, {1: 0.5}) is None
 
 
 def test_rows_of_the_comparison():
@@ -126,8 +103,7 @@ def test_where_the_untouched_model_answers_no_base_question_nothing_can_be_retai
 
 
 def test_the_untouched_model_stands_in_for_every_budget_and_others_do_not():
-    runs = [*UNTOUCHED, *GATED, *seeds("lora", [[0.2, 0.2]] * 3, budget=64)]
-    streams = Streams(runs)
+    streams = Streams([*UNTOUCHED, *GATED, *seeds("lora", [[0.2, 0.2]] * 3, budget=64)])
     assert streams.methods(64) == ("no_memory", "lora")
     difference = streams.difference("lora", "no_memory", 64, AP)
     assert difference is not None
@@ -139,7 +115,7 @@ def test_streams_that_do_not_belong_together_are_refused():
     with pytest.raises(ConfigError, match=r"lora, budget 32 was run with different settings: .*5.* seed 0, .*6"):
         Streams([stream("lora", seed, [0, 0], settings={"steps": 5 + seed}) for seed in (0, 1)])
     with pytest.raises(ConfigError, match="lora, budget 32, seed 1 has another order of tasks"):
-        Streams([stream("lora", 0, [0, 0]), {**stream("lora", 1, [0, 0]), "order": ["digit", "guild"]}])
+        Streams([stream("lora", 0, [0, 0]), stream("lora", 1, [0, 0], order=["digit", "guild"])])
     with pytest.raises(ConfigError, match="lora, budget 32, seed 0 occurs twice"):
         Streams([stream("lora", 0, [0, 0]), stream("lora", 0, [0, 0])])
 
