@@ -82,9 +82,8 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def learned(model: Path, demo_suite: DemoSuite, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+def learned(model: Path, suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Learned:
     """Two tasks by a method's name; each method learns once, when it is first asked for."""
-    suite = demo_suite(16, 4, 4, *ORDER)[1]
 
     @functools.cache
     def learn(name: str) -> LearnedStream:

@@ -22,8 +22,8 @@ WEIGHTS = weights_digest(CHECKPOINT)
 Rights = Mapping[str, Sequence[bool]]  # by task and "base": whether each question was answered rightly
 
 
-def write_configuration(out: Path, data: Path | None = None, suite: Suite | None = None, **changed: Any) -> None:
-    """run.json of the demo model, with other values if given; without data and suite, of some that are not read."""
+def write_configuration(out: Path, folder: Path | None = None, suite: Suite | None = None, **changed: Any) -> None:
+    """run.json of the demo model, with other values if given; without data in a folder, of some that are not read."""
     out.mkdir(parents=True, exist_ok=True)
     configuration = {
         "suite": "demo",
@@ -35,8 +35,8 @@ def write_configuration(out: Path, data: Path | None = None, suite: Suite | None
         "test_limit": 256,
         "base_limit": 270,
     }
-    if data is not None:
-        configuration["where"] = {"suite": "demo", "data": str(data), "model": str(CHECKPOINT)}
+    if folder is not None:
+        configuration["where"] = {"suite": "demo", "data": str(folder), "model": str(CHECKPOINT)}
     (out / "run.json").write_text(json.dumps(configuration | changed))
 
 
@@ -55,7 +55,7 @@ def matrix_of(
         "complete": done == len(order),
         "accuracy": accuracy,
         "base": base,
-        "stored_bytes": [0] * done,
+        "stored_bytes": [0 if method == "no_memory" else 1000] * done,
         "anchor_bytes": [0] * done,
         "questions": [],
         "seconds": [{"learn": 2.0, "evaluate": 3.0}] * done,

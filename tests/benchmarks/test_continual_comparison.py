@@ -115,20 +115,15 @@ def test_streams_that_do_not_belong_together_are_refused():
     with pytest.raises(ConfigError, match=r"lora, budget 32 was run with different settings: .*5.* seed 0, .*6"):
         Streams([stream("lora", seed, [0, 0], settings={"steps": 5 + seed}) for seed in (0, 1)])
     with pytest.raises(ConfigError, match="lora, budget 32, seed 1 has another order of tasks"):
-        Streams([stream("lora", 0, [0, 0]), stream("lora", 1, [0, 0], order=["digit", "guild"])])
+        Streams([stream("lora", 0, [0, 0]), {**stream("lora", 1, [0, 0]), "order": ["digit", "guild"]}])
     with pytest.raises(ConfigError, match="lora, budget 32, seed 0 occurs twice"):
         Streams([stream("lora", 0, [0, 0]), stream("lora", 0, [0, 0])])
 
 
 def test_what_is_missing_is_named():
-    runs = [
-        *UNTOUCHED,
-        *GATED,
-        *seeds("gated_lora_replay", [[0.6, 0.6]] * 2, budget=64),
-        stream("gated_lora_replay", 2, [0.6, 0.6], budget=64, done=1),
-        *REPLAY[:1],
-    ]
-    assert gaps(Streams(runs)) == [
+    larger = seeds("gated_lora_replay", [[0.6, 0.6]] * 2, budget=64)
+    unfinished = stream("gated_lora_replay", 2, [0.6, 0.6], budget=64, done=1)
+    assert gaps(Streams([*UNTOUCHED, *GATED, *larger, unfinished, REPLAY[0]])) == [
         "gated_lora_replay, budget 64, seed 2: 1 of 2 tasks done; not counted.",
         "lora_replay, budget 32: not run with seed 1, 2.",
         "lora_replay: not run with budget 64.",
@@ -173,23 +168,17 @@ def test_where_inducekv_gains_nothing_or_loses():
         "loses base accuracy (32 entries: −5.3 ± 0.3), loses to gated LoRA + replay (32 entries: −20.5 ± 0.3), "
         "loses to LoRA + replay (32 entries: −10.5 ± 0.3), has no complete stream (64 entries)"
     )
-
-
-def test_tasks_without_gain_are_named_though_others_gain():
+    # Tasks without gain are named though others gain.
     refined = seeds("refined", [[0.9, 0.1], [0.91, 0.12], [0.92, 0.1]])
     assert "gains nothing on digit (32 entries)" in shortfalls(Streams([*UNTOUCHED, *refined]), [32], "refined")
 
 
 def test_budgets_stand_together_and_of_many_the_ends():
-    runs = [
-        stream
-        for budget in (16, 32, 64)
-        for stream in (
-            *seeds("lora_replay", [[0.5, 0.5]] * 2, budget=budget),
-            *seeds("refined", [[0.4, 0.4 + budget / 1000]] * 2, budget=budget),
-        )
-    ]
-    text = summary(Streams([*UNTOUCHED, *runs]))
+    runs = list(UNTOUCHED)
+    for budget in (16, 32, 64):
+        runs += seeds("lora_replay", [[0.5, 0.5]] * 2, budget=budget)
+        runs += seeds("refined", [[0.4, 0.4 + budget / 1000]] * 2, budget=budget)
+    text = summary(Streams(runs))
     assert "loses to LoRA + replay (16 entries: −9.2 ± 0.0; 64: −6.8 ± 0.0)" in text
     assert "32" not in text
 
@@ -286,14 +275,9 @@ def test_losses_to_rivals_are_marked_by_task():
     refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
     table = rival_table(Streams([*UNTOUCHED, *GATED, *refined]))
     assert table.head == ["difference (points)", "entries", "all tasks (AP)", "guild", "digit", "base"]
-    assert rows_of(table)[1] == [
-        "InduceKV (refined) − gated LoRA + replay",
-        32,
-        "+9.7 ± 0.2",
-        "+30.0 ± 0.0",
-        "−10.7 ± 0.3",
-        "0.0 ± 0.0",
-    ]
+    title, *differences = rows_of(table)[1]
+    assert title == "InduceKV (refined) − gated LoRA + replay"
+    assert differences == [32, "+9.7 ± 0.2", "+30.0 ± 0.0", "−10.7 ± 0.3", "0.0 ± 0.0"]
     assert table.marked == {(1, 4)}
 
 

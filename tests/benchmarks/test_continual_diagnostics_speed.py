@@ -1,10 +1,9 @@
 """Operating points and the Pareto front: on a server whose speed is known, and (slow) on the real one."""
 
 import json
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -22,6 +21,7 @@ from inducekv_vllm.errors import ConfigError
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from server.demo import CHECKPOINT
+from tests.benchmarks.fake_server import FakeHandler, serving
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_run
 from tests.benchmarks.small_streams import ORDER
 
@@ -29,12 +29,14 @@ from tests.benchmarks.small_streams import ORDER
 PLAIN, WITH_MEMORY, BETWEEN = 0.02, 0.2, 0.02
 
 
-class KnownSpeed(BaseHTTPRequestHandler):
+class KnownSpeed(FakeHandler):
     """Streams as vLLM does; a memory, which has a name of the client's choice, is slower. It loads no adapters."""
 
+    received: ClassVar[list[tuple[str, dict]]] = []
+
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.received.append((self.path, body))
+        body = self.body()
+        self.received.append((self.path, body))
         if "lora" in self.path:
             self.send_error(400, "no adapters here")
             return
@@ -51,25 +53,13 @@ class KnownSpeed(BaseHTTPRequestHandler):
         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         self.wfile.flush()
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
-def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), KnownSpeed) as known:
-        known.received = []
-        thread = threading.Thread(target=known.serve_forever)
-        thread.start()
-        yield known
-        known.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def endpoints(server):
-    endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "untouched")
-    return Endpoints(endpoint, endpoint)
+def endpoints():
+    KnownSpeed.received.clear()
+    with serving(KnownSpeed) as url:
+        endpoint = Endpoint(url, "untouched")
+        yield Endpoints(endpoint, endpoint)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +96,7 @@ def runs_of(out, *methods):
     return finished, [finished.runs(method)[0] for method in methods]
 
 
-def test_times_are_those_of_the_server(endpoints, server, out):
+def test_times_are_those_of_the_server(endpoints, out):
     finished, runs = runs_of(out, "no_memory", "refined")
     plain, memory = measure_on(endpoints, finished, runs, Load(concurrency=1, requests=2, rounds=2, output_tokens=6))
     assert (plain["requests"], plain["prompt_tokens"]) == (4, 9)
@@ -116,11 +106,13 @@ def test_times_are_those_of_the_server(endpoints, server, out):
         longest = 1 / (first + 5 * BETWEEN)
         assert 0.2 * longest < row["requests_per_s"] <= longest
         assert row["tokens_per_s"] == pytest.approx(6 * row["requests_per_s"])
-    asked = [body for path, body in server.received if path == "/v1/chat/completions"]
+    asked = [body for path, body in KnownSpeed.received if path == "/v1/chat/completions"]
     assert [body["model"] == "untouched" for body in asked] == 3 * [True, True, False, False]  # they take turns
     prompts = [json.dumps(body["messages"]) for body in asked]
     assert len(set(prompts)) == len(prompts)  # nothing is asked twice
-    loaded, unloaded = ([b["name"] for path, b in server.received if f"/{how}_" in path] for how in ("load", "unload"))
+    loaded, unloaded = (
+        [b["name"] for path, b in KnownSpeed.received if f"/{how}_" in path] for how in ("load", "unload")
+    )
     assert len(loaded) == 1
     assert loaded == unloaded == sorted({body["model"] for body in asked} - {"untouched"})
 

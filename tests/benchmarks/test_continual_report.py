@@ -267,26 +267,23 @@ def test_a_diagnostic_that_cannot_be_drawn(content):
     assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 
-def test_a_folder_of_nothing_is_refused(out, tmp_path, capsys):
+def test_a_folder_of_nothing_or_with_another_model_is_refused(out, tmp_path, capsys):
     assert main(["report", "--out", str(tmp_path / "nowhere")]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_bytes((out / "run.json").read_bytes())
     assert main(["report", "--out", str(tmp_path / "begun")]) == 2
     assert "no task of any stream is done yet" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
+        write_report(out, tmp_path)
     (out / "diagnostics" / "odd.json").write_text("[]")
     assert main(["report", "--out", str(out)]) == 2
     assert "odd.json: not what a diagnostic writes" in capsys.readouterr().err
 
 
-def test_another_model_is_refused(out, tmp_path):
-    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
-        write_report(out, tmp_path)
-
-
 def test_commands_are_kept_once_and_without_their_places(tmp_path):
-    record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
-    record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
+    for _ in range(2):
+        record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
     record_command(tmp_path, ["python", "-m", "x", "--out", "here/it/is"])
     first, second = read_commands(tmp_path)
     assert first["command"] == "python -m x --out 'a b' --seed 0"
