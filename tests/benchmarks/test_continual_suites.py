@@ -123,12 +123,7 @@ def refusal(folder: Path) -> str:
     ("path", "line", "change", "message"),
     [
         ("field/train", 6, {"id": "field/train_00001"}, ", line 6: the id 'field/train_00001' occurs more than once"),
-        (
-            "guild/test",
-            3,
-            {"id": "guild/train_00007"},
-            ": the id 'guild/train_00007' is in {data}/train.jsonl too",
-        ),
+        ("guild/test", 3, {"id": "guild/train_00007"}, ": the id 'guild/train_00007' is in {data}/train.jsonl too"),
         ("base/validation", 2, {"answer": None}, ", line 2: 'answer' must be a string, found None"),
         ("base/validation", 2, {"answer": "  "}, ": the answer to 'base/validation_00001' is empty"),
     ],
