@@ -1,13 +1,20 @@
-"""What two processes check together; `test_distributed` starts it with torchrun, each check by its name.
+"""What two processes do and check together; `test_distributed` starts it once, with torchrun, for several tests.
 
-torchrun --nproc-per-node 2 -m tests.selector.runtime.distributed_checks MODEL TASK.jsonl FOLDER
+torchrun --nproc-per-node 2 -m tests.selector.runtime.distributed_checks MODEL TASK.jsonl FOLDER COMMANDS
+
+Each process prints the name of every check that has passed. COMMANDS is a JSON object: arguments of `inducekv-select`
+by a name. They are run in this order, and the process ends with the last one's status.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +25,14 @@ from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.payload_store import PayloadStore
 from selector.backbone.scoring import Questions, Scorer
+from selector.cli.select import main as select
 from selector.data.examples import Example, read_task
 from selector.runtime.distributed import (
     all_reduce_sum,
     barrier,
     in_step,
     is_main,
+    leave,
     merge_rows,
     process_group,
     rank,
@@ -81,7 +90,6 @@ def check_gradients_of_any_order() -> None:
 
 
 def check_an_error_of_one_is_an_error_of_all() -> None:
-
     def fail(culprit: int) -> None:
         with together():
             if rank() == culprit:
@@ -94,16 +102,20 @@ def check_an_error_of_one_is_an_error_of_all() -> None:
         pass
 
 
+def open_pool(backbone: Backbone, count: int, folder: Path) -> PayloadStore:
+    shape = (backbone.num_layers, count, backbone.num_kv_heads, 2, backbone.head_dim)
+    return PayloadStore.open(folder, shape, None)
+
+
 def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
-    """In memory and on disk, with an uneven number of batches; `alone` makes the same batches without the others."""
+    """In memory and on disk, with an uneven number of batches."""
     entries, keys = extract(backbone, examples, 2, batch_size=5), extract_keys(backbone, examples, batch_size=5)
     for start in range(0, len(examples), 5):
         rows = slice(start, start + 5)
         inputs = backbone.collate([backbone.encode_example(example) for example in examples[rows]])
         assert torch.equal(entries.query_keys[rows], backbone.query_keys(inputs))
         assert torch.equal(keys[rows], backbone.retrieval_keys(inputs))
-    shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, 2, backbone.head_dim)
-    pool = PayloadStore.open(folder / "pool", shape, None)
+    pool = open_pool(backbone, len(examples), folder / "pool")
     on_disk = extract(backbone, examples, 2, batch_size=5, store=pool)
     assert torch.equal(on_disk.query_keys, entries.query_keys)
     assert torch.equal(on_disk.payload_keys, entries.payload_keys.half())
@@ -114,15 +126,14 @@ def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[E
 def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
     """It is in the second process's batch; the pool is gone afterwards."""
     broken = [*examples[:3], replace(examples[3], images=(folder / "missing.png",))]
-    shape = (backbone.num_layers, 4, backbone.num_kv_heads, 2, backbone.head_dim)
-    pool = PayloadStore.open(folder / "broken", shape, None)
+    pool = open_pool(backbone, 4, folder / "broken")
     with pytest.raises(TaskDataError, match=r"missing\.png"):
         extract(backbone, broken, 2, batch_size=2, store=pool)
     barrier()
     assert not pool.folder.exists()
 
 
-def check_a_full_disk_ends_both(folder: Path) -> None:
+def check_a_full_disk_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
     """Only the main process takes the space."""
     with pytest.raises(ConfigError, match="cannot keep the candidates' payloads here"):
         PayloadStore.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
@@ -130,7 +141,7 @@ def check_a_full_disk_ends_both(folder: Path) -> None:
     assert not (folder / "too large").exists()
 
 
-def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: list[Example]) -> None:
+def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
     scorer = Scorer(backbone, batch_size=5)
     found = scorer.mean_loss(Questions(examples, torch.zeros(len(examples), backbone.hidden_size)))
     with torch.no_grad():
@@ -138,19 +149,40 @@ def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: lis
     torch.testing.assert_close(found, sum(alone) / len(examples), rtol=1e-12, atol=0)
 
 
-def main() -> None:
-    model, task, folder = map(Path, sys.argv[1:])
+CHECKS = (
+    check_sums,
+    check_rows_are_merged_to_the_bit,
+    check_gradients_of_any_order,
+    check_an_error_of_one_is_an_error_of_all,
+)
+CHECKS_OF_A_MODEL = (
+    check_extraction_is_that_of_one_process,
+    check_a_bad_example_ends_both,
+    check_a_full_disk_ends_both,
+    check_the_mean_loss_is_that_of_one_process,
+)
+
+
+def main() -> NoReturn:
+    model, task, folder, commands = sys.argv[1:]
     with process_group():
-        check_sums()
-        check_rows_are_merged_to_the_bit()
-        check_gradients_of_any_order()
-        check_an_error_of_one_is_an_error_of_all()
-        backbone, examples = Backbone.load(model), read_task(task)
-        check_extraction_is_that_of_one_process(backbone, examples, folder)
-        check_a_bad_example_ends_both(backbone, examples, folder)
-        check_a_full_disk_ends_both(folder)
-        check_the_mean_loss_is_that_of_one_process(backbone, examples)
-        sys.stdout.write(f"process {rank()}: all checks passed\n")
+        given = (Backbone.load(model), read_task(Path(task)), Path(folder))
+        for check in CHECKS:
+            check()
+            report(check.__name__)
+        for check in CHECKS_OF_A_MODEL:
+            check(*given)
+            report(check.__name__)
+        # The commands work in this group, not in one of their own.
+        with mock.patch("selector.runtime.distributed.process_group", contextlib.nullcontext):
+            for name, arguments in json.loads(commands).items():
+                status = select(arguments)
+                report(f"{name} ended with {status}")
+    leave(status)
+
+
+def report(event: str) -> None:
+    print(f"process {rank()}: {event}", flush=True)
 
 
 if __name__ == "__main__":
