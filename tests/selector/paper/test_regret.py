@@ -58,22 +58,24 @@ class Game:
     step: float
     seed: int
     played: list[Tensor]
+    loss: float  # of the points played, over all rounds
     largest: float
 
     @classmethod
     def play(cls, rounds: list[Surrogate], step: float, seed: int = 0) -> Game:
         w = torch.full((N,), BUDGET / N, dtype=torch.float64)
-        played, largest = [], 0.0
-        for _, gradient in rounds:
+        played, loss, largest = [], 0.0, 0.0
+        for value, gradient in rounds:
             played.append(w)
+            loss += value(w)
             g = gradient(w)
             largest = max(largest, float(g.norm()))
             w = project(w - step * g, BUDGET)
-        return cls(rounds, step, seed, played, largest)
+        return cls(rounds, step, seed, played, loss, largest)
 
     def regret(self, path: Sequence[Tensor]) -> float:
         """Against a comparator that moves along `path`."""
-        return sum(value(w) - value(u) for (value, _), w, u in zip(self.rounds, self.played, path, strict=True))
+        return self.loss - sum(value(u) for (value, _), u in zip(self.rounds, path, strict=True))
 
     def static_bound(self) -> float:
         return DIAMETER**2 / (2 * self.step) + self.step * self.largest**2 * ROUNDS / 2
