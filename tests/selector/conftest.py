@@ -40,6 +40,12 @@ def llava(model_folders: dict[str, Path]) -> Backbone:
     return Backbone.load(model_folders["llava"])
 
 
+def unit_vectors(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random directions, along the last axis."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator, dtype=dtype), dim=-1)
+
+
 @functools.cache
 def in_float64(model: Path) -> Backbone:
     """For finite differences: transformers' RMS norms round to float32 whatever the model's type, and here do not."""

@@ -32,7 +32,7 @@ from selector.paper.calibration import leaf
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.reference import reference_logprobs, terms_from_pages
 from tests.selector.backbone.memories import B, M, entries, every_setting, random_memory
-from tests.selector.conftest import in_float64
+from tests.selector.conftest import in_float64, unit_vectors
 
 ANSWER = [40, 71, 300, 112, 55, 226]
 all_settings = every_setting(top_k=2)
@@ -117,7 +117,7 @@ def test_terms_are_those_of_the_served_retrieval(
     llava: Backbone, weighting: Weighting, settings: dict[str, Any]
 ) -> None:
     memory = random_memory(llava, weighting)
-    keys = torch.nn.functional.normalize(torch.randn(4, llava.hidden_size, generator=torch.Generator().manual_seed(2)))
+    keys = unit_vectors(4, llava.hidden_size, seed=2)
     expected, found = served_terms(memory, keys, settings), memory.terms(keys, **settings)
     left_out = expected.log_weight == -math.inf
     assert torch.equal(found.log_weight == -math.inf, left_out)
@@ -404,7 +404,7 @@ def random_gate(d: int, thresholds: Sequence[float], seed: int = 0) -> Gate:
 
 def test_the_torch_gate_decides_as_the_served_one() -> None:
     gate, entry_tasks = random_gate(6, (1.0, 0.5, 1.5)), "abcab"
-    queries = torch.nn.functional.normalize(torch.randn(200, 2, 6, generator=torch.Generator().manual_seed(1)), dim=2)
+    queries = unit_vectors(200, 2, 6, seed=1)
     rule = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
     is_open, log_prior = gated_prior(gate, entry_tasks, queries)
     assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))

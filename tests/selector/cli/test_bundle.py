@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,6 @@ from tests.inducekv_vllm.bundles import random_bundle, random_gated_bundle
 from tests.selector.conftest import record, write_task
 from tests.selector.stream import stop
 
-Command = Callable[..., str]
-
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
@@ -33,32 +32,23 @@ def written(bundle: Bundle, path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(*arguments: object, status: int = 0) -> str:
     """Runs the command, which must end with this status; returns what it prints."""
-
-    def run(*arguments: object, status: int = 0) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([str(argument) for argument in arguments]) == status
-        return capsys.readouterr().out
-
-    return run
+    return printed.getvalue()
 
 
-@pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Command:
+def refuse(*arguments: object) -> str:
     """Runs the command, which must fail; returns the error, one line."""
-
-    def run(*arguments: object) -> str:
-        assert main([str(argument) for argument in arguments]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line]
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("inducekv-bundle: error: ")
-        return lines[0]
-
-    return run
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        command(*arguments, status=2)
+    (line,) = [line for line in printed.getvalue().splitlines() if "Loading weights" not in line]
+    assert line.startswith("inducekv-bundle: error: ")
+    return line
 
 
-def test_inspect(old: Path, command: Command) -> None:
+def test_inspect(old: Path) -> None:
     printed = command("inspect", old, "--entries")
     digest = random_bundle().digest
     for text in (digest, "5 of 5", "t (5)", "sqrt", "policy=random", "e4\tt\tab", "0.07", "rope_theta"):
@@ -66,7 +56,7 @@ def test_inspect(old: Path, command: Command) -> None:
     assert "relevance gate  none" in printed
 
 
-def test_inspect_and_diff_describe_the_gate(old: Path, tmp_path: Path, command: Command) -> None:
+def test_inspect_and_diff_describe_the_gate(old: Path, tmp_path: Path) -> None:
     bundle = random_gated_bundle()
     gated = written(bundle, tmp_path / "gated.safetensors")
     # Two tasks of two float16 keys of 16 numbers and a float32 each.
@@ -79,14 +69,14 @@ def test_inspect_and_diff_describe_the_gate(old: Path, tmp_path: Path, command: 
     assert "gate_tasks: () -> ('a', 'b')" in command("diff", old, new, status=1).splitlines()
 
 
-def test_verify(old: Path, model_folders: dict[str, Path], command: Command, refuse: Command) -> None:
+def test_verify(old: Path, model_folders: dict[str, Path]) -> None:
     assert random_bundle().digest in command("verify", old)
     line = refuse("verify", old, "--model", model_folders["llava"])
     for text in (str(old), "another backbone", "head_dim: 8, other 64", "tokenizer_digest"):
         assert text in line
 
 
-def test_damage_is_reported_in_one_line(old: Path, tmp_path: Path, refuse: Command) -> None:
+def test_damage_is_reported_in_one_line(old: Path, tmp_path: Path) -> None:
     content = bytearray(old.read_bytes())
     content[-5] ^= 1
     old.write_bytes(content)
@@ -95,7 +85,7 @@ def test_damage_is_reported_in_one_line(old: Path, tmp_path: Path, refuse: Comma
     assert "no such file" in refuse("verify", tmp_path / "none")
 
 
-def test_diff(old: Path, tmp_path: Path, command: Command) -> None:
+def test_diff(old: Path, tmp_path: Path) -> None:
     assert "identical" in command("diff", old, old)
     bundle = random_bundle()
     records = list(bundle.metadata.entries)
@@ -117,7 +107,7 @@ def test_diff(old: Path, tmp_path: Path, command: Command) -> None:
     assert not any(line.startswith(("payload_values", "retrieval_keys", "layer_bias", "backbone")) for line in lines)
 
 
-def test_diff_finds_another_order_of_the_same_entries(old: Path, tmp_path: Path, command: Command) -> None:
+def test_diff_finds_another_order_of_the_same_entries(old: Path, tmp_path: Path) -> None:
     bundle, swap = random_bundle(), [1, 0, 2, 3, 4]
     swapped = random_bundle(
         retrieval_keys=bundle.retrieval_keys[swap],
@@ -129,7 +119,7 @@ def test_diff_finds_another_order_of_the_same_entries(old: Path, tmp_path: Path,
     assert lines[1:] == ["entries kept are in another order"]
 
 
-def test_plan(tmp_path: Path, command: Command, refuse: Command) -> None:
+def test_plan(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
     path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": sizes | {"head_dim": 128}}))
@@ -148,7 +138,7 @@ def build(model: Path, task: Path, output: Path, *more: str) -> list[object]:
     return [*data, "--budget", "4", "--payload-tokens", "3", *more]
 
 
-def test_build(model_folders: dict[str, Path], task_file: Path, tmp_path: Path, command: Command) -> None:
+def test_build(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
     model, first, second = model_folders["qwen3-vl"], tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     more = ("--policy", "k-center", "--weighting", "prior", "--seed", "3")
     printed = [command(*build(model, task_file, output, *more)) for output in (first, second)]
@@ -166,9 +156,7 @@ def test_build(model_folders: dict[str, Path], task_file: Path, tmp_path: Path, 
     command("verify", first, "--model", model)
 
 
-def test_build_refuses_bad_input(
-    model_folders: dict[str, Path], task_file: Path, tmp_path: Path, refuse: Command
-) -> None:
+def test_build_refuses_bad_input(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
     llava, output = model_folders["llava"], tmp_path / "out.safetensors"
     broken = write_task(tmp_path / "broken", [record(0), record(1)])
     broken.write_text(broken.read_text() + "{\n")
@@ -204,7 +192,7 @@ def test_an_interruption_writes_nothing(
     monkeypatch.setattr("selector.update.build.extract", stop)
     output = tmp_path / "out.safetensors"
     output.write_text("the old bundle")
-    assert main([str(argument) for argument in build(model_folders["llava"], task_file, output)]) == 2
+    command(*build(model_folders["llava"], task_file, output), status=2)
     assert "interrupted" in capsys.readouterr().err
     assert output.read_text() == "the old bundle"
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]

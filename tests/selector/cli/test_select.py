@@ -16,7 +16,6 @@ from inducekv_vllm.bundle import write_bundle
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
-from selector.cli.select import main
 from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from selector.update.build import build_bundle
@@ -128,7 +127,7 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     anchors = ("--anchors", str(tmp_path / "anchors"))
     with monkeypatch.context() as patch:
         patch.setattr(writer, stop)
-        assert main(stream.arguments("colours", *anchors)) == 2
+        assert stream.run("colours", *anchors) == 2
     assert stream.output("colours").exists() is is_written
     assert stream.update("colours", *anchors).digest == digest
     assert anchors_in(tmp_path / "anchors") == [11]
@@ -139,7 +138,7 @@ def test_progress_of_other_settings_is_not_used(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("selector.paper.update._round", stop)
-        assert main(stream.arguments("colours", "--seed", "1")) == 2
+        assert stream.run("colours", "--seed", "1") == 2
     assert stream.update("colours").digest == digest
     assert "resuming" not in capsys.readouterr().err
 

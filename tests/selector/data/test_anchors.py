@@ -16,7 +16,7 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.anchors import AnchorStore, examples_digest
 from selector.data.choice import AnchorPolicy, choose_anchors
 from selector.data.examples import Example, read_task
-from tests.selector.conftest import record, write_task
+from tests.selector.conftest import record, unit_vectors, write_task
 from tests.selector.stream import full_disk
 
 
@@ -125,7 +125,7 @@ def many(answers: list[str]) -> list[Example]:
 @pytest.mark.parametrize("policy", get_args(AnchorPolicy))
 def test_a_policy_chooses_distinct_rows_and_follows_the_seed(policy: AnchorPolicy) -> None:
     examples = many([str(i % 5) for i in range(50)])
-    keys = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    keys = unit_vectors(50, 8)
     losses = [float((7 * i) % 50) for i in range(50)]
 
     def choose(count: int, seed: int) -> list[int]:

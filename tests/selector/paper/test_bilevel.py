@@ -14,6 +14,7 @@ from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, ou
 from selector.paper.calibration import Calibration, fit
 from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
+from tests.selector.conftest import unit_vectors
 
 N, LAYERS, BUDGET = 10, 2, 3
 SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)
@@ -35,8 +36,7 @@ class Analytic:
 
 
 def coverage() -> Coverage:
-    keys = torch.randn(N, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return Coverage.of_keys(torch.nn.functional.normalize(keys, dim=1), BUDGET)
+    return Coverage.of_keys(unit_vectors(N, 6, dtype=torch.float64), BUDGET)
 
 
 def problem(scale: float = 1.0, **changes: Any) -> SelectionProblem:

@@ -1,4 +1,4 @@
-"""The budget simplex: against bisection, against brute force."""
+"""The budget simplex, against bisection; what is in use, and what is kept."""
 
 from __future__ import annotations
 

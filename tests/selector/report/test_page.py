@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from selector.report.page import render_html
-from tests.selector.stream import PAPER, Stream
+from tests.selector.stream import PAPER, REFINED, Stream, without_plots
 
 HISTOGRAM = {"counts": [0, 3, 7, 0], "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
 DIVERSITY = {
@@ -131,14 +131,6 @@ def page(report: dict[str, Any]) -> Page:
     return Page(render_html(report))
 
 
-@pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are made fast, each plot an empty image."""
-    empty = "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-    for name in ("bars", "curves", "histogram"):
-        monkeypatch.setattr(f"selector.report.page.{name}", lambda *_: empty)
-
-
 def words(plot: ElementTree.Element) -> list[str]:
     """The texts of a plot: labels of axes, series and bars."""
     return [text(node) for node in plot.iter("{http://www.w3.org/2000/svg}text")]
@@ -170,7 +162,7 @@ def test_a_full_report_has_every_section_and_explains_every_plot(full: Page) -> 
         assert any(unit in word for word in drawn for unit in measured), title
 
 
-@pytest.mark.usefixtures("without_plots")
+@without_plots()
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_without_numbers_is_left_out(section: str) -> None:
     used = SECTIONS[section]
@@ -196,7 +188,7 @@ def test_the_summary_states_whether_the_memory_helps_and_by_how_much(full: Page)
     assert "answered right: 50.0% with it, 25.0% without, 25.0 percentage points more" in full.summary
 
 
-@pytest.mark.usefixtures("without_plots")
+@without_plots()
 def test_the_summary_admits_that_the_memory_does_not_help() -> None:
     def with_losses(without: float, bundled: float, **more: Any) -> Page:
         return page({"recipe": "paper", "validation_nll": {"no_memory": without, "deployed": bundled}} | more)
@@ -248,7 +240,7 @@ def test_plots_show_the_reports_numbers(full: Page) -> None:
     assert "anchors, NLL (nats)" not in refined  # there were none
 
 
-@pytest.mark.usefixtures("without_plots")
+@without_plots()
 def test_a_collapse_is_reported() -> None:
     assert "Collapsed" not in page({"rounding": FULL["rounding"]}).text
     assert "Collapsed" in page({"rounding": FULL["rounding"] | {"collapsed": True}}).text
@@ -339,10 +331,16 @@ def test_the_same_report_gives_the_same_page_in_another_process(html: str) -> No
     assert not again.stderr
 
 
-def test_the_report_of_a_real_run(stream: Stream) -> None:
-    replace(stream, options=(*PAPER, "--beta", "0.5")).update("colours")
-    report = stream.report("colours")
-    real = page(report)
+def real_page(stream: Stream, *options: str) -> tuple[Page, dict[str, Any]]:
+    """The page that an update writes, and its report."""
+    replace(stream, options=options, plots=True).update("colours")
+    html = (stream.folder / "colours.report.html").read_text()
+    assert html.startswith("<!DOCTYPE html>")
+    return Page(html), stream.report("colours")
+
+
+def test_the_page_of_a_real_run(stream: Stream) -> None:
+    real, report = real_page(stream, *PAPER, "--beta", "0.5")
     missing = {"relevance-gate", "refinement"}
     assert real.sections == [section for section in SECTIONS if section not in missing]
     assert "3 entries of 1 task" in real.summary
@@ -350,4 +348,12 @@ def test_the_report_of_a_real_run(stream: Stream) -> None:
     loss = report["validation_nll"]
     assert real.verdict == ("better" if loss["deployed"] < loss["no_memory"] else "worse")
     assert [row[1] for row in real.chosen] == [f"{report['settings']['gamma']:.4g}"]
+    assert ["digest", report["digest"]] in real.rows
+
+
+def test_the_page_of_a_real_refined_run(stream: Stream) -> None:
+    real, report = real_page(stream, *REFINED)
+    missing = {"selection-losses", "rounding", "search"}
+    assert real.sections == [section for section in SECTIONS if section not in missing]
+    assert ["colours", "0", "4"] in real.rows
     assert ["digest", report["digest"]] in real.rows

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from selector.paper.simplex import project
 from selector.update.coverage import PROJECTION_SIZE, STABILIZER, Coverage, orthonormal_projection
+from tests.selector.conftest import unit_vectors
 
 BUDGET = 6
 
 
 def unit_keys(n: int, d: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.nn.functional.normalize(torch.randn(n, d, dtype=torch.float64, generator=generator), dim=1)
+    return unit_vectors(n, d, seed=seed, dtype=torch.float64)
 
 
 def random_weights(n: int, seed: int) -> Tensor:
