@@ -279,40 +279,31 @@ def test_generation_without_memory_is_transformers_own(backbone: Backbone, promp
     assert found.token_ids == expected[0, -8:].tolist()
 
 
-def test_generation_ends_after_the_end_token(llava: Backbone) -> None:
-    prompt = text_prompt(llava)
-    (free,) = generate(llava, [prompt], 8, ignore_eos=True)
-    eos = llava.model.generation_config.eos_token_id
-    try:
-        llava.model.generation_config.eos_token_id = free.token_ids[3]
-        (ended,) = generate(llava, [prompt], 8)
-    finally:
-        llava.model.generation_config.eos_token_id = eos
-    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
+def test_generation_ends_after_the_end_token(llava: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    (free,) = generate(llava, [text_prompt(llava)], 8, ignore_eos=True)
+    end = free.token_ids[3]
+    monkeypatch.setattr(llava.model.generation_config, "eos_token_id", end)
+    (ended,) = generate(llava, [text_prompt(llava)], 8)
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
     assert len(ended.logprobs) == len(ended.token_ids)
 
 
 def test_an_answer_may_hold_the_image_placeholders_number(backbone: Backbone, prompts: list[Inputs]) -> None:
-    image = backbone.model.config.image_token_id
-    answer = [40, image, 71]
-    (found,) = score(backbone, prompts[:1], [answer])
-    cache = DynamicCache(config=backbone.model.config.get_text_config())
-    logits = [backbone.model(**prompts[0], past_key_values=cache).logits[0, -1]]
-    position = prompts[0]["input_ids"].shape[1]
-    deltas = getattr(backbone.model.model, "rope_deltas", None)
-    for step, token in enumerate(answer[:2]):
-        at = torch.tensor([[position + step]])
-        positions = at if deltas is None else (at + deltas)[None].expand(3, 1, 1)
-        logits.append(
-            backbone.model(
-                input_ids=torch.tensor([[token]]),
-                attention_mask=torch.ones(1, position + step + 1, dtype=torch.int64),
-                position_ids=positions,
-                past_key_values=cache,
-            ).logits[0, -1]
-        )
-    expected = torch.stack(logits).log_softmax(-1)[torch.arange(3), answer]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    """As if transformers had generated it."""
+    answer = [40, backbone.model.config.image_token_id, 71]
+    length = prompts[0]["input_ids"].shape[1]
+    generated = backbone.model.generate(
+        **prompts[0],
+        max_new_tokens=3,
+        do_sample=False,
+        eos_token_id=None,
+        prefix_allowed_tokens_fn=lambda _, token_ids: [answer[len(token_ids) - length]],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert generated.sequences[0, length:].tolist() == answer
+    expected = torch.cat(generated.logits).log_softmax(-1)[torch.arange(3), answer]
+    torch.testing.assert_close(score(backbone, prompts[:1], [answer])[0], expected, rtol=0, atol=1e-5)
 
 
 # Gradients
