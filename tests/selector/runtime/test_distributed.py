@@ -126,7 +126,7 @@ def resumed(make_stream: MakeStream) -> tuple[Stream, Ended]:
 
 def assert_both_print(ended: Ended, event: str) -> None:
     for process in range(2):
-        assert f"process {process}: {event}" in ended.stdout.splitlines(), ended.stderr
+        assert f"process {process}: {event}\n" in ended.stdout, ended.stderr
 
 
 def test_two_processes_make_the_memory_of_one(alone: Stream, shared: tuple[Stream, Ended]) -> None:
@@ -340,14 +340,20 @@ def main() -> NoReturn:
         given = (Backbone.load(model), read_task(Path(task)), Path(folder))
         for check in (*CHECKS, *CHECKS_OF_A_MODEL):
             check(*(given if check in CHECKS_OF_A_MODEL else ()))
-            print(f"process {rank()}: {check.__name__}", flush=True)
+            announce(check.__name__)
         # The commands work in this group, not in one of their own.
         no_group = mock.patch("selector.runtime.distributed.process_group", contextlib.nullcontext)
         with no_group, without_plots():
             for name, arguments in json.loads(commands).items():
                 status = select(arguments)
-                print(f"process {rank()}: {name} ended with {status}", flush=True)
+                announce(f"{name} ended with {status}")
     leave(status)
+
+
+def announce(event: str) -> None:
+    """In one write: the other process prints to the same place."""
+    sys.stdout.write(f"process {rank()}: {event}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
