@@ -14,14 +14,36 @@ if TYPE_CHECKING:
     from tests.server.launch import Adapted
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Workers share the cores, and results must not depend on how many there are."""
-    torch.set_num_threads(1)
+# Fixtures that start an engine or a server, and the group of the tests that use them.
+GROUPS = {"server": "servers", "adapted": "servers", "served": "engine"}
+# Groups that take a minute or longer begin first, so that no worker is left with one of them at the end.
+LONGEST = (
+    "servers",
+    "tests/benchmarks/test_continual_smoke.py",
+    "tests/inducekv_vllm/test_parity.py",
+    "tests/selector/runtime/test_distributed.py",
+    "tests/benchmarks/test_continual_run.py",
+    "engine",
+)
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests of a group run in one pytest-xdist worker: those of a file, or all that share an engine or a server."""
+    fixtures = getattr(item, "fixturenames", ())
+    return next((group for name, group in GROUPS.items() if name in fixtures), item.nodeid.partition("::")[0])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Not in pytest_collection_modifyitems: pytest-xdist has read the marks by then.
+    item.add_marker(pytest.mark.xdist_group(group_of(item)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker."""
+    """Begin with the longest groups. Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are
+    selected by marker.
+    """
+    order = {group: position for position, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(group_of(item), len(LONGEST)))
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     skip_slow = pytest.mark.skip(reason="slow; select it with -m slow")
     for item in items:
@@ -29,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_gpu)
         if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
             item.add_marker(skip_slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Workers share the cores, and results must not depend on how many there are."""
+    torch.set_num_threads(1)
 
 
 # The fixtures import what they need when they are first used: most tests do without vLLM.
