@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +24,7 @@ LONGEST = (
     "tests/selector/runtime/test_distributed.py",
     "tests/benchmarks/test_continual_run.py",
     "engine",
+    "tests/server/test_start.py",
 )
 
 
@@ -71,12 +72,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="session")
-def served(world: World) -> Iterator[Served]:
-    """An engine of that model in this process: see `serve_world`."""
+def anyio_backend() -> str:
+    """Async tests share an event loop, and so an engine."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+async def served_world(anyio_backend: str, world: World) -> AsyncIterator[Served]:
     from tests.inducekv_vllm.engine.served import serve_world
 
-    with serve_world(world) as served:
+    async with serve_world(world) as served:
         yield served
+
+
+@pytest.fixture
+async def served(served_world: Served) -> AsyncIterator[Served]:
+    """An engine of that model: see `serve_world`. After each test, nothing may be left in it."""
+    yield served_world
+    await served_world.nothing_is_left()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
+from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
@@ -75,9 +76,7 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     for name in ("plain", "with"):
         (folder / name).mkdir()
     plain, merged = make_world(model, folder / "plain"), make_world(folder / "merged", folder / "with")
-    made = merged.bundles["prior"]
-    facts = {name: getattr(made.metadata, name) for name in ("backbone", "budget", "entries", "weighting", "recipe")}
-    bundle = Bundle.create(**made.tensors(), **facts, settings={}, adapter="style")
+    bundle = remade(merged.bundles["prior"], adapter="style")
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]

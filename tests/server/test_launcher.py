@@ -12,7 +12,16 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
-from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, parser, plugin_list, set_environment, vllm_arguments
+from server.launcher import (
+    DEFAULT_HOST,
+    WORKER_CLS,
+    UsageError,
+    main,
+    parser,
+    plugin_list,
+    set_environment,
+    vllm_arguments,
+)
 from tests.inducekv_vllm.bundles import random_bundle
 
 
@@ -119,34 +128,34 @@ class TestRefusals:
         with pytest.raises(UsageError, match=message):
             handed("MODEL", *argv)
 
-    def test_are_one_line_and_status_2(self) -> None:
-        command = [sys.executable, "-m", "server.launcher", "MODEL", "--memory", "a=/no/such/file"]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        assert ended.returncode == 2
-        assert ended.stderr == "inducekv-serve: error: --memory a: no such file: /no/such/file\n"
-        assert ended.stdout == ""
+    def test_are_one_line_and_status_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as end:
+            main(["MODEL", "--memory", "a=/no/such/file"])
+        assert end.value.code == 2
+        assert capsys.readouterr() == ("", "inducekv-serve: error: --memory a: no such file: /no/such/file\n")
+
+    def test_come_before_anything_heavy(self) -> None:
+        code = (
+            "import sys; from server.launcher import main\n"
+            "try: main(['MODEL', '--memory', 'a'])\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'vllm' in sys.modules)"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ended.stdout.split() == ["2", "False", "False"]
 
 
-def test_print_demo_model() -> None:
-    command = [sys.executable, "-m", "server.launcher", "--print-demo-model"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{CHECKPOINT}\n"
+def test_print_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--print-demo-model"])
+    assert capsys.readouterr().out == f"{CHECKPOINT}\n"
 
 
-def test_checks_come_before_anything_heavy() -> None:
-    code = (
-        "import sys; from server.launcher import main\n"
-        "try: main(['MODEL', '--memory', 'a'])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'vllm' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stdout.split() == ["2", "False", "False"]
-
-
-def test_help_shows_ours_and_points_to_vllms() -> None:
-    ended = subprocess.run([sys.executable, "-m", "server.launcher", "--help"], capture_output=True, text=True)
-    assert ended.returncode == 0
-    assert "--memory NAME=PATH" in ended.stdout
-    assert "vllm serve --help=all" in ended.stdout
+def test_help_shows_ours_and_points_to_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--memory NAME=PATH" in shown
+    assert "vllm serve --help=all" in shown
 
 
 class TestEnvironment:

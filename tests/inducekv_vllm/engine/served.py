@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -46,10 +45,10 @@ def handle(name: str = "m") -> MemoryRequest:
 
 
 class Served:
-    """The engine with the bundle "sqrt" as its memory "m", on an event loop that lives as long as the tests."""
+    """The engine with the bundle "sqrt" as its memory "m"."""
 
-    def __init__(self, runner: asyncio.Runner, llm: AsyncLLM, memories: Memories) -> None:
-        self.run, self.llm, self.memories = runner.run, llm, memories
+    def __init__(self, llm: AsyncLLM, memories: Memories) -> None:
+        self.llm, self.memories = llm, memories
         self.engine = TwoPassEngine(llm, memories, InduceKVConfig())
         self.plain = llm.generate
         self._count = 0
@@ -86,47 +85,27 @@ class Served:
         return [output async for output in outputs][-1]
 
 
-@contextlib.contextmanager
-def serve_world(world: World) -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+@contextlib.asynccontextmanager
+async def serve_world(world: World) -> AsyncIterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-
-        async def start() -> tuple[AsyncLLM, MemoryIndex]:
-            llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(world.model),
-                    dtype="float32",
-                    max_model_len=256,
-                    max_num_seqs=4,
-                    enforce_eager=True,
-                    worker_cls=WORKER_CLS,
-                    additional_config={"inducekv": {}},
-                )
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(world.model),
+                dtype="float32",
+                max_model_len=256,
+                max_num_seqs=4,
+                enforce_eager=True,
+                worker_cls=WORKER_CLS,
+                additional_config={"inducekv": {}},
             )
-            path = str(world.paths["sqrt"])
-            memory = MemoryIndex.from_bundle(read_bundle(path), path)
-            (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
-            assert loaded["ok"], loaded
-            return llm, memory
-
-        llm, memory = runner.run(start())
-        patch.undo()
-        try:
-            yield Served(runner, llm, Memories(m=memory))
-        finally:
-            llm.shutdown()
-
-
-def on_the_engines_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test that has the fixture `served`; afterwards nothing may be left in the engine."""
-
-    @functools.wraps(test)
-    def run(*self: Any, served: Served, **fixtures: Any) -> None:
-        async def bounded() -> None:
-            await asyncio.wait_for(test(*self, served=served, **fixtures), 240)
-            await served.nothing_is_left()
-
-        served.run(bounded())
-
-    return run
+        )
+    try:
+        path = str(world.paths["sqrt"])
+        memory = MemoryIndex.from_bundle(read_bundle(path), path)
+        (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
+        assert loaded["ok"], loaded
+        yield Served(llm, Memories(m=memory))
+    finally:
+        llm.shutdown()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
 
 from inducekv_vllm.engine.key_cache import KeyCache
 from inducekv_vllm.page_terms import FloatArray
+
+pytestmark = pytest.mark.anyio
 
 
 class Computation:
@@ -33,20 +33,11 @@ class Computation:
         return np.full(2, self.value, dtype=np.float32)
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__name__ = test.__name__
-    return run
-
-
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-@in_loop
 async def test_one_computation_for_all_who_wait() -> None:
     cache, compute = KeyCache(4), Computation()
     callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(3)]
@@ -58,7 +49,6 @@ async def test_one_computation_for_all_who_wait() -> None:
     assert (await cache.get(b"p", compute)).source == "cached"
 
 
-@in_loop
 async def test_it_begins_before_anything_else_runs() -> None:
     cache, compute = KeyCache(4), Computation()
     started: list[int] = []
@@ -74,7 +64,6 @@ async def test_it_begins_before_anything_else_runs() -> None:
     await task
 
 
-@in_loop
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
     first, second, third = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(3))
@@ -88,7 +77,6 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     assert first.cancelled()
 
 
-@in_loop
 async def test_who_waits_may_leave() -> None:
     cache, compute = KeyCache(4), Computation()
     first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
@@ -100,7 +88,6 @@ async def test_who_waits_may_leave() -> None:
     assert (compute.runs, compute.cancelled) == (1, 0)
 
 
-@in_loop
 async def test_when_all_leave_nothing_stays() -> None:
     cache, compute = KeyCache(4), Computation()
     callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
@@ -114,7 +101,6 @@ async def test_when_all_leave_nothing_stays() -> None:
     assert (await cache.get(b"p", again)).source == "computed"
 
 
-@in_loop
 async def test_an_error_reaches_all_and_is_not_remembered() -> None:
     cache, compute = KeyCache(4), Computation(error=ValueError("too long"))
     callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
@@ -127,7 +113,6 @@ async def test_an_error_reaches_all_and_is_not_remembered() -> None:
     assert (await cache.get(b"p", compute)).source == "computed"
 
 
-@in_loop
 async def test_the_least_recently_used_key_goes_first() -> None:
     cache, compute = KeyCache(2), Computation()
     compute.release.set()
@@ -138,7 +123,6 @@ async def test_the_least_recently_used_key_goes_first() -> None:
     assert (await cache.get(b"b", compute)).source == "computed"
 
 
-@in_loop
 async def test_without_capacity_nothing_is_remembered() -> None:
     cache, compute = KeyCache(0), Computation()
     compute.release.set()

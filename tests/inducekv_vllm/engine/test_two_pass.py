@@ -23,10 +23,11 @@ from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import InjectionSpec
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.engine.served import Memories, Served, handle, on_the_engines_loop
+from tests.inducekv_vllm.engine.served import Memories, Served, handle
+
+pytestmark = pytest.mark.anyio
 
 
-@on_the_engines_loop
 async def test_the_memory_is_used(served: Served) -> None:
     prompt = await served.render(seed=1)
     first, second = await served.answer(prompt), await served.answer(prompt)
@@ -37,7 +38,6 @@ async def test_the_memory_is_used(served: Served) -> None:
     assert all(item is not None for item in prompt["mm_kwargs"]["image"])
 
 
-@on_the_engines_loop
 async def test_equal_prompts_at_once_share_one_key_pass(served: Served) -> None:
     equal = [await served.render(seed=2) for _ in range(5)]
     traced = {"inducekv_trace": 1}
@@ -47,7 +47,6 @@ async def test_equal_prompts_at_once_share_one_key_pass(served: Served) -> None:
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
 
 
-@on_the_engines_loop
 async def test_cancelled_in_the_key_pass(served: Served) -> None:
     for wait in (0, 0, 0.001, 0.003, 0.01):
         task = asyncio.create_task(served.answer(await served.render(seed=3, text=f"yes {wait}")))
@@ -59,7 +58,6 @@ async def test_cancelled_in_the_key_pass(served: Served) -> None:
     await served.answer(await served.render(seed=3))  # its image does not count as cached in the engine
 
 
-@on_the_engines_loop
 async def test_requests_that_share_a_key_pass_survive_the_cancellation_of_the_first(served: Served) -> None:
     tasks = [asyncio.create_task(served.answer(await served.render(seed=4))) for _ in range(3)]
     await asyncio.sleep(0)
@@ -70,7 +68,6 @@ async def test_requests_that_share_a_key_pass_survive_the_cancellation_of_the_fi
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@on_the_engines_loop
 async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
     options = {"n": n, "temperature": 1.0, "max_tokens": 150}
     stream = served.stream(await served.render(seed=5), **options)
@@ -87,7 +84,6 @@ async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["dropped", "closed", "cancelled"])
-@on_the_engines_loop
 async def test_a_request_that_never_begins_ends_its_lease(served: Served, ending: str) -> None:
     prompt = {"type": "token", "prompt_token_ids": [5, 6]}
     stream = served.stream(prompt)
@@ -111,7 +107,6 @@ async def test_a_request_that_never_begins_ends_its_lease(served: Served, ending
     assert served.memories.leases == 0
 
 
-@on_the_engines_loop
 async def test_a_request_that_is_refused_has_no_lease(served: Served) -> None:
     for option in ({"inducekv_top_k": 13}, {"inducekv_topk": 1}):
         with pytest.raises(VLLMValidationError):
@@ -119,7 +114,6 @@ async def test_a_request_that_is_refused_has_no_lease(served: Served) -> None:
         assert served.memories.leases == 0
 
 
-@on_the_engines_loop
 async def test_refusals(served: Served) -> None:
     async def streamed() -> AsyncGenerator[Any, None]:
         yield {"prompt_token_ids": [1]}
@@ -222,14 +216,14 @@ class TestImageCaches:
                 gate.set()
         await asyncio.gather(*tasks)
 
-    def test_stay_in_step(self) -> None:
-        asyncio.run(asyncio.wait_for(self.scenario(), 10))
+    async def test_stay_in_step(self) -> None:
+        await self.scenario()
         assert list(self.sender._cache.order) == list(self.receiver._cache.order)
 
-    def test_would_part_without_care(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_would_part_without_care(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TwoPassEngine, "_sync_mm_lru", lambda self, prompt: None)
         with pytest.raises(MultiModalCacheMissError):
-            asyncio.run(asyncio.wait_for(self.scenario(), 10))
+            await self.scenario()
 
 
 class TestPromptIdentity:
