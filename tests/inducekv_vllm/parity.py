@@ -164,18 +164,9 @@ def served_logprobs(completion: Any) -> tuple[list[int], Tensor]:
     return tokens, torch.tensor([step[t].logprob for step, t in zip(completion.logprobs, tokens, strict=True)])
 
 
-def deviation(
-    world: World,
-    prompt: Prompt,
-    completion: Any,
-    bundle: Bundle | None,
-    *,
-    top_k: int | None = None,
-    remainder: bool = True,
-) -> float:
-    """Largest |log p(vLLM) - log p(transformers)| over a completion's tokens."""
-    tokens, logprobs = served_logprobs(completion)
-    return largest_deviation(world, prompt, tokens, logprobs, bundle, top_k=top_k, remainder=remainder)
+def deviation(world: World, prompt: Prompt, completion: Any, bundle: Bundle | None, **options: Any) -> float:
+    """`largest_deviation` of one completion."""
+    return largest_deviation(world, prompt, *served_logprobs(completion), bundle, **options)
 
 
 def largest_deviation(
@@ -188,7 +179,7 @@ def largest_deviation(
     top_k: int | None = None,
     remainder: bool = True,
 ) -> float:
-    """Of the log-probabilities [tokens] from those of transformers; without a bundle, of the untouched model."""
+    """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
     inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
     if bundle is None:
         expected = score(world.backbone, [inputs], [tokens])[0]

@@ -36,7 +36,7 @@ def trace_of(response: Any) -> dict[str, Any]:
 def deviation(
     world: World, response: Any, prompt: Prompt, bundle: Bundle | None, *, top_k: int | None = None, choice: int = 0
 ) -> float:
-    """Largest |log p(server) - log p(transformers)| over the tokens of one choice."""
+    """`largest_deviation` of one choice."""
     return largest_deviation(world, prompt, *tokens_and_logprobs(response, choice), bundle, top_k=top_k)
 
 

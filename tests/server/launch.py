@@ -64,13 +64,17 @@ def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
-    with serving(arguments, log, ENVIRONMENT) as url:
+    # An idle worker process waits in a loop that takes a core; here there is none.
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
         yield url
 
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded."""
+    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
+
+    Its processes are those of `inducekv-serve` on its own, unlike those of `serving_bundles`.
+    """
     model = save_tiny_llava(folder / "model")
     save_adapter(model, folder / "adapter", folder / "merged")
     for name in ("plain", "with"):
@@ -80,6 +84,6 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
-    environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, plain, merged, bundle)

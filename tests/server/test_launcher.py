@@ -12,16 +12,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
-from server.launcher import (
-    DEFAULT_HOST,
-    WORKER_CLS,
-    UsageError,
-    main,
-    parser,
-    plugin_list,
-    set_environment,
-    vllm_arguments,
-)
+from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, main, plugin_list
 from tests.inducekv_vllm.bundles import random_bundle
 
 
@@ -33,7 +24,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def handed(*argv: str) -> list[str]:
-    return vllm_arguments(*parser().parse_known_args(argv))
+    return launcher.vllm_arguments(*launcher.parser().parse_known_args(argv))
 
 
 def additional(arguments: list[str]) -> dict:
@@ -44,10 +35,8 @@ def additional(arguments: list[str]) -> dict:
 class TestArguments:
     def test_of_a_plain_start(self, bundle: Path) -> None:
         arguments = handed("MODEL", "--memory", f"a={bundle}", f"--memory=b={bundle}", "--port", "1", "-tp", "2")
-        assert arguments[:-2] == [
-            *["MODEL", "--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS],
-            *["--port", "1", "-tp", "2"],
-        ]
+        ours = ["--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS]
+        assert arguments[:-2] == ["MODEL", *ours, "--port", "1", "-tp", "2"]
         assert additional(arguments) == {"inducekv": {"bundles": {"a": str(bundle), "b": str(bundle)}}}
 
     def test_the_model_may_stand_behind_our_flags(self, bundle: Path) -> None:
@@ -173,6 +162,6 @@ class TestEnvironment:
         self, space: str | None, is_demo: bool, after: str | None
     ) -> None:
         environment = {} if space is None else {"VLLM_CPU_KVCACHE_SPACE": space}
-        set_environment(environment, "inducekv", is_demo=is_demo)
+        launcher.set_environment(environment, "inducekv", is_demo=is_demo)
         assert environment["VLLM_PLUGINS"] == "inducekv"
         assert environment.get("VLLM_CPU_KVCACHE_SPACE") == after

@@ -26,7 +26,7 @@ from inducekv_vllm.errors import CapacityError, ConfigError, FingerprintMismatch
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.engine.served import Served, handle
+from tests.inducekv_vllm.engine.served import Served, handle, last
 from tests.inducekv_vllm.parity import World
 
 pytestmark = pytest.mark.anyio
@@ -81,15 +81,15 @@ async def test_a_running_request_keeps_its_version_through_a_replacement(registe
     stream = registered.stream("m", await registered.render(seed=31), max_tokens=100)
     await anext(stream)  # it now waits until it is iterated again
     await registered.load("m", "prior", replace=True)
-    (old,) = registered.registry.list().draining
-    assert (old.digest, old.active_requests) == (registered.digest("other"), 1)
+    (draining,) = registered.registry.list().draining
+    assert (draining.digest, draining.active_requests) == (registered.digest("other"), 1)
     assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
 
-    new = [output async for output in registered.stream("m", await registered.render(seed=31))][-1]
+    new = await last(registered.stream("m", await registered.render(seed=31)))
     assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
-    last = [output async for output in stream][-1]
-    assert last.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
-    assert last.finished
+    old = await last(stream)
+    assert old.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
+    assert old.finished
     assert registered.digest("other") not in await registered.released()
     assert registered.digest("prior") in await registered.resident()
 
@@ -103,7 +103,7 @@ async def test_a_request_runs_on_the_version_its_options_were_checked_against(re
     assert (draining.digest, draining.active_requests) == (registered.digest("other"), 2)
     await registered.registry.unload("m")
     for stream, k in zip(streams, (2, 12), strict=True):
-        trace = [output async for output in stream][-1].kv_transfer_params["inducekv"]
+        trace = (await last(stream)).kv_transfer_params["inducekv"]
         assert (trace["digest"], len(trace["entries"])) == (registered.digest("other"), k)
     assert not {registered.digest("other"), registered.digest("prior")} & await registered.released()
 
@@ -127,7 +127,7 @@ async def test_a_running_request_outlives_its_name(registered: Registered) -> No
     await registered.registry.unload("m")
     assert "m" not in registered.models.lora_requests
     assert registered.registry.list().draining[0].active_requests == 2
-    assert [output async for output in finishes][-1].finished
+    assert (await last(finishes)).finished
     assert registered.digest("other") in await registered.released()
     await is_closed.aclose()
     assert registered.digest("other") not in await registered.released()

@@ -44,6 +44,11 @@ def handle(name: str = "m") -> MemoryRequest:
     return MemoryRequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")
 
 
+async def last(stream: AsyncGenerator[Any, None]) -> Any:
+    """The last output: that of the finished request."""
+    return [output async for output in stream][-1]
+
+
 class Served:
     """The engine with the bundle "sqrt" as its memory "m"."""
 
@@ -65,7 +70,7 @@ class Served:
         return self.engine.generate(prompt, SamplingParams(**settings), f"r{self._count}", lora_request=handle())
 
     async def answer(self, prompt: Any, **options: Any) -> Any:
-        return [output async for output in self.stream(prompt, **options)][-1]
+        return await last(self.stream(prompt, **options))
 
     async def nothing_is_left(self) -> None:
         """No request, key or slot on either side. The worker hears of finished requests in the next step."""
@@ -81,8 +86,7 @@ class Served:
     async def plain_answer(self) -> Any:
         prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
         self._count += 1
-        outputs = self.plain(prompt, SamplingParams(max_tokens=2, temperature=0), f"p{self._count}")
-        return [output async for output in outputs][-1]
+        return await last(self.plain(prompt, SamplingParams(max_tokens=2, temperature=0), f"p{self._count}"))
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from inducekv_vllm.engine.key_cache import KeyCache
+from inducekv_vllm.engine.key_cache import KeyCache, KeyLookup
 from inducekv_vllm.page_terms import FloatArray
 
 pytestmark = pytest.mark.anyio
@@ -38,10 +38,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def begin(count: int, cache: KeyCache, compute: Computation) -> list[asyncio.Task[KeyLookup]]:
+    """Callers that all wait for the key of one prompt."""
+    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(count)]
+    await settle()
+    return callers
+
+
 async def test_one_computation_for_all_who_wait() -> None:
     cache, compute = KeyCache(4), Computation()
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(3)]
-    await settle()
+    callers = await begin(3, cache, compute)
     compute.release.set()
     lookups = await asyncio.gather(*callers)
     assert [lookup.source for lookup in lookups] == ["computed", "shared", "shared"]
@@ -66,8 +72,7 @@ async def test_it_begins_before_anything_else_runs() -> None:
 
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
-    first, second, third = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(3))
-    await settle()
+    first, second, third = await begin(3, cache, compute)
     first.cancel()
     await settle()
     assert (compute.runs, compute.cancelled) == (2, 1)
@@ -79,8 +84,7 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
 
 async def test_who_waits_may_leave() -> None:
     cache, compute = KeyCache(4), Computation()
-    first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
-    await settle()
+    first, second = await begin(2, cache, compute)
     second.cancel()
     await settle()
     compute.release.set()
@@ -90,8 +94,7 @@ async def test_who_waits_may_leave() -> None:
 
 async def test_when_all_leave_nothing_stays() -> None:
     cache, compute = KeyCache(4), Computation()
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
-    await settle()
+    callers = await begin(2, cache, compute)
     for caller in reversed(callers):
         caller.cancel()
     await settle()
@@ -103,8 +106,7 @@ async def test_when_all_leave_nothing_stays() -> None:
 
 async def test_an_error_reaches_all_and_is_not_remembered() -> None:
     cache, compute = KeyCache(4), Computation(error=ValueError("too long"))
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
-    await settle()
+    callers = await begin(2, cache, compute)
     compute.release.set()
     for caller in callers:
         with pytest.raises(ValueError, match="too long"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import InjectionSpec
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.engine.served import Memories, Served, handle
+from tests.inducekv_vllm.engine.served import Memories, Served, handle, last
 
 pytestmark = pytest.mark.anyio
 
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.anyio
 async def test_the_memory_is_used(served: Served) -> None:
     prompt = await served.render(seed=1)
     first, second = await served.answer(prompt), await served.answer(prompt)
-    plain = served.plain(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), "plain")
-    without = [output async for output in plain][-1]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    without = await last(served.plain(prompt, params, "plain"))
     assert first.outputs[0].token_ids == second.outputs[0].token_ids != without.outputs[0].token_ids
     # The prompt carries the image's data, which the engine received three times.
     assert all(item is not None for item in prompt["mm_kwargs"]["image"])
@@ -253,15 +254,15 @@ class TestPromptIdentity:
         assert prompt_identity(later, None) == prompt_identity(self.PROMPT, None)  # type: ignore[arg-type]
 
     def test_the_salt_of_an_answer_covers_all_it_depends_on(self) -> None:
-        specs = [
-            InjectionSpec("d", (0, 1), (0.75, 0.25), True),
-            InjectionSpec("e", (0, 1), (0.75, 0.25), True),
-            InjectionSpec("d", (1, 0), (0.75, 0.25), True),
-            InjectionSpec("d", (0, 1), (0.5, 0.5), True),
-            InjectionSpec("d", (0, 1), (0.75, 0.25), False),
+        spec = InjectionSpec("d", (0, 1), (0.75, 0.25), True)
+        changes: list[dict[str, Any]] = [
+            {},
+            {"bundle": "e"},
+            {"entries": (1, 0)},
+            {"weights": (0.5, 0.5)},
+            {"remainder": False},
         ]
-        salts = [answer_pass_prompt(self.PROMPT, spec)["cache_salt"] for spec in specs]  # type: ignore[arg-type, typeddict-item]
-        salted = {**self.PROMPT, "cache_salt": "tenant"}
-        salts.append(answer_pass_prompt(salted, specs[0])["cache_salt"])  # type: ignore[arg-type, typeddict-item]
-        assert len(set(salts)) == len(salts)
+        salts = {answer_pass_prompt(self.PROMPT, replace(spec, **change))["cache_salt"] for change in changes}  # type: ignore[arg-type, typeddict-item]
+        salts.add(answer_pass_prompt({**self.PROMPT, "cache_salt": "tenant"}, spec)["cache_salt"])  # type: ignore[arg-type, typeddict-item]
+        assert len(salts) == 6
         assert "cache_salt" not in self.PROMPT
