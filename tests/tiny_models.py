@@ -8,6 +8,7 @@ on a model with uniform logits would pass on wrong code.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -226,9 +227,7 @@ def _save(make_model: Callable[[Any], Any], config: Any, processor: Any, folder:
 def _use_published_names(weights: Path) -> None:
     """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM add `vision_model.`."""
     tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-        if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model.")
-        else name: tensor
+        re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name): tensor
         for name, tensor in load_file(weights).items()
     }
     save_file(tensors, weights, metadata={"format": "pt"})

@@ -13,10 +13,12 @@ from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
 from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
+from tests.benchmarks.learned_streams import SMALL, LearnedStream
 from tests.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
 from tests.tiny_models import save_tiny_llava
 
 DemoSuite = Callable[..., tuple[Path, Suite]]
+Learned = Callable[[str], LearnedStream]
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +56,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def backbone() -> Backbone:
-    """The demo model; not to be changed."""
-    return Backbone.load(CHECKPOINT)
+def backbone(model: Path) -> Backbone:
+    """The tiny LLaVA; not to be changed."""
+    return Backbone.load(model)
 
 
 @pytest.fixture(scope="session")
-def tiny_backbone(model: Path) -> Backbone:
-    """The tiny LLaVA; not to be changed."""
-    return Backbone.load(model)
+def demo_backbone() -> Backbone:
+    """The demo model; not to be changed."""
+    return Backbone.load(CHECKPOINT)
 
 
 @pytest.fixture
@@ -77,3 +79,14 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results") / "out"
     assert main(command(data, out, "--results", str(out.parent / "results.json"), "--keep-states", "all")) == 0
     return out
+
+
+@pytest.fixture(scope="session")
+def learned(model: Path, suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """Two tasks by a method's name; each method learns once, when it is first asked for."""
+
+    @functools.cache
+    def learn(name: str) -> LearnedStream:
+        return LearnedStream(SMALL[name], model, suite, tmp_path_factory.mktemp(name))
+
+    return learn

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.continual.diagnostics.__main__ import main
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.bundle import Bundle, write_bundle
@@ -21,8 +22,8 @@ WEIGHTS = weights_digest(CHECKPOINT)
 Rights = Mapping[str, Sequence[bool]]  # by task and "base": whether each question was answered rightly
 
 
-def write_configuration(out: Path, suite: Suite | None = None, **changed: Any) -> None:
-    """run.json of the demo model, with other values if given; without a suite, of one that is not read."""
+def write_configuration(out: Path, folder: Path | None = None, suite: Suite | None = None, **changed: Any) -> None:
+    """run.json of the demo model, with other values if given; without data in a folder, of some that are not read."""
     out.mkdir(parents=True, exist_ok=True)
     configuration = {
         "suite": "demo",
@@ -34,7 +35,34 @@ def write_configuration(out: Path, suite: Suite | None = None, **changed: Any) -
         "test_limit": 256,
         "base_limit": 270,
     }
+    if folder is not None:
+        configuration["where"] = {"suite": "demo", "data": str(folder), "model": str(CHECKPOINT)}
     (out / "run.json").write_text(json.dumps(configuration | changed))
+
+
+def matrix_of(
+    method: str, order: Sequence[str], accuracy: Sequence[Sequence[float]], base: Sequence[float], **changed: Any
+) -> dict[str, Any]:
+    """The content of matrix.json, with other values if given; unfinished if there are fewer rows than tasks."""
+    done = len(accuracy)
+    matrix = {
+        "suite": "demo",
+        "method": method,
+        "settings": {},
+        "budget": 32,
+        "seed": 0,
+        "order": list(order),
+        "complete": done == len(order),
+        "accuracy": accuracy,
+        "base": base,
+        "stored_bytes": [0 if method == "no_memory" else 1000] * done,
+        "anchor_bytes": [0] * done,
+        "questions": [],
+        "seconds": [{"learn": 2.0, "evaluate": 3.0}] * done,
+        "metrics": summary(accuracy_matrix(accuracy), base),
+        "reports": [{}] * done,
+    }
+    return matrix | changed
 
 
 def write_finished_run(
@@ -42,61 +70,47 @@ def write_finished_run(
     method: str,
     rights: Sequence[Rights],
     *,
-    budget: int = 32,
-    seed: int = 0,
-    ids: Mapping[str, Sequence[str]] | None = None,
+    suite: Suite | None = None,
     bundles: Sequence[Bundle] = (),
-    reports: Sequence[dict[str, Any]] = (),
-    metrics: Mapping[str, float] | None = None,
-    stored_bytes: int = 0,
+    **changed: Any,
 ) -> Path:
-    """One run whose matrix follows from `rights` after each task: of the tasks so far, and of the base.
+    """One run whose matrix, but for what is changed, follows from `rights` after each task.
 
     Args:
-        ids: of a task's questions, in order (default: their numbers).
+        rights: of the tasks so far, and of the base.
+        suite: whose questions were asked (default: numbered ones).
         bundles: the memory after each task.
-        reports: of the method, for each task.
     """
     order = [task for task in rights[-1] if task != "base"]
-    folder = out / method / f"budget-{budget}" / f"seed-{seed}"
+    shares = [{task: sum(answers) / len(answers) for task, answers in after.items()} for after in rights]
+    accuracy = [[share[task] for task in order[: number + 1]] for number, share in enumerate(shares)]
+    matrix = matrix_of(method, order, accuracy, [share["base"] for share in shares], **changed)
+    folder = out / method / f"budget-{matrix['budget']}" / f"seed-{matrix['seed']}"
+    tasks = (*suite.tasks, suite.base) if suite else ()
+    questions = {task.name: [(example.id, example.answer) for example in task.test] for task in tasks}
     for number, (name, after) in enumerate(zip(order, rights, strict=True)):
         state = folder / f"{number:02d}-{name}" / "state"
-        state.mkdir(parents=True)
+        state.mkdir(parents=True, exist_ok=True)
         if bundles:
             write_bundle(bundles[number], state / "memory.safetensors")
             Artifact("bundle", "memory.safetensors", 0, {}).write(state)
         else:
             Artifact("none", None, 0, {}).write(state)
-        predictions = [
-            {"task": task, "id": id_, "expected": "yes", "answer": "yes" if right else "no", "right": right}
-            for task, answers in after.items()
-            for id_, right in zip(ids[task] if ids else map(str, range(len(answers))), answers, strict=True)
-        ]
+        predictions = []
+        for task, answers in after.items():
+            asked = questions.get(task) or [(str(row), "yes") for row in range(len(answers))]
+            for (id_, expected), right in zip(asked, answers, strict=True):
+                answer = expected if right else f"{method} says"
+                predictions.append({"task": task, "id": id_, "expected": expected, "answer": answer, "right": right})
         (state.parent / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
-    shares = [{task: sum(answers) / len(answers) for task, answers in after.items()} for after in rights]
-    matrix = {
-        "suite": "demo",
-        "method": method,
-        "settings": {},
-        "budget": budget,
-        "seed": seed,
-        "order": order,
-        "complete": True,
-        "accuracy": [[share[task] for task in order[: number + 1]] for number, share in enumerate(shares)],
-        "base": [share["base"] for share in shares],
-        "stored_bytes": [stored_bytes] * len(order),
-        "seconds": [{"learn": 0.0, "evaluate": 0.0}] * len(order),
-        "metrics": dict(metrics or {}),
-        "reports": list(reports) or [{}] * len(order),
-    }
     (folder / "matrix.json").write_text(json.dumps(matrix))
     return folder
 
 
-def write_run(out: Path, method: str, order: Sequence[str], metrics: Mapping[str, float], **more: Any) -> Path:
-    """A finished run over `order` with these metrics; `more` as for `write_finished_run`."""
+def write_run(out: Path, method: str, order: Sequence[str], **more: Any) -> Path:
+    """A finished run over `order` with one question a task, answered rightly; `more` as for `write_finished_run`."""
     rights = [{task: [True] for task in (*order[: number + 1], "base")} for number in range(len(order))]
-    return write_finished_run(out, method, rights, metrics=metrics, **more)
+    return write_finished_run(out, method, rights, **more)
 
 
 def diagnose(diagnostic: str, out: Path, *arguments: object) -> dict[str, Any]:

@@ -16,17 +16,21 @@ from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys, extract_query_keys
+from selector.backbone.generation import generate
+from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-
-ORDER = ("guild", "field")
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
+from tests.benchmarks.small_streams import ORDER, gated
+from tests.tiny_models import HIDDEN
 
 
 @pytest.fixture(scope="module")
-def suite(demo_suite):
-    return demo_suite(12, 4, 6, *ORDER)[1].limited(train=8, test=3, base=9)
+def suite(suite):
+    return suite.limited(train=8, test=3, base=9)
 
 
 @pytest.fixture(scope="module")
@@ -34,89 +38,107 @@ def examples(suite) -> list[Example]:
     return [example for task in suite.tasks for example in task.test]
 
 
-@pytest.fixture(scope="module")
-def backbone(tiny_backbone):
-    return tiny_backbone
+# Memories
+
+
+@pytest.mark.parametrize(("thresholds", "used"), [(None, ORDER), ([1.0, -1.0], ORDER[1:]), ([1.0, 1.0], ())])
+def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(
+    thresholds, used, backbone, suite, examples
+):
+    stored = [example for task in suite.tasks for example in task.train[:4]]
+    bundle = build_bundle(backbone, stored, BuildSettings(budget=8, weighting="prior"))
+    served = bundle if thresholds is None else gated(bundle, gate_at(thresholds))
+    retrieved = torch.tensor([entry.task in used for entry in bundle.metadata.entries])
+    prior = torch.zeros(8).masked_fill(~retrieved, -torch.inf)
+    expected, plain, memory = [], [], Memory.from_bundle(bundle)
+    for example in examples:
+        prompt = backbone.encode_example(example)
+        terms = memory.terms(backbone.retrieval_keys(prompt), log_prior=prior)
+        plain.append(text_of(backbone, generate(backbone, [prompt], MAX_NEW_TOKENS)))
+        expected.append(text_of(backbone, generate(backbone, [prompt], MAX_NEW_TOKENS, memory, terms)))
+    answers = OfflineModel(Plain(True), BundledModel(Scorer(backbone, batch_size=4), served)).answers(examples)
+    assert answers == (expected if used else plain)
+    assert (answers != plain) == bool(used)
+
+
+def text_of(backbone: Backbone, generations) -> str:
+    return backbone.processor.tokenizer.decode(generations[0].token_ids, skip_special_tokens=True).strip()
+
+
+def gate_at(thresholds: list[float]) -> Gate:
+    """Keys of 0: the margins are the negative thresholds, whatever is asked."""
+    return Gate(torch.zeros(2, 2, HIDDEN).half(), torch.tensor(thresholds), ORDER)
+
+
+# Adapters
 
 
 @pytest.fixture(scope="module")
-def keys(backbone, examples) -> torch.Tensor:
-    return extract_query_keys(backbone, examples, batch_size=64)
-
-
-def save_adapter(model: Path, folder: Path, seed: int) -> None:
-    """An adapter that changes answers."""
-    adapted = attach(Backbone.load(model), 4, seed)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.2)
-    save(adapted, folder)
+def state(model, tmp_path_factory) -> Path:
+    """Holds an adapter of each task that changes answers."""
+    state = tmp_path_factory.mktemp("state")
+    (state / "adapters").mkdir()
+    for seed, name in enumerate(ORDER):
+        adapted = attach(Backbone.load(model), 4, seed)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.2)
+        save(adapted, state / "adapters" / name)
+    return state
 
 
 def answers(model: Path, state: Path, kind: str, path: str | None, examples: list[Example]) -> list[str]:
     return OfflineAnswerer(model, batch_size=5).prepare(Artifact(kind, path, 0, {}), state).answers(examples)
 
 
-def gate_at(thresholds: list[float], hidden_size: int) -> Gate:
-    """Keys of 0: the margins are the negative thresholds, whatever is asked."""
-    return Gate(torch.zeros(len(thresholds), 2, hidden_size).half(), torch.tensor(thresholds), ORDER[: len(thresholds)])
+@pytest.fixture(scope="module")
+def alone(model, state, examples) -> dict[str, list[str]]:
+    """The answers of the untouched model and of each adapter, which all differ."""
+    alone = {name: answers(model, state, "adapter", f"adapters/{name}", examples) for name in ORDER}
+    alone["untouched"] = answers(model, state, "none", None, examples)
+    assert all(len(set(texts)) == 3 for texts in zip(*alone.values(), strict=True))
+    return alone
 
 
-def gate_between(keys: torch.Tensor) -> tuple[Gate, list[bool]]:
-    """A gate of one task that is open for half of the questions, by a direction of no meaning; and for which."""
-    direction = torch.randn(2, keys.shape[2], generator=torch.Generator().manual_seed(0)).half()
-    margins = torch.einsum("npd,pd->n", keys.double(), direction.double())
-    threshold = margins.median().float() + 1e-4
-    return Gate(direction[None], threshold[None], ORDER[:1]), (margins > threshold.double()).tolist()
-
-
+@pytest.mark.parametrize(
+    ("thresholds", "one_adapter", "own_adapters"),
+    [
+        ([1.0, 2.0], "untouched", "untouched"),
+        ([-1.0, -2.0], "guild", "field"),
+        ([-2.0, -1.0], "guild", "guild"),
+    ],
+)
 def test_a_closed_gate_gives_the_untouched_models_answers_and_an_open_one_the_adapters(
-    model, backbone, examples, keys, tmp_path
+    thresholds, one_adapter, own_adapters, model, state, alone, examples
 ):
-    save_adapter(model, tmp_path / "adapter", seed=1)
-    untouched = answers(model, tmp_path, "none", None, examples)
-    adapted = answers(model, tmp_path, "adapter", "adapter", examples)
-    assert all(one != other for one, other in zip(untouched, adapted, strict=True))
+    write_gate(gate_at(thresholds), state / GATE)
+    assert answers(model, state, "gated_adapter", "adapters/guild", examples) == alone[one_adapter]
+    assert answers(model, state, "gated_adapters", "adapters", examples) == alone[own_adapters]
 
-    write_gate(gate_at([1.0], backbone.hidden_size), tmp_path / GATE)
-    assert answers(model, tmp_path, "gated_adapter", "adapter", examples) == untouched
-    write_gate(gate_at([-1.0], backbone.hidden_size), tmp_path / GATE)
-    assert answers(model, tmp_path, "gated_adapter", "adapter", examples) == adapted
-    # The gate decides by the untouched model's keys, though the adapter is loaded.
-    gate, is_open = gate_between(keys)
+
+def test_the_gate_decides_by_the_untouched_models_keys_though_an_adapter_is_loaded(
+    model, backbone, state, alone, examples
+):
+    keys = extract_query_keys(backbone, examples, batch_size=64).double()
+    direction = torch.randn(1, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).half()  # of no meaning
+    margins = torch.einsum("npd,pd->n", keys, direction[0].double())
+    threshold = margins.median().float()[None] + 1e-4
+    is_open = (margins > threshold.double()).tolist()  # for half of the questions
     assert 0 < sum(is_open) < len(examples)
-    write_gate(gate, tmp_path / GATE)
-    expected = [b if opened else a for a, b, opened in zip(untouched, adapted, is_open, strict=True)]
-    assert answers(model, tmp_path, "gated_adapter", "adapter", examples) == expected
 
+    def expected(opened: str, closed: str) -> list[str]:
+        return [a if is_a else b for a, b, is_a in zip(alone[opened], alone[closed], is_open, strict=True)]
 
-def test_each_task_is_answered_by_its_own_adapter(model, backbone, examples, keys, tmp_path):
-    (tmp_path / "adapters").mkdir()
-    alone = {}
-    for seed, name in enumerate(ORDER):
-        save_adapter(model, tmp_path / "adapters" / name, seed)
-        alone[name] = answers(model, tmp_path, "adapter", f"adapters/{name}", examples)
-    assert all(one != other for one, other in zip(*alone.values(), strict=True))
-    untouched = answers(model, tmp_path, "none", None, examples)
-
-    for thresholds, expected in (
-        ([-1.0, -2.0], alone["field"]),
-        ([-2.0, -1.0], alone["guild"]),
-        ([1.0, 2.0], untouched),
-    ):
-        write_gate(gate_at(thresholds, backbone.hidden_size), tmp_path / GATE)
-        assert answers(model, tmp_path, "gated_adapters", "adapters", examples) == expected
-
-    one, is_open = gate_between(keys)  # either way: the first task's own, or the second's
-    both = Gate(torch.cat([one.keys, -one.keys]), torch.cat([one.thresholds, -one.thresholds]), ORDER)
-    write_gate(both, tmp_path / GATE)
-    expected = [a if opened else b for a, b, opened in zip(*alone.values(), is_open, strict=True)]
-    assert answers(model, tmp_path, "gated_adapters", "adapters", examples) == expected
+    write_gate(Gate(direction, threshold, ORDER[:1]), state / GATE)
+    assert answers(model, state, "gated_adapter", "adapters/guild", examples) == expected("guild", "untouched")
+    # Either way: the first task's own, or the second's.
+    write_gate(Gate(torch.cat([direction, -direction]), torch.cat([threshold, -threshold]), ORDER), state / GATE)
+    assert answers(model, state, "gated_adapters", "adapters", examples) == expected("guild", "field")
 
 
 def test_a_gated_plan_names_the_adapter_only_where_there_are_several(model, backbone, examples, tmp_path):
-    write_gate(gate_at([-2.0, -1.0], backbone.hidden_size), tmp_path / GATE)
+    write_gate(gate_at([-2.0, -1.0]), tmp_path / GATE)
     for kind, adapter in (("gated_adapter", None), ("gated_adapters", "guild")):
         found = plan(Artifact(kind, "x", 0, {}), tmp_path, model, lambda _: backbone)
         assert isinstance(found, Gated)
@@ -136,13 +158,8 @@ def test_models_and_memories_are_asked_plainly(kind, with_artifact, model, backb
 def test_a_conversation_is_what_one_would_write_by_hand(backbone, suite):
     first, second, asked = suite.tasks[0].train[:3]
     found = Ask(asked, with_artifact=False, exemplars=(first, second)).conversation
-    messages = [
-        *first.messages,
-        {"role": "assistant", "content": [{"type": "text", "text": first.answer}]},
-        *second.messages,
-        {"role": "assistant", "content": [{"type": "text", "text": second.answer}]},
-        *asked.messages,
-    ]
+    said = [{"role": "assistant", "content": [{"type": "text", "text": e.answer}]} for e in (first, second)]
+    messages = [*first.messages, said[0], *second.messages, said[1], *asked.messages]
     images = [image for one in (first, second, asked) for image in one.load_images()]
     expected, encoded = backbone.encode(messages, images), backbone.encode_example(found)
     assert expected.keys() == encoded.keys()
@@ -182,10 +199,10 @@ def shown(model, backbone, suite, tmp_path) -> Shown:
     return found
 
 
-def test_the_nearest_exemplars_are_shown_the_nearest_last(shown, suite, examples, keys):
+def test_the_nearest_exemplars_are_shown_the_nearest_last(shown, backbone, suite, examples):
     stored = [*suite.tasks[0].train, *suite.tasks[1].train]
-    stored_keys = extract_keys(shown.scorer.backbone, stored)
-    for ask, key in zip(shown.asks(examples), keys[:, 0], strict=True):
+    stored_keys, keys = extract_keys(backbone, stored), extract_keys(backbone, examples)
+    for ask, key in zip(shown.asks(examples), keys, strict=True):
         assert not ask.with_artifact
         order = (stored_keys.half().float() @ key).argsort(descending=True)[:3].tolist()
         assert [e.id for e in ask.exemplars] == [stored[row].id for row in reversed(order)]
@@ -210,17 +227,13 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
     assert shown.asks([example])[0].exemplars == ()
 
 
-def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, examples):
-    asks = shown.asks(examples)
-    one = OfflineModel(shown, bundled(shown, 1)).answers(examples)
-    assert one == OfflineModel(shown, bundled(shown, 64)).answers(examples)
-    plain = OfflineModel(Plain(False), bundled(shown, 64))
-    assert one == plain.answers([ask.conversation for ask in asks])
-    assert one != plain.answers(examples)
-
-
-def bundled(shown: Shown, batch_size: int) -> BundledModel:
-    return BundledModel(Scorer(shown.scorer.backbone, batch_size=batch_size), None)
+def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, backbone, examples):
+    singly, together = (BundledModel(Scorer(backbone, batch_size=size), None) for size in (1, 64))
+    answers = OfflineModel(shown, singly).answers(examples)
+    assert answers == OfflineModel(shown, together).answers(examples)
+    plain = OfflineModel(Plain(False), together)
+    assert answers == plain.answers([ask.conversation for ask in shown.asks(examples)])
+    assert answers != plain.answers(examples)
 
 
 # Copies

@@ -11,14 +11,13 @@ import pytest
 
 from benchmarks.continual.comparison import Streams, compare, final_accuracy, gaps, in_errors, metric, paired
 from benchmarks.continual.methods import METHODS
-from benchmarks.continual.metrics import accuracy_matrix
-from benchmarks.continual.metrics import summary as scores
 from benchmarks.continual.report import names
 from benchmarks.continual.report.figures import mean_matrix
 from benchmarks.continual.report.ranking import leaders, ranking, shortfalls, summary, verdict
 from benchmarks.continual.report.tables import ablation_table, base_table, main_table, rival_table, task_table
 from inducekv_vllm.errors import ConfigError
 from selector.report.parts import Table
+from tests.benchmarks.finished_runs import matrix_of
 
 TASKS = ("guild", "digit")
 AP = metric("AP")
@@ -30,32 +29,13 @@ def stream(
     final: Sequence[float],
     base: float = 0.9,
     *,
-    budget: int = 32,
     learned: Sequence[float] | None = None,
-    done: int | None = None,
-    stored: int = 1000,
-    settings: dict[str, Any] | None = None,
+    done: int = 2,
+    **changed: Any,
 ) -> dict[str, Any]:
     """What `stream.collect` gives of two tasks: a[t, t] is `learned`, the last row `final`; `done` are finished."""
-    learned = learned or final
-    rows = [[learned[0]], list(final)][:done]
-    bases = [base] * len(rows)
-    return {
-        "suite": "tiny",
-        "method": method,
-        "settings": settings or {"name": method},
-        "budget": budget,
-        "seed": seed,
-        "order": list(TASKS),
-        "complete": len(rows) == len(TASKS),
-        "accuracy": rows,
-        "base": bases,
-        "stored_bytes": [stored] * len(rows),
-        "anchor_bytes": [0] * len(rows),
-        "seconds": [{"learn": 2.0, "evaluate": 3.0}] * len(rows),
-        "metrics": scores(accuracy_matrix(rows), bases),
-        "reports": [{}] * len(rows),
-    }
+    rows = [[(learned or final)[0]], list(final)][:done]
+    return matrix_of(method, TASKS, rows, [base] * done, seed=seed, **changed)
 
 
 def seeds(method: str, finals: Sequence[Sequence[float]], base: Sequence[float] | float = 0.9, **more: Any) -> list:
@@ -64,7 +44,7 @@ def seeds(method: str, finals: Sequence[Sequence[float]], base: Sequence[float] 
     return [stream(method, seed, final, bases[seed], **more) for seed, final in enumerate(finals)]
 
 
-UNTOUCHED = seeds("no_memory", [[0.1, 0.1]] * 3, stored=0)
+UNTOUCHED = seeds("no_memory", [[0.1, 0.1]] * 3)
 GATED = seeds("gated_lora_replay", [[0.6, 0.6], [0.61, 0.61], [0.62, 0.62]])
 REPLAY = seeds("lora_replay", [[0.5, 0.5], [0.51, 0.51], [0.52, 0.52]])
 
@@ -80,6 +60,11 @@ def test_a_paired_difference_by_hand():
     assert in_errors(3) == pytest.approx(4.3027, abs=1e-4)  # Student's t, 0.975, two degrees of freedom
     assert found.margin == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     assert found.verdict == "open"
+    only_both = paired({0: 0.5, 1: 0.7, 2: 0.9}, {2: 0.8, 3: 0.1, 0: 0.2})
+    assert only_both is not None
+    assert only_both.seeds == (0, 2)
+    assert only_both.value == pytest.approx(0.2)
+    assert paired({0: 0.5}, {1: 0.5}) is None
 
 
 @pytest.mark.parametrize(
@@ -97,14 +82,6 @@ def test_a_difference_counts_where_0_is_outside_its_interval(values, expected):
     found = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
     assert found is not None
     assert found.verdict == expected
-
-
-def test_only_seeds_of_both_are_compared():
-    found = paired({0: 0.5, 1: 0.7, 2: 0.9}, {2: 0.8, 3: 0.1, 0: 0.2})
-    assert found is not None
-    assert found.seeds == (0, 2)
-    assert found.value == pytest.approx(0.2)
-    assert paired({0: 0.5}, {1: 0.5}) is None
 
 
 def test_rows_of_the_comparison():
@@ -126,8 +103,7 @@ def test_where_the_untouched_model_answers_no_base_question_nothing_can_be_retai
 
 
 def test_the_untouched_model_stands_in_for_every_budget_and_others_do_not():
-    runs = [*UNTOUCHED, *GATED, *seeds("lora", [[0.2, 0.2]] * 3, budget=64)]
-    streams = Streams(runs)
+    streams = Streams([*UNTOUCHED, *GATED, *seeds("lora", [[0.2, 0.2]] * 3, budget=64)])
     assert streams.methods(64) == ("no_memory", "lora")
     difference = streams.difference("lora", "no_memory", 64, AP)
     assert difference is not None
@@ -145,14 +121,9 @@ def test_streams_that_do_not_belong_together_are_refused():
 
 
 def test_what_is_missing_is_named():
-    runs = [
-        *UNTOUCHED,
-        *GATED,
-        *seeds("gated_lora_replay", [[0.6, 0.6]] * 2, budget=64),
-        stream("gated_lora_replay", 2, [0.6, 0.6], budget=64, done=1),
-        *REPLAY[:1],
-    ]
-    assert gaps(Streams(runs)) == [
+    larger = seeds("gated_lora_replay", [[0.6, 0.6]] * 2, budget=64)
+    unfinished = stream("gated_lora_replay", 2, [0.6, 0.6], budget=64, done=1)
+    assert gaps(Streams([*UNTOUCHED, *GATED, *larger, unfinished, REPLAY[0]])) == [
         "gated_lora_replay, budget 64, seed 2: 1 of 2 tasks done; not counted.",
         "lora_replay, budget 32: not run with seed 1, 2.",
         "lora_replay: not run with budget 64.",
@@ -197,23 +168,17 @@ def test_where_inducekv_gains_nothing_or_loses():
         "loses base accuracy (32 entries: −5.3 ± 0.3), loses to gated LoRA + replay (32 entries: −20.5 ± 0.3), "
         "loses to LoRA + replay (32 entries: −10.5 ± 0.3), has no complete stream (64 entries)"
     )
-
-
-def test_tasks_without_gain_are_named_though_others_gain():
+    # Tasks without gain are named though others gain.
     refined = seeds("refined", [[0.9, 0.1], [0.91, 0.12], [0.92, 0.1]])
     assert "gains nothing on digit (32 entries)" in shortfalls(Streams([*UNTOUCHED, *refined]), [32], "refined")
 
 
 def test_budgets_stand_together_and_of_many_the_ends():
-    runs = [
-        stream
-        for budget in (16, 32, 64)
-        for stream in (
-            *seeds("lora_replay", [[0.5, 0.5]] * 2, budget=budget),
-            *seeds("refined", [[0.4, 0.4 + budget / 1000]] * 2, budget=budget),
-        )
-    ]
-    text = summary(Streams([*UNTOUCHED, *runs]))
+    runs = list(UNTOUCHED)
+    for budget in (16, 32, 64):
+        runs += seeds("lora_replay", [[0.5, 0.5]] * 2, budget=budget)
+        runs += seeds("refined", [[0.4, 0.4 + budget / 1000]] * 2, budget=budget)
+    text = summary(Streams(runs))
     assert "loses to LoRA + replay (16 entries: −9.2 ± 0.0; 64: −6.8 ± 0.0)" in text
     assert "32" not in text
 
@@ -310,14 +275,9 @@ def test_losses_to_rivals_are_marked_by_task():
     refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
     table = rival_table(Streams([*UNTOUCHED, *GATED, *refined]))
     assert table.head == ["difference (points)", "entries", "all tasks (AP)", "guild", "digit", "base"]
-    assert rows_of(table)[1] == [
-        "InduceKV (refined) − gated LoRA + replay",
-        32,
-        "+9.7 ± 0.2",
-        "+30.0 ± 0.0",
-        "−10.7 ± 0.3",
-        "0.0 ± 0.0",
-    ]
+    title, *differences = rows_of(table)[1]
+    assert title == "InduceKV (refined) − gated LoRA + replay"
+    assert differences == [32, "+9.7 ± 0.2", "+30.0 ± 0.0", "−10.7 ± 0.3", "0.0 ± 0.0"]
     assert table.marked == {(1, 4)}
 
 

@@ -1,8 +1,6 @@
 """Reading a finished run, and the command of the diagnostics."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,19 +44,12 @@ def test_a_run_is_read_with_its_matrix_predictions_and_memory(out):
 def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
     finished = Finished.read(out)
     pairs = finished.paired(finished.runs("refined")[0])
-    assert [(mine.task, mine.right, theirs.right) for mine, theirs in pairs] == [
-        ("a", True, False),
-        ("a", False, True),
-        ("b", True, False),
-        ("b", True, False),
-        ("base", False, True),
-    ]
-
-
-def test_predictions_of_other_questions_are_not_paired(out):
+    assert [mine.task for mine, _ in pairs] == ["a", "a", "b", "b", "base"]
+    assert [mine.right for mine, _ in pairs] == [True, False, True, True, False]
+    assert [theirs.right for _, theirs in pairs] == [False, True, False, False, True]
+    # Predictions of other questions are not paired.
     path = out / "no_memory/budget-32/seed-5/01-b/predictions.jsonl"
     path.write_text(path.read_text().replace('"base", "id": "0"', '"base", "id": "9"'))
-    finished = Finished.read(out)
     with pytest.raises(TaskDataError, match="different questions: '0' of task 'base' is in one of them only"):
         finished.paired(finished.runs("refined")[0])
 
@@ -80,31 +71,27 @@ def test_predictions_that_do_not_parse_are_named_by_line(out, line, problem):
         run.predictions(0)
 
 
-def test_what_is_missing_is_named(out):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("paper", 32), r"no finished run of paper with budget 32 under .*; there are: no_memory with"),
+        (("refined", 128), "no finished run of refined with budget 128"),
+        (("refined", 32, [0, 3]), r"with seed 3 under .*; there are the seeds 0, 1"),
+        (("refined",), "runs of refined with the budgets 32, 64: name one"),
+    ],
+)
+def test_what_is_missing_is_named(out, arguments, message):
+    write_finished_run(out, "refined", MEMORY, budget=64)
     finished = Finished.read(out)
-    with pytest.raises(
-        ConfigError, match=r"no finished run of paper with budget 32 under .*; there are: no_memory with"
-    ):
-        finished.runs("paper", 32)
-    with pytest.raises(ConfigError, match="no finished run of refined with budget 64"):
-        finished.runs("refined", 64)
-    with pytest.raises(ConfigError, match=r"with seed 3 under .*; there are the seeds 0, 1"):
-        finished.runs("refined", 32, [0, 3])
+    assert [run.budget for run in finished.runs("refined", 64)] == [64]
+    with pytest.raises(ConfigError, match=message):
+        finished.runs(*arguments)
     with pytest.raises(ConfigError, match=r"run.json: not the folder of a run"):
         Finished.read(out / "refined")
 
 
-def test_a_budget_must_be_named_where_there_are_several(out):
-    write_finished_run(out, "refined", MEMORY, budget=64)
-    finished = Finished.read(out)
-    assert [run.budget for run in finished.runs("refined", 64)] == [64]
-    with pytest.raises(ConfigError, match="runs of refined with the budgets 32, 64: name one"):
-        finished.runs("refined")
-
-
 def test_a_run_that_is_not_complete_is_as_good_as_absent(out):
-    path = out / "refined/budget-32/seed-1/matrix.json"
-    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    write_finished_run(out, "refined", MEMORY, seed=1, complete=False)
     assert [run.seed for run in Finished.read(out).runs("refined")] == [0]
 
 
@@ -112,7 +99,7 @@ def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_
     source, suite = demo_suite(2, 1, 1, "guild", "field")
     data = tmp_path / "data"
     shutil.copytree(source, data)
-    write_configuration(tmp_path, suite)
+    write_configuration(tmp_path, suite=suite)
     assert Finished.read(tmp_path, data=source).suite == suite
     assert Finished.read(tmp_path).suite.digest() == suite.digest()
     lines = (data / "guild" / "train.jsonl").read_text().splitlines()
@@ -121,23 +108,16 @@ def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_
         _ = Finished.read(tmp_path).suite
 
 
-def test_model_and_data_are_where_the_run_found_them(out, tmp_path_factory):
+def test_model_and_data_are_where_the_run_found_them(out, model, tmp_path_factory):
     data = tmp_path_factory.mktemp("data")
-    configuration = json.loads((out / "run.json").read_bytes())
-    (out / "run.json").write_text(json.dumps(configuration | {"where": {"data": str(data), "model": "/some/model"}}))
+    write_configuration(out, where={"data": str(data), "model": str(model)})
     finished = Finished.read(out)
-    assert (finished.data, finished.model) == (data, Path("/some/model"))
+    assert (finished.data, finished.model) == (data, model)
+    with pytest.raises(ConfigError, match=r"not the model of the run .*, which is 'checkpoint'"):
+        _ = finished.backbone
     data.rmdir()
     assert Finished.read(out).data == out / "data"
     assert Finished.read(out, data=data).data == data
-
-
-def test_another_model_is_refused(out):
-    text = (out / "run.json").read_text()
-    digest = json.loads(text)["model"]["weights"]
-    (out / "run.json").write_text(text.replace(digest, "0" * 64))
-    with pytest.raises(ConfigError, match=r"not the model of the run .*, which is 'checkpoint'"):
-        _ = Finished.read(out).backbone
 
 
 def test_every_diagnostic_has_its_parts():

@@ -12,7 +12,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run
+from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_run
 
 TASKS = ("guild", "field", "beside")
 ANCHORS = 2
@@ -29,17 +29,18 @@ def test_agreement_of_hand_made_losses():
     assert found["states"] == 3
 
 
-def test_a_shifted_loss_correlates_wholly_and_keeps_its_gap():
-    found = agreement([(x + 0.5, x) for x in (1.0, 2.0, 5.0, 9.0)])
-    assert (found["pearson"], found["spearman"]) == (pytest.approx(1), pytest.approx(1))
-    assert found["mean_gap"] == found["mean_absolute_gap"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("pairs", [[(1.0, 2.0), (2.0, 3.0)], [(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]])
-def test_too_few_or_constant_losses_have_no_correlation(pairs):
+@pytest.mark.parametrize(
+    ("pairs", "correlation", "gap"),
+    [
+        ([(1.5, 1.0), (2.5, 2.0), (5.5, 5.0), (9.5, 9.0)], pytest.approx(1), 0.5),  # shifted
+        ([(2.0, 1.0), (3.0, 2.0)], None, 1.0),  # too few
+        ([(4.0, 1.0), (4.0, 2.0), (4.0, 3.0)], None, 2.0),  # constant
+    ],
+)
+def test_a_shift_keeps_the_correlation_and_too_few_or_constant_losses_have_none(pairs, correlation, gap):
     found = agreement(pairs)
-    assert (found["pearson"], found["spearman"]) == (None, None)
-    assert found["mean_absolute_gap"] > 0
+    assert (found["pearson"], found["spearman"]) == (correlation, correlation)
+    assert found["mean_gap"] == found["mean_absolute_gap"] == pytest.approx(gap)
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +60,19 @@ def test_held_out_examples_are_no_anchors_under_any_id(data):
 
 
 @pytest.fixture(scope="module")
-def memories(backbone, data):
+def memories(demo_backbone, data):
     """Of each task's memory, from two examples of every task seen by then."""
-    settings = BuildSettings(budget=6)
-    return [
-        build_bundle(backbone, [e for task in data[1].tasks[: number + 1] for e in task.train[:2]], settings)
-        for number in range(len(TASKS))
-    ]
+    examples = [example for task in data[1].tasks for example in task.train[:2]]
+    return [build_bundle(demo_backbone, examples[:number], BuildSettings(budget=6)) for number in (2, 4, 6)]
 
 
 @pytest.fixture
 def out(data, memories, tmp_path):
     """A run whose anchors are the first two training examples of each task."""
-    suite = data[1]
-    write_configuration(tmp_path, suite)
-    rights = [{task: [True] for task in (*TASKS[: number + 1], "base")} for number in range(len(TASKS))]
-    folder = write_finished_run(tmp_path, "stored", rights, bundles=memories)
-    state = folder / "02-beside" / "state"
+    write_configuration(tmp_path, *data)
+    state = write_run(tmp_path, "stored", TASKS, bundles=memories) / "02-beside" / "state"
     store = AnchorStore(state / "anchors")
-    for task in suite.tasks:
+    for task in data[1].tasks:
         store.append(task.train[:ANCHORS], run=task.name, policy="random", seed=0)
     Artifact("bundle", "memory.safetensors", 1000, {}).write(state)
     return tmp_path
@@ -93,8 +88,8 @@ def loss(backbone, bundle, examples) -> float:
     return sum(losses) / len(losses)
 
 
-def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out, data, backbone, memories):
-    found = diagnose("anchors", out, "--data", data[0], "--method", "stored", "--held-out", "train")
+def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out, data, demo_backbone, memories):
+    found = diagnose("anchors", out, "--method", "stored", "--held-out", "train")
     assert [(state["after"], list(state["by_task"])) for state in found["states"]] == [
         ("field", ["guild"]),
         ("beside", ["guild", "field"]),
@@ -102,7 +97,7 @@ def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out
     for state, bundle in zip(found["states"], memories[1:], strict=True):
         for task in data[1].tasks:
             if task.name in state["by_task"]:
-                expected = [loss(backbone, bundle, part) for part in (task.train[:2], task.train[2:])]
+                expected = [loss(demo_backbone, bundle, part) for part in (task.train[:2], task.train[2:])]
                 assert state["by_task"][task.name] == pytest.approx(expected, rel=1e-4)
     pairs = [pair for state in found["states"] for pair in state["by_task"].values()]
     assert found["by_memory_and_task"] == pytest.approx(agreement(pairs), rel=1e-3)
@@ -112,12 +107,12 @@ def test_each_memory_is_asked_anchors_and_held_out_examples_of_earlier_tasks(out
     assert found["by_memory"]["mean_absolute_gap"] == pytest.approx(sum(abs(a - h) for a, h in means) / 2, rel=1e-4)
 
 
-def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
+def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out):
     store = AnchorStore(out / "stored/budget-32/seed-0/02-beside/state/anchors")
     earlier = sum(task.bytes for task in store.tasks()[:2])
     on_disk = [path for number in (0, 1) for path in (store.folder / f"{number:04d}").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in on_disk) == earlier
-    found = diagnose("anchors", out, "--data", data[0], "--method", "stored", "--questions", 1)
+    found = diagnose("anchors", out, "--method", "stored", "--questions", 1)
     assert found["storage"] == {
         "anchors": 4,
         "anchor_bytes": earlier,
@@ -126,22 +121,16 @@ def test_anchors_of_earlier_tasks_are_stored_beside_the_memory(out, data):
     }
 
 
-def test_memories_that_were_not_kept_are_counted(out, data):
-    state = out / "stored/budget-32/seed-0/01-field/state"
-    state.rename(state.with_name("gone"))
-    found = diagnose("anchors", out, "--data", data[0], "--method", "stored")
+def test_memories_that_were_not_kept_are_counted_and_a_method_without_anchors_is_refused(out, capsys):
+    states = out / "stored/budget-32/seed-0"
+    (states / "01-field/state").rename(states / "gone")
+    found = diagnose("anchors", out, "--method", "stored")
     assert ([state["after"] for state in found["states"]], found["memories_gone"]) == (["beside"], 1)
-
-
-def test_a_method_without_anchors_is_refused(out, data, capsys):
-    store = out / "stored/budget-32/seed-0/02-beside/state/anchors"
-    store.rename(store.with_name("moved"))
-    message = refusal(capsys, "anchors", out, "--data", data[0], "--method", "stored")
-    assert "stored keeps no anchors of guild" in message
+    (states / "02-beside/state/anchors").rename(states / "moved")
+    assert "stored keeps no anchors of guild" in refusal(capsys, "anchors", out, "--method", "stored")
 
 
 def test_a_stream_of_one_task_is_refused(data, memories, tmp_path, capsys):
-    write_configuration(tmp_path, data[1].ordered(TASKS[:1]))
-    write_finished_run(tmp_path, "stored", [{"guild": [True], "base": [True]}], bundles=memories[:1])
-    message = refusal(capsys, "anchors", tmp_path, "--data", data[0], "--method", "stored")
-    assert "no memory of a task that another came before" in message
+    write_configuration(tmp_path, data[0], data[1].ordered(TASKS[:1]))
+    write_run(tmp_path, "stored", TASKS[:1], bundles=memories[:1])
+    assert "no memory of a task that another came before" in refusal(capsys, "anchors", tmp_path, "--method", "stored")

@@ -1,7 +1,6 @@
 """Attention on memory against softmax weights that are written out in full."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from server.demo import CHECKPOINT
 from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run
+from tests.benchmarks.small_streams import gated
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]
 
@@ -83,11 +82,11 @@ def test_masses_are_those_of_dense_softmax_weights(backbone, suite, weighting, s
         torch.testing.assert_close(one, other)
 
 
-def test_queries_of_zero_share_attention_evenly(backbone, suite):
+def test_queries_of_zero_share_attention_evenly(model, backbone, suite):
     """2 entries x 3 tokens against the t + 1 tokens that position t sees: the mass is 6 / (6 + t + 1)."""
     bundle = build_bundle(backbone, suite.tasks[0].train[:2], BuildSettings(budget=2, payload_tokens=3))
     example = suite.tasks[0].test[0]
-    blind = Backbone.load(CHECKPOINT)
+    blind = Backbone.load(model)
     for layer in blind.attention_layers():
         torch.nn.init.zeros_(layer.q_proj.weight)
     prompt = blind.encode_example(example)
@@ -116,37 +115,29 @@ def test_behind_a_closed_gate_memory_gets_nothing(backbone, suite):
     assert (memory_masses(backbone, closed, examples, answers, queries) == 0).all()
 
 
-def gated(bundle: Bundle, gate: Gate) -> Bundle:
-    metadata = bundle.metadata.model_copy(update={"format_version": 2, "gate_tasks": gate.tasks})
-    return replace(bundle, gate_keys=gate.keys.half(), gate_thresholds=gate.thresholds, metadata=metadata)
-
-
 def test_gains_lie_between_0_and_1():
     assert normalise([-0.1, 0.4, 0.15]) == pytest.approx([0, 1, 0.5], abs=1e-6)
     assert normalise([0.3, 0.3]) == [0, 0]
 
 
-def test_the_command_writes_rows_of_masses_and_gains(backbone, demo_suite, tmp_path):
-    data, suite = demo_suite(4, 1, 3, "guild", "field")
-    ids = {task.name: [example.id for example in task.test] for task in (*suite.tasks, suite.base)}
-    bundle = bundle_of(backbone, suite, "prior")
-    write_configuration(tmp_path, suite)
-    base = [True] * 9
+def test_the_command_writes_rows_of_masses_and_gains(demo_backbone, demo_suite, suite, tmp_path):
+    bundle, base = bundle_of(demo_backbone, suite, "prior"), [True] * 9
+    write_configuration(tmp_path, *demo_suite(4, 1, 3, "guild", "field"))
     memory = [
         {"guild": [True, True, True], "base": base},
         {"guild": [True, True, False], "field": [True, False, False], "base": [False, *base[1:]]},
     ]
     plain = [{"guild": [False] * 3, "base": base}, {"guild": [False] * 3, "field": [False] * 3, "base": base}]
-    write_finished_run(tmp_path, "refined", memory, ids=ids, bundles=[bundle, bundle])
-    write_finished_run(tmp_path, "no_memory", plain, ids=ids)
-    found = diagnose("memory_attention", tmp_path, "--data", data, "--limit", 2)
+    write_finished_run(tmp_path, "refined", memory, suite=suite, bundles=[bundle, bundle])
+    write_finished_run(tmp_path, "no_memory", plain, suite=suite)
+    found = diagnose("memory_attention", tmp_path, "--limit", 2)
     guild, field, of_base = found["rows"]
     assert [row["task"] for row in found["rows"]] == ["guild", "field", "base"]
     assert [guild["gain"], field["gain"], of_base["gain"]] == pytest.approx([2 / 3, 1 / 3, -1 / 9], abs=1e-5)
     assert [guild["normalised_gain"], field["normalised_gain"]] == pytest.approx([1, 0], abs=1e-5)
     assert of_base["normalised_gain"] is None
     examples = suite.tasks[0].test[:2]
-    keys = torch.cat([backbone.query_keys(Scorer(backbone).prefix(example)) for example in examples])
-    expected = memory_masses(backbone, bundle, examples, ["yes", "yes"], keys).mean(dim=0)
+    keys = torch.cat([demo_backbone.query_keys(Scorer(demo_backbone).prefix(example)) for example in examples])
+    expected = memory_masses(demo_backbone, bundle, examples, [e.answer for e in examples], keys).mean(dim=0)
     assert guild["mass"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert found["questions"] == {"guild": 2, "field": 2, "base": 2}

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics.retrieval import (
-    Answered,
-    Retrieval,
-    ambiguity_bins,
-    hit_rate_bins,
-    retrievals,
-)
+from benchmarks.continual.diagnostics.retrieval import Answered, Retrieval, ambiguity_bins, hit_rate_bins, retrievals
 from inducekv_vllm.bundle import EntryRecord, Gate
 from selector.backbone.extraction import extract_keys
 from selector.update.build import build_bundle
@@ -35,15 +29,14 @@ def query(*similarities: float) -> torch.Tensor:
     return key
 
 
-def test_gap_and_hits_of_the_nearest_entries():
-    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "a", top_k=3)
-    assert found.gap == pytest.approx(0.2)
-    assert (found.hits, found.retrieved) == (1, 3)  # b b a
-    assert found.is_cross_task
-    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "b", top_k=3)
-    assert (found.hits, found.is_cross_task) == (2, False)
-    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), "a", top_k=8)
-    assert (found.hits, found.retrieved, found.is_cross_task) == (2, 4, False)  # half is no majority
+@pytest.mark.parametrize(
+    ("task", "top_k", "hits", "retrieved", "is_cross_task"),
+    [("a", 3, 1, 3, True), ("b", 3, 2, 3, False), ("a", 8, 2, 4, False)],  # b b a; half is no majority
+)
+def test_gap_and_hits_of_the_nearest_entries(task, top_k, hits, retrieved, is_cross_task):
+    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), task, top_k=top_k)
+    assert (found.gap, found.hits, found.retrieved) == (pytest.approx(0.2), hits, retrieved)
+    assert found.is_cross_task is is_cross_task
 
 
 def test_behind_a_gate_only_the_entries_of_its_task_are_retrieved():
@@ -70,16 +63,9 @@ def answered(hits: int, retrieved: int, right: bool, plain: bool, gap: float = 0
 
 
 def test_bins_of_the_hit_rate():
-    found = hit_rate_bins(
-        [
-            answered(0, 8, False, True),
-            answered(1, 8, False, False),
-            answered(3, 5, True, False),  # 0.6 exactly: not below it
-            answered(8, 8, True, False),
-            answered(7, 8, True, True),
-            answered(4, 5, True, False),  # 0.8 exactly
-        ]
-    )
+    low = [answered(0, 8, False, True), answered(1, 8, False, False)]
+    exact = [answered(3, 5, True, False), answered(4, 5, True, False)]  # 0.6 and 0.8: not below them
+    found = hit_rate_bins([*low, *exact, answered(8, 8, True, False), answered(7, 8, True, True)])
     assert [one["questions"] for one in found] == [2, 0, 0, 1, 3]
     assert [one["gain"]["mean"] for one in found] == [-0.5, None, None, 1.0, pytest.approx(2 / 3)]
     # Of -1 and 0: deviation sqrt(1/2), divided by sqrt(2).
@@ -101,30 +87,24 @@ def test_bins_of_ambiguity_hold_equally_many_and_part_the_groups():
 
 
 @pytest.fixture(scope="module")
-def data(demo_suite):
-    return demo_suite(4, 1, 3)[0]
-
-
-@pytest.fixture(scope="module")
-def out(demo_suite, backbone, tmp_path_factory):
+def out(demo_suite, demo_backbone, tmp_path_factory):
     """A memory of two entries of guild and one of field, over six questions that are answered as written here."""
     folder = tmp_path_factory.mktemp("results")
-    suite = demo_suite(4, 1, 3, "guild", "field")[1]
+    data, suite = demo_suite(4, 1, 3, "guild", "field")
     examples = [*suite.tasks[0].train[:2], suite.tasks[1].train[0]]
-    bundle = build_bundle(backbone, examples, BuildSettings(budget=3, payload_tokens=1))
-    ids = {task.name: [example.id for example in task.test] for task in (*suite.tasks, suite.base)}
+    bundle = build_bundle(demo_backbone, examples, BuildSettings(budget=3, payload_tokens=1))
     base = {"base": [True] * 9}
     before = {"guild": [True] * 3, **base}
-    write_configuration(folder, suite)
+    write_configuration(folder, data, suite)
     after = {"guild": [True, True, False], "field": [True, False, False], **base}
-    write_finished_run(folder, "paper", [before, after], ids=ids, bundles=[bundle, bundle])
+    write_finished_run(folder, "paper", [before, after], suite=suite, bundles=[bundle, bundle])
     plain = {"guild": [False, True, False], "field": [True, True, True], **base}
-    write_finished_run(folder, "no_memory", [before, plain], ids=ids)
+    write_finished_run(folder, "no_memory", [before, plain], suite=suite)
     return folder, suite, bundle
 
 
-def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, data):
-    found = diagnose("hit_rate", out[0], "--data", data, "--method", "paper")
+def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, capsys):
+    found = diagnose("hit_rate", out[0], "--method", "paper")
     # guild: 2 of 3 entries are its own, and field 1 of 3; gains 1, 0, 0 and 0, -1, -1.
     assert [one["questions"] for one in found["bins"]] == [0, 3, 0, 3, 0]
     assert found["bins"][1]["gain"]["mean"] == pytest.approx(-2 / 3, abs=1e-5)
@@ -132,22 +112,19 @@ def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, data):
     assert found["bins"][1]["accuracy_without"]["mean"] == 1.0
     assert found["closed"] == 0
     assert "-0.667 where 20% to 40%" in found["finding"]
+    message = refusal(capsys, "hit_rate", out[0], "--method", "paper", "--top-k", 0)
+    assert "top_k must be at least 1, found 0" in message
 
 
-def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, data, backbone):
+def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, demo_backbone):
     folder, suite, bundle = out
-    found = diagnose("ambiguity", folder, "--data", data, "--method", "paper", "--top-k", 3)
+    found = diagnose("ambiguity", folder, "--method", "paper", "--top-k", 3)
     keys = bundle.retrieval_keys.float()
     expected = []
     for task, gains in zip(suite.tasks, ([1, 0, 0], [0, -1, -1]), strict=True):
-        for row, gain in zip(extract_keys(backbone, task.test), gains, strict=True):
+        for row, gain in zip(extract_keys(demo_backbone, task.test), gains, strict=True):
             largest = sorted((keys @ row).tolist(), reverse=True)
             expected.append([pytest.approx(largest[0] - largest[1], abs=1e-5), gain, task.name == "field"])
     assert found["points"] == expected
     assert found["questions"] == 6
     assert "50.0% of 6 answers retrieve mostly from other tasks, where the gain is -0.667" in found["finding"]
-
-
-def test_a_top_k_below_1_is_refused(out, data, capsys):
-    message = refusal(capsys, "hit_rate", out[0], "--data", data, "--method", "paper", "--top-k", 0)
-    assert "top_k must be at least 1, found 0" in message

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, means, summary
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import openings
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
+from tests.benchmarks.small_streams import ORDER, gated
 from tests.inducekv_vllm.bundles import d, random_bundle, random_gated_bundle
 
 YES, NO = True, False
@@ -29,12 +30,20 @@ FIXED = [
 
 @pytest.fixture
 def out(tmp_path):
+    """Of a run over data that are not read."""
     write_configuration(tmp_path)
-    write_finished_run(tmp_path, "fixed_calibration", FIXED)
+    return tmp_path
+
+
+@pytest.fixture
+def demo(demo_suite, tmp_path):
+    """Of a run over two tasks of the demo world, with four training examples each."""
+    write_configuration(tmp_path, *demo_suite(4, 1, 1, *ORDER))
     return tmp_path
 
 
 def test_forgetting_is_the_mean_matrix_and_lines_of_all_methods(out):
+    write_finished_run(out, "fixed_calibration", FIXED)
     write_finished_run(out, "refined", STREAM, seed=0)
     write_finished_run(out, "refined", [FIXED[0], FIXED[1], {**STREAM[2], "a": [YES, YES]}], seed=1)
     write_finished_run(out, "no_memory", FIXED, budget=64)
@@ -59,6 +68,7 @@ def report(temperature: float, gates: list[float], anchors: float | None) -> dic
 
 def test_the_calibration_is_traced_with_its_gain_and_what_it_goes_with(out):
     reports = [report(0.07, [0.5, 0.5], None), report(0.2, [0.2, 0.6], 1.0), report(0.1, [0.1, 0.1], 4.0)]
+    write_finished_run(out, "fixed_calibration", FIXED)
     write_finished_run(out, "paper", STREAM, reports=reports)
     found = diagnose("calibration", out)
     trace = found["trace"]
@@ -100,29 +110,22 @@ def test_orthogonal_keys_are_as_diverse_as_can_be():
 
 
 @pytest.fixture(scope="module")
-def demo(demo_suite, backbone):
-    """Two tasks of four training examples, and memories of any of them."""
-    data, suite = demo_suite(4, 1, 1, "guild", "field")
+def memory(demo_suite, demo_backbone):
+    """Memories of any of the four training examples of each task."""
+    tasks = demo_suite(4, 1, 1, *ORDER)[1].tasks
 
-    def memory(*rows: tuple[int, int]):
-        examples = [suite.tasks[task].train[row] for task, row in rows]
-        return build_bundle(backbone, examples, BuildSettings(budget=8, payload_tokens=1))
+    def build(*rows: tuple[int, int]):
+        examples = [tasks[task].train[row] for task, row in rows]
+        return build_bundle(demo_backbone, examples, BuildSettings(budget=8, payload_tokens=1, weighting="prior"))
 
-    return data, suite, memory
-
-
-def rights(suite) -> list[dict]:
-    base = {"base": [YES] * 9}
-    return [{"guild": [YES], **base}, {"guild": [YES], "field": [YES], **base}]
+    return build
 
 
-def test_a_memory_is_compared_with_random_ones_of_its_pool(demo, tmp_path):
-    data, suite, memory = demo
+def test_a_memory_is_compared_with_random_ones_of_its_pool(demo, memory):
     memories = [memory((0, 0), (0, 1)), memory((0, 0), (1, 2))]
-    write_configuration(tmp_path, suite)
-    write_finished_run(tmp_path, "paper", rights(suite), bundles=memories)
-    write_finished_run(tmp_path, "paper_no_coverage", rights(suite), bundles=[memory((0, 2), (0, 3)), memories[1]])
-    found = diagnose("diversity", tmp_path, "--data", str(data))
+    write_run(demo, "paper", ORDER, bundles=memories)
+    write_run(demo, "paper_no_coverage", ORDER, bundles=[memory((0, 2), (0, 3)), memories[1]])
+    found = diagnose("diversity", demo)
     first, second = found["tasks"]
     keys = memories[0].retrieval_keys.float()
     assert first["selected"]["cosine"] == pytest.approx(float(keys[0] @ keys[1]), abs=1e-5)
@@ -134,17 +137,15 @@ def test_a_memory_is_compared_with_random_ones_of_its_pool(demo, tmp_path):
     assert found["without_coverage"] == "paper_no_coverage"
 
 
-def test_the_whole_pool_is_the_same_whoever_chose(demo, tmp_path):
-    data, suite, memory = demo
+def test_the_whole_pool_is_the_same_whoever_chose(demo, memory):
     everything = memory(*((0, row) for row in range(4)))
-    write_configuration(tmp_path, suite)
-    folder = write_finished_run(tmp_path, "paper", rights(suite), bundles=[everything, memory((0, 0), (1, 1))])
-    found = diagnose("diversity", tmp_path, "--data", str(data))
+    folder = write_run(demo, "paper", ORDER, bundles=[everything, memory((0, 0), (1, 1))])
+    found = diagnose("diversity", demo)
     first = found["tasks"][0]
     assert first["random"]["logdet"] == pytest.approx(first["selected"]["logdet"], rel=1e-4)
     assert first["without_coverage"]["sets"] == 0
     (folder / "00-guild" / "state").rename(folder / "gone")  # as `--keep-states last` leaves it
-    found = diagnose("diversity", tmp_path, "--data", str(data))
+    found = diagnose("diversity", demo)
     assert [row["task"] for row in found["tasks"]] == ["field"]
     assert found["tasks"][0]["random"]["pool"] == 8.0  # the training examples of both tasks
 
@@ -161,13 +162,12 @@ def rounded(mass: float, divergence: float, relaxed: float | None, deployed: flo
     return {"rounding": kept, "validation_nll": nll}
 
 
-def test_rounding_is_averaged_over_seeds_by_task_and_over_all(tmp_path):
-    write_configuration(tmp_path)
+def test_rounding_is_averaged_over_seeds_by_task_and_over_all(out):
     first = [rounded(0.9, 0.01, 1.0, 1.5), rounded(0.5, 0.03, 2.0, 2.0)]
     second = [rounded(0.7, 0.03, 1.0, 1.1), rounded(0.5, 0.05, None, None)]
     for seed, reports in enumerate((first, second)):
-        write_run(tmp_path, "paper", ("a", "b"), {}, seed=seed, reports=reports)
-    found = diagnose("rounding", tmp_path)
+        write_run(out, "paper", ("a", "b"), seed=seed, reports=reports)
+    found = diagnose("rounding", out)
     a, b = found["tasks"]
     assert (a["task"], b["task"]) == ("a", "b")
     assert a["mass_captured"]["mean"] == pytest.approx(0.8)
@@ -181,18 +181,20 @@ def test_rounding_is_averaged_over_seeds_by_task_and_over_all(tmp_path):
     assert (found["updates"], found["collapsed"]) == (4, 0)
 
 
-def test_rounding_without_validation_examples_leaves_the_likelihood_out(tmp_path):
-    write_configuration(tmp_path)
-    write_run(tmp_path, "paper", ("a",), {}, reports=[rounded(0.9, 0.01, None, None)])
-    found = diagnose("rounding", tmp_path)
+def test_rounding_without_validation_examples_leaves_the_likelihood_out(out):
+    write_run(out, "paper", ("a",), reports=[rounded(0.9, 0.01, None, None)])
+    found = diagnose("rounding", out)
     assert found["overall"]["nll_gap"] is None
     assert "NLL" not in found["finding"]
 
 
-def test_a_method_that_does_not_round_is_refused(tmp_path, capsys):
-    write_configuration(tmp_path)
-    write_run(tmp_path, "refined", ("a",), {})
-    assert "the update of a reports no rounding" in refusal(capsys, "rounding", tmp_path, "--method", "refined")
+def test_a_method_without_rounding_or_without_a_gate_is_refused(out, capsys):
+    write_run(out, "paper", ("a",), bundles=[random_bundle()])
+    for diagnostic, message in (
+        ("rounding", "the update of a reports no rounding"),
+        ("gate", "the memory of paper has no relevance gate"),
+    ):
+        assert message in refusal(capsys, diagnostic, out, "--method", "paper")
 
 
 # The gate
@@ -212,33 +214,11 @@ def test_shares_of_a_gate_that_lets_two_of_four_questions_in_one_to_each_task():
     assert openings(bundle, "unknown", queries) == {"opened": 0.5, "own_task": 0.0}
 
 
-def demo_bundle(gate: Gate | None = None) -> Bundle:
-    """An entry of each task for the demo model's hidden size; only its gate is looked at."""
-    fingerprint = random_bundle().metadata.backbone.model_copy(update={"hidden_size": D_DEMO})
-    entries = tuple(EntryRecord(id=task, task=task, source_digest="ab") for task in ("guild", "field"))
-    keys = torch.nn.functional.one_hot(torch.tensor([0, 1]), D_DEMO).float()
-    payload = torch.zeros(3, 2, 2, 4, 8)
-    return random_bundle(
-        2,
-        retrieval_keys=keys,
-        payload_keys=payload,
-        payload_values=payload,
-        backbone=fingerprint,
-        entries=entries,
-        weighting="prior",
-        gate=gate,
-    )
-
-
-def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo_suite, tmp_path):
-    data, suite = demo_suite(4, 1, 1, "guild", "field")
-    always = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([-1.0, 1.0]), ("guild", "field"))
-    never = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([1.0, 1.0]), ("guild", "field"))
-    rights = [{"guild": [True], "base": [True]}, {"guild": [True], "field": [True], "base": [True]}]
-    write_configuration(tmp_path, suite)
-    for seed, gate in enumerate((always, never)):
-        write_finished_run(tmp_path, "refined", rights, seed=seed, bundles=[demo_bundle(gate)] * 2)
-    found = diagnose("gate", tmp_path, "--data", data)
+def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo, memory):
+    for seed, threshold in enumerate((-1.0, 1.0)):  # always open, and never
+        gate = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([threshold, 1.0]), ORDER)
+        write_run(demo, "refined", ORDER, seed=seed, bundles=[gated(memory((0, 0), (1, 0)), gate)] * 2)
+    found = diagnose("gate", demo)
     assert found["opened"] == {
         "guild": {"opened": 0.5, "own_task": 0.5},
         "field": {"opened": 0.5, "own_task": 0.0},
@@ -246,10 +226,3 @@ def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo_suite, tmp_p
     }
     assert found["seeds"] == [0, 1]
     assert "sends 0.0% or more" in found["finding"]
-
-
-def test_a_memory_without_a_gate_is_refused(tmp_path, capsys):
-    rights = [{"guild": [True], "base": [True]}]
-    write_configuration(tmp_path)
-    write_finished_run(tmp_path, "paper", rights, bundles=[demo_bundle()])
-    assert "the memory of paper has no relevance gate" in refusal(capsys, "gate", tmp_path, "--method", "paper")

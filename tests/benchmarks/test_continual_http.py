@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,12 @@ import pytest
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.answering import Ask, stored_answers
 from benchmarks.continual.answering.endpoint import Endpoint, EndpointFailed, models_at
-from benchmarks.continual.answering.http import HttpModel
+from benchmarks.continual.answering.http import Endpoints, HttpModel
 from benchmarks.continual.answering.plans import Plain
+from benchmarks.continual.methods import choose_methods
+from benchmarks.continual.serving import Needs, given_endpoints
 from inducekv_vllm.errors import ConfigError
+from tests.benchmarks.fake_server import FakeHandler, serving
 from tests.benchmarks.small_streams import command, own_folder, untouched
 
 pytestmark = pytest.mark.usefixtures("without_report")
@@ -51,18 +53,22 @@ def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, 
     assert {card["id"] for card in models_at(server)} == {"base", "sqrt", "prior"}
 
 
-def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server, data, tmp_path):
+def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server, data, suite, tmp_path):
     """One adapter for all tasks, and one for each task, where the gate is open; past it, the server without LoRA."""
     arguments = ["--model", str(adapted.plain.model), "--method", "lora", "gated_task_lora", "no_memory"]
     arguments += ["--set", "learning_rate=0.05", "--set", "steps=4", "--budget", "4"]
     assert main(command(data, tmp_path / "offline", *arguments)) == 0
-    both = ["--endpoint", server, adapted.url]
-    assert main(over_http(data, tmp_path / "http", server, *arguments, *both)) == 0
+    assert main(over_http(data, tmp_path / "http", server, *arguments, "--endpoint", server, adapted.url)) == 0
     found = {method: predictions(tmp_path / "http", method, 4) for method in ("lora", "gated_task_lora", "no_memory")}
     for method, answers in found.items():
         assert answers == predictions(tmp_path / "offline", method, 4)
     assert len(set(map(tuple, found.values()))) == 3
     assert {card["id"] for card in models_at(adapted.url)} == {"base", "style", "m"}
+    # Of several endpoints each artifact goes to the first one that loads it.
+    needs = Needs(adapted.plain.model, suite, choose_methods(["refined", "lora"]), budget=4, jobs=1)
+    each = Endpoints(Endpoint(server, "base"), Endpoint(adapted.url, "base"))
+    assert given_endpoints([server, adapted.url], "base", needs) == each
+    assert given_endpoints([adapted.url, server], "base", needs) == each
 
 
 def test_an_endpoint_that_runs_with_lora_is_refused_for_memories(adapted, data, tmp_path, capsys):
@@ -73,12 +79,6 @@ def test_an_endpoint_that_runs_with_lora_is_refused_for_memories(adapted, data, 
     assert "refined: the answers need an endpoint that loads what was learned (POST /v1/load_memory_bundle)" in said
     assert "names no adapter" in said
     assert not list(out.rglob("state*"))
-
-
-def test_of_several_endpoints_each_artifact_goes_to_the_one_that_loads_it(adapted, world, server, data, tmp_path):
-    out = tmp_path / "out"
-    arguments = ["--model", str(world.model), "--method", "refined", "lora", "--budget", "4", "--order", "guild"]
-    assert main([*over_http(data, out, adapted.url, *arguments), "--endpoint", adapted.url, server]) == 0
 
 
 @dataclass
@@ -99,14 +99,14 @@ class Spoken:
     def serving(self) -> Iterator[str]:
         spoken = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(FakeHandler):
             def do_GET(self) -> None:
-                self.say(200, {"data": [{"id": name} for name in spoken.models]})
+                self.reply(200, {"data": [{"id": name} for name in spoken.models]})
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.body()
                 if self.path != "/v1/chat/completions":
-                    return self.say(404, {"detail": "Not Found"})
+                    return self.reply(404, {"detail": "Not Found"})
                 with spoken.lock:
                     if spoken.to_break:
                         spoken.to_break -= 1
@@ -115,30 +115,10 @@ class Spoken:
                         return self.connection.close()
                     spoken.bodies.append(body)
                     spoken.headers.append(dict(self.headers))
-                return self.say(200, {"choices": [{"message": {"content": " zorp\n"}}]})
+                return self.reply(200, {"choices": [{"message": {"content": " zorp\n"}}]})
 
-            def say(self, status: int, value: dict[str, Any]) -> None:
-                data = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 64  # connections that come at the same moment
-
-        httpd = Server(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=httpd.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{httpd.server_port}"
-        finally:
-            httpd.shutdown()
-            thread.join()
-            httpd.server_close()
+        with serving(Handler) as url:
+            yield url
 
 
 def test_any_endpoint_is_asked_greedily_with_the_pictures_in_the_requests(data, suite, tmp_path, monkeypatch):
@@ -150,27 +130,11 @@ def test_any_endpoint_is_asked_greedily_with_the_pictures_in_the_requests(data, 
     assert {headers["Authorization"] for headers in spoken.headers} == {"Bearer open-sesame"}
     assert len(spoken.bodies) == 6 + 6 + 9
     example = suite.tasks[0].test[0]
-    texts = [part["text"] for part in example.messages[0]["content"] if part["type"] == "text"]
-    picture = base64.b64encode(example.images[0].read_bytes()).decode()
-    assert (
-        spoken.bodies.count(
-            {
-                "model": "some-model",
-                "temperature": 0.0,
-                "max_tokens": 12,
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
-                            {"type": "text", "text": texts[0]},
-                        ],
-                    }
-                ],
-            }
-        )
-        == 1
-    )
+    (text,) = [part for part in example.messages[0]["content"] if part["type"] == "text"]
+    url = f"data:image/png;base64,{base64.b64encode(example.images[0].read_bytes()).decode()}"
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}]
+    body = {"model": "some-model", "temperature": 0.0, "max_tokens": 12, "messages": messages}
+    assert spoken.bodies.count(body) == 1
 
 
 def test_exemplars_stand_before_the_question_and_what_is_known_is_not_asked(suite):

@@ -1,11 +1,13 @@
 """The rivals of the memory, on a tiny model and two tasks of the demo world, against what is known of each."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,91 +18,69 @@ from safetensors.torch import load_file, save_file
 from benchmarks.continual.answering import plan
 from benchmarks.continual.methods import METHODS, Artifact, RunContext, query_keys
 from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
-from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher, distance
-from benchmarks.continual.methods.fit import Fit
-from benchmarks.continual.methods.gated import gate_of, read_gate, write_gate
-from benchmarks.continual.methods.lora import AdapterTraining, Lora
+from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher
+from benchmarks.continual.methods.fit import Fit, share_of_rate
+from benchmarks.continual.methods.gated import GATE, gate_of, read_gate, write_gate
+from benchmarks.continual.methods.lora import AdapterTraining
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
-from benchmarks.continual.methods.neighbours import KnnCopier, Neighbours, PromptReplay, drawn
-from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.neighbours import Neighbours, drawn
 from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.footprint import footprint_bytes
 from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
+from selector.data.choice import choose_anchors
 from selector.data.examples import Example
 from selector.refined.gate_fit import fit_gate
+from tests.benchmarks.learned_streams import BUDGET, NUM_TASKS, RIVALS, SMALL, LearnedStream
+from tests.benchmarks.small_streams import ORDER
+from tests.tiny_models import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS
 
-ORDER = ("guild", "field")
-NUM_TASKS, BUDGET = 4, 8  # of the whole stream, so that the bytes of a share and of the whole differ
-RIVALS = [name for name, method in METHODS.items() if isinstance(method, (NoMemory, PromptReplay, Lora, KnnCopier))]
-SMALL = {"steps": 2, "batch_size": 4, "anchors_per_task": 5, "fisher_examples": 6}
-
-
-@pytest.fixture(scope="module")
-def suite(demo_suite):
-    return demo_suite(16, 4, 4, *ORDER)[1]
+MATRICES = Path("adapter") / "adapter_model.safetensors"
+RANK_BYTES = 12096  # of a LoRA of rank 1 on the tiny model: 3 layers, 2 bytes, 2016 rows and columns
 
 
 @pytest.fixture(scope="module")
-def backbone(tiny_backbone):
-    return tiny_backbone
+def allowed(backbone):
+    """Bytes of the memory of a whole stream."""
+    return memory_bytes(backbone, BUDGET, 8, NUM_TASKS)
 
 
-def small(name: str):
-    method = METHODS[name]
-    return replace(method, **{key: value for key, value in SMALL.items() if hasattr(method, key)})
+# All methods
 
 
-def learn(name: str, number: int, previous: Path | None, out: Path, suite, model: Path) -> Artifact:
-    out.mkdir(parents=True)
-    context = RunContext(model, BUDGET, 0, number, NUM_TASKS, suite.base.train)
-    return small(name).learn(suite.tasks[number], previous, out, context)
-
-
-@pytest.fixture(scope="module")
-def learnt(suite, model, tmp_path_factory):
-    """Each method's two states and artifacts, made when they are first asked for."""
-    done: dict[str, tuple[list[Path], list[Artifact]]] = {}
-
-    def of(name: str) -> tuple[list[Path], list[Artifact]]:
-        if name not in done:
-            folder = tmp_path_factory.mktemp(name)
-            states, artifacts = [folder / "0", folder / "1"], []
-            for number, state in enumerate(states):
-                previous = states[number - 1] if number else None
-                artifacts.append(learn(name, number, previous, state, suite, model))
-            done[name] = states, artifacts
-        return done[name]
-
-    return of
-
-
-def files(state: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(state)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(state.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.mark.parametrize("name", RIVALS)
-def test_the_same_arguments_give_the_same_state_whatever_becomes_of_the_one_before(
-    name, learnt, suite, model, tmp_path
-):
-    states, artifacts = learnt(name)
-    shutil.copytree(states[0], tmp_path / "before")
-    again = learn(name, 1, tmp_path / "before", tmp_path / "again", suite, model)
+@pytest.mark.parametrize("name", [*RIVALS, "random_memory", "kcenter_memory", "paper", "refined_no_quotas"])
+def test_the_same_arguments_give_the_same_state_whatever_becomes_of_the_one_before(name, learned, tmp_path):
+    stream = learned(name)
+    shutil.copytree(stream.states[0], tmp_path / "before")
+    again = stream.learn(1, tmp_path / "before", tmp_path / "again")
     shutil.rmtree(tmp_path / "before")
-    assert files(tmp_path / "again") == files(states[1])
-    assert (again.kind, again.path, again.stored_bytes) == (
-        artifacts[1].kind,
-        artifacts[1].path,
-        artifacts[1].stored_bytes,
-    )
+    assert files(tmp_path / "again") == files(stream.states[1])
+    expected = stream.artifacts[1]
+    assert (again.kind, again.path, again.stored_bytes) == (expected.kind, expected.path, expected.stored_bytes)
+
+
+def files(state: Path) -> dict[Path, str]:
+    paths = [path for path in state.rglob("*") if path.is_file()]
+    return {path.relative_to(state): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_searched_are_three_settings_of_the_method(name):
+    method = METHODS[name]
+    tried = [replace(method, **trial) for trial in method.trials]
+    assert len(set(tried)) == len(tried) == (0 if name in ("no_memory", "refined_no_refinement") else 3)
+    assert "trials" not in {field.name for field in fields(method)}
+    # An ablation's own setting is not what is searched.
+    assert name != "paper_no_anchors" or {trial.beta for trial in tried} == {0}
+    assert name != "paper_no_coverage" or {trial.gamma for trial in tried} == {0}
+
+
+# Bytes
 
 
 def tensor_bytes(*paths: Path) -> int:
@@ -116,7 +96,7 @@ def recounted(kind: str, state: Path) -> int:
     """What inference needs beside the model, from the state's files and the definition alone."""
     total = tensor_bytes(*state.rglob("adapter_model.safetensors"))
     if kind in ("gated_adapter", "gated_adapters"):
-        total += tensor_bytes(state / "gate.safetensors")
+        total += tensor_bytes(state / GATE)
     if kind in ("exemplars", "copier"):
         total += tensor_bytes(state / "keys.safetensors")
     if kind == "copier":
@@ -127,56 +107,110 @@ def recounted(kind: str, state: Path) -> int:
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_stored_bytes_are_those_of_the_files_and_never_more_than_the_memory_has(name, learnt, backbone):
-    allowed = memory_bytes(backbone, BUDGET, 8, NUM_TASKS)
-    states, artifacts = learnt(name)
-    for state, artifact in zip(states, artifacts, strict=True):
+def test_stored_bytes_are_those_of_the_files_and_never_more_than_the_memory_has(name, learned, allowed):
+    stream = learned(name)
+    for state, artifact in zip(stream.states, stream.artifacts, strict=True):
         assert artifact.stored_bytes == recounted(artifact.kind, state) <= allowed
-    assert (artifacts[1].stored_bytes > 0) == (name != "no_memory")
+    assert (stream.artifacts[1].stored_bytes > 0) == (name != "no_memory")
 
 
 @pytest.mark.parametrize("name", ["prompt_replay", "knn_copier"])
-def test_every_task_has_an_equal_share_of_the_bytes_and_fills_it(name, learnt, suite, backbone):
-    states, artifacts = learnt(name)
-    share = memory_bytes(backbone, BUDGET, 8, NUM_TASKS) // NUM_TASKS
-    sizes = [recounted(artifacts[0].kind, states[0])]
-    sizes.append(recounted(artifacts[1].kind, states[1]) - sizes[0])
-    for size, task, artifact in zip(sizes, suite.tasks, artifacts, strict=True):
-        key = 2 * backbone.hidden_size
-        largest = key + max(content_bytes(e) if name == "prompt_replay" else len(e.answer.encode()) for e in task.train)
-        everything = artifact.report["of_this_task"] == len(task.train)
-        assert size <= share
-        assert everything or size + largest > share
+def test_every_task_has_an_equal_share_of_the_bytes_and_fills_it(name, model, backbone, suite, tmp_path):
+    stream = LearnedStream(replace(SMALL[name], payload_tokens=1), model, suite, tmp_path)
+    share = memory_bytes(backbone, BUDGET, 1, NUM_TASKS) // NUM_TASKS
+    sizes = [recounted(stream.artifacts[0].kind, state) for state in stream.states]
+    for size, task, artifact in zip(np.diff(sizes, prepend=0), suite.tasks, stream.artifacts, strict=True):
+        contents = [content_bytes(e) if name == "prompt_replay" else len(e.answer.encode()) for e in task.train]
+        assert 0 < artifact.report["of_this_task"] < len(task.train)
+        assert size <= share < size + max(contents) + 2 * HIDDEN
 
 
 def test_a_share_that_holds_nothing_is_refused(suite):
-    with pytest.raises(
-        ConfigError, match="an example of the task 'guild' takes 7 bytes where it is stored, the budget"
-    ):
-        drawn(suite.tasks[0].train, [7] * 16, 6, (0, 0))
-    assert len(drawn(suite.tasks[0].train, [7] * 16, 20, (0, 0))) == 2
+    examples = suite.tasks[0].train
+    with pytest.raises(ConfigError, match="task 'guild' takes 7 bytes where it is stored, the budget"):
+        drawn(examples, [7] * 12, 6, (0, 0))
+    assert len(drawn(examples, [7] * 12, 20, (0, 0))) == 2
 
 
-def test_every_method_is_searched_by_three_trials_of_settings_that_it_has():
-    for name in RIVALS:
-        method = METHODS[name]
-        assert len(method.trials) == (0 if name == "no_memory" else 3)
-        for trial in method.trials:
-            assert isinstance(replace(method, **trial), type(method))
-    assert len({frozenset(trial.items()) for trial in Ewc.trials}) == 3
+# Adapters
 
 
-def test_a_rivals_adapter_has_the_rank_that_the_bytes_allow(learnt, backbone):
-    entries = memory_bytes(backbone, BUDGET, 8, 0)
-    ranks = {name: learnt(name)[1][1].report["rank"] for name in ("lora", "gated_lora_replay", "gated_task_lora")}
-    assert ranks == {
-        "lora": largest_rank(backbone, memory_bytes(backbone, BUDGET, 8, NUM_TASKS)),
-        "gated_lora_replay": largest_rank(backbone, entries),
-        "gated_task_lora": largest_rank(backbone, entries // NUM_TASKS),
+def test_a_new_adapter_changes_nothing_and_reaches_every_linear_layer(suite, model):
+    backbone = Backbone.load(model)
+    prompt = backbone.encode_example(suite.tasks[0].train[0])
+    before = backbone.hidden_states(prompt)
+    adapted = attach(backbone, 3, seed=0)
+    assert torch.equal(backbone.hidden_states(prompt), before)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 7 * LAYERS  # A and B of seven layers in each block
+    assert not [name for name in trained if "vision" in name or "lm_head" in name]
+
+
+def test_an_adapter_has_the_rank_that_the_bytes_allow_in_float16(learned, backbone, allowed):
+    entries = footprint_bytes(BUDGET, HIDDEN, LAYERS, KV_HEADS, 8, HEAD_DIM)
+    assert entries < allowed
+    artifacts = {name: learned(name).artifacts[1] for name in ("lora", "gated_lora_replay", "gated_task_lora")}
+    assert {name: artifact.report["rank"] for name, artifact in artifacts.items()} == {
+        "lora": allowed // RANK_BYTES,
+        "gated_lora_replay": entries // RANK_BYTES,
+        "gated_task_lora": entries // NUM_TASKS // RANK_BYTES,
     }
+    tensors = load_file(learned("lora").states[1] / MATRICES)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert len(tensors) == 2 * 7 * LAYERS
 
 
-# EWC
+def test_a_budget_below_rank_one_is_refused(learned, backbone, suite, tmp_path):
+    with pytest.raises(ConfigError, match=f"a LoRA of rank 1 takes {RANK_BYTES} bytes, the budget allows 12095"):
+        largest_rank(backbone, RANK_BYTES - 1)
+    assert largest_rank(backbone, RANK_BYTES) == largest_rank(backbone, 2 * RANK_BYTES - 1) == 1
+    stream = learned("gated_task_lora")
+    with pytest.raises(ConfigError, match="a LoRA of rank 1 takes"):
+        stream.method.learn(suite.tasks[0], None, tmp_path, replace(stream.context(0), num_tasks=100))
+
+
+def test_plain_lora_is_replay_without_the_replay(learned):
+    """Nothing but what is rehearsed differs: after the first task the two are the same."""
+    plain, replay = ([(state / MATRICES).read_bytes() for state in learned(n).states] for n in ("lora", "lora_replay"))
+    assert plain[0] == replay[0]
+    assert plain[1] != replay[1]
+    assert json.dumps(learned("lora").artifacts[1].report)
+
+
+def test_an_adapter_of_its_own_is_never_changed_again(learned):
+    stream = learned("gated_task_lora")
+    names = [sorted(path.name for path in (state / "adapters").iterdir()) for state in stream.states]
+    assert names == [["guild"], ["field", "guild"]]
+    first, second = (state / "adapters" / "guild" / "adapter_model.safetensors" for state in stream.states)
+    assert first.read_bytes() == second.read_bytes()
+    assert read_gate(stream.states[1] / GATE).tasks == ORDER
+    assert stream.artifacts[1].report["rehearsed"] == 0
+
+
+# Training
+
+
+def test_the_learning_rate_rises_and_falls():
+    shares = [share_of_rate(step, 100) for step in range(100)]
+    assert shares[9] == shares[10] == 1.0 == max(shares)
+    assert shares[0] == pytest.approx(0.1)
+    assert shares[55] == pytest.approx(0.5)
+    assert 0 < shares[99] < 0.01
+
+
+def test_half_of_a_batch_are_anchors_and_batches_follow_from_the_seed(backbone, suite):
+    first, second = suite.tasks
+    anchors = first.train[:6]
+
+    def batch(anchors, seed, step=5):
+        return Fit(Scorer(backbone), [], second.train, anchors, 8, seed, autocast=False).batch(step)
+
+    mixed = batch(anchors, (0, 1))
+    assert [example.task for example in mixed] == [second.name] * 4 + [first.name] * 4
+    assert len({example.id for example in mixed}) == 8
+    assert mixed == batch(anchors, (0, 1))
+    assert mixed not in (batch(anchors, (0, 1), step=6), batch(anchors, (1, 1)))
+    assert {example.task for example in batch((), (0, 1))} == {second.name}
 
 
 @pytest.fixture
@@ -188,12 +222,11 @@ def training(suite, model, tmp_path):
     with torch.no_grad():
         for parameter in parameters:
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(parameter.numel()))
-    (tmp_path / "previous").mkdir()
-    (tmp_path / "out").mkdir()
+    previous, out = tmp_path / "previous", tmp_path / "out"
+    previous.mkdir()
+    out.mkdir()
     context = RunContext(model, BUDGET, 0, 1, NUM_TASKS)
-    return AdapterTraining(
-        suite.tasks[1], tmp_path / "previous", tmp_path / "out", context, Scorer(backbone), parameters
-    )
+    return AdapterTraining(suite.tasks[1], previous, out, context, Scorer(backbone), parameters)
 
 
 def test_fisher_is_the_mean_over_examples_of_the_squared_derivative_of_their_loss(training):
@@ -231,40 +264,31 @@ def write_fisher(state: Path, fisher: list[torch.Tensor]) -> None:
     save_file({f"{number:04d}": values for number, values in enumerate(fisher)}, state / FISHER)
 
 
-def test_the_ewc_penalty_is_nothing_at_the_anchor_and_a_parabola_around_it(training):
-    write_fisher(training.previous, [torch.full_like(parameter, 3.0) for parameter in training.parameters])
+def test_the_ewc_penalty_is_nothing_at_the_anchor_and_each_weights_own_parabola_around_it(training):
+    fisher = [torch.rand_like(parameter) for parameter in training.parameters]
+    write_fisher(training.previous, fisher)
     penalty = Ewc(strength=10.0).penalty(training)
     assert penalty([], []).item() == 0
     with torch.no_grad():
         training.parameters[1][0, 0] += 0.5
         training.parameters[2][1, 0] -= 0.1
-    found = penalty([], [])
-    assert found.item() == pytest.approx(10 / 2 * 3 * (0.25 + 0.01))
+    found, own = penalty([], []), float(fisher[1][0, 0])
+    assert found.item() == pytest.approx(10 / 2 * (own * 0.25 + float(fisher[2][1, 0]) * 0.01))
     gradient = torch.autograd.grad(found, training.parameters[1])[0]
-    assert float(gradient[0, 0]) == pytest.approx(10 * 3 * 0.5)
+    assert float(gradient[0, 0]) == pytest.approx(10 * own * 0.5)
     assert int((gradient != 0).sum()) == 1
 
 
-def test_distance_weighs_each_square_by_its_own_fisher():
-    weights, anchor = (
-        [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])],
-        [torch.tensor([0.0, 4.0]), torch.tensor([[1.0]])],
-    )
-    assert float(distance(weights, anchor, [torch.tensor([5.0, 0.5]), torch.tensor([[2.0]])])) == 5 + 2 + 8
-
-
-def test_ewc_holds_the_adapter_where_it_is(learnt, suite, model, tmp_path):
-    states, _ = learnt("ewc")
-    context = RunContext(model, BUDGET, 0, 1, NUM_TASKS)
-    name = Path("adapter") / "adapter_model.safetensors"
-    before, moved = load_file(states[0] / name), {}
+def test_ewc_holds_the_adapter_where_it_is(learned, suite, tmp_path):
+    stream = learned("ewc")
+    before, moved = load_file(stream.states[0] / MATRICES), {}
     for strength in (0.0, 1e12):
         out = tmp_path / str(strength)
         out.mkdir()
         # Several steps: the first one is taken at the anchor, where the penalty has no gradient.
-        held = replace(small("ewc"), strength=strength, steps=20, learning_rate=1e-3, autocast=False)
-        held.learn(suite.tasks[1], states[0], out, context)
-        after = load_file(out / name)
+        held = replace(stream.method, strength=strength, steps=20, learning_rate=1e-3, autocast=False)
+        held.learn(suite.tasks[1], stream.states[0], out, stream.context(1))
+        after = load_file(out / MATRICES)
         moved[strength] = sum(float((after[key].float() - before[key].float()).square().sum()) for key in before)
     assert moved[1e12] < 0.5 * moved[0.0]
 
@@ -359,16 +383,24 @@ def test_a_reservoir_is_uniform_over_the_stream():
     assert all(abs(counts[e.id] - expected) < 5 * deviation for e in stream)
 
 
-def test_er_rehearses_a_sample_of_the_whole_stream_within_the_bytes(learnt, suite, backbone):
-    states, artifacts = learnt("er_replay")
-    allowed = memory_bytes(backbone, BUDGET, 8, NUM_TASKS)
+def test_er_rehearses_a_sample_of_the_whole_stream_within_the_bytes(learned, suite, allowed):
+    stream = learned("er_replay")
     kept: list[Example] = []
-    for state, artifact, task in zip(states, artifacts, suite.tasks, strict=True):
+    for state, artifact, task in zip(stream.states, stream.artifacts, suite.tasks, strict=True):
         kept = reservoir(kept, task.train, allowed, 0)
         stored = AnchorStore(state / "buffer").read()
         assert {e.id for e in stored} == {e.id for e in kept}
         assert artifact.report["buffer_bytes"] == sum(map(content_bytes, stored)) <= allowed
-    assert [artifact.report["rehearsed"] for artifact in artifacts] == [0, artifacts[0].report["buffer"]]
+    rehearsed = [artifact.report["rehearsed"] for artifact in stream.artifacts]
+    assert rehearsed == [0, stream.artifacts[0].report["buffer"]]
+
+
+def test_anchors_are_those_that_the_selector_would_keep(learned, suite):
+    stream = learned("lora_replay")
+    unread = torch.empty(0)  # "random" reads no keys
+    chosen = [t.train[row].id for t in suite.tasks for row in choose_anchors(t.train, 5, "random", 0, keys=unread)]
+    assert [anchor.id for anchor in AnchorStore(stream.states[1] / "anchors").read()] == chosen
+    assert [artifact.report["rehearsed"] for artifact in stream.artifacts] == [0, 5]
 
 
 # The gate
@@ -405,7 +437,7 @@ def test_keys_are_extracted_once_for_the_same_questions(suite, model, backbone, 
     gate_of(model, second, (), base)
     assert len(extracted) == 5  # two tasks and the base, in batches of another size
     # A gated artifact's plan takes known keys without loading the model.
-    write_gate(gate_of(model, first, (), base), tmp_path / "gate.safetensors")
+    write_gate(gate_of(model, first, (), base), tmp_path / GATE)
     plan(Artifact("gated_adapter", "x", 0, {}), tmp_path, model, lambda _: backbone).asks(second.test)
     plan(Artifact("gated_adapters", "x", 0, {}), tmp_path, model, load=None).asks(second.test)
     assert extracted[5:] == [[e.id for e in second.test]]
@@ -420,28 +452,10 @@ def test_a_gate_comes_back_as_it_was_written(tmp_path):
     assert found.tasks == gate.tasks
 
 
-def test_an_adapter_of_its_own_is_never_changed_again(learnt, backbone):
-    states, artifacts = learnt("gated_task_lora")
-    assert [sorted(path.name for path in (state / "adapters").iterdir()) for state in states] == [
-        ["guild"],
-        ["field", "guild"],
-    ]
-    one = Path("adapters") / "guild" / "adapter_model.safetensors"
-    assert (states[1] / one).read_bytes() == (states[0] / one).read_bytes()
-    assert read_gate(states[1] / "gate.safetensors").tasks == ORDER
-    assert artifacts[1].report["rehearsed"] == 0
-
-
-def test_a_budget_without_a_rank_for_each_task_is_refused(suite, model, tmp_path):
-    context = RunContext(model, 1, 0, 0, 100)
-    with pytest.raises(ConfigError, match="a LoRA of rank 1 takes"):
-        small("gated_task_lora").learn(suite.tasks[0], None, tmp_path, context)
-
-
-def test_the_base_questions_are_shown_to_the_gate_or_not(suite, model, tmp_path, learnt):
-    context = RunContext(model, BUDGET, 0, 0, NUM_TASKS, suite.base.train)
-    replace(small("gated_lora_replay"), base=False).learn(suite.tasks[0], None, tmp_path, context)
-    unseen, seen = (read_gate(state / "gate.safetensors") for state in (tmp_path, learnt("gated_lora_replay")[0][0]))
+def test_the_base_questions_are_shown_to_the_gate_or_not(learned, suite, tmp_path):
+    stream = learned("gated_lora_replay")
+    replace(stream.method, base=False).learn(suite.tasks[0], None, tmp_path, stream.context(0))
+    unseen, seen = (read_gate(state / GATE) for state in (tmp_path, stream.states[0]))
     assert not torch.equal(unseen.keys, seen.keys)
 
 
@@ -463,12 +477,3 @@ def test_neighbours_come_back_as_they_were_written(tmp_path):
     assert torch.equal(found.keys, stored.keys)
     assert (found.k, found.answers) == (2, ("ja", "größer"))
     assert found.stored_bytes == 2 * 3 * 2 + 2 + 8
-
-
-def test_plain_lora_is_replay_without_the_replay(learnt):
-    """Nothing but what is rehearsed differs: after the first task the two are the same."""
-    plain, replay = (learnt(name)[0] for name in ("lora", "lora_replay"))
-    name = Path("adapter") / "adapter_model.safetensors"
-    assert (plain[0] / name).read_bytes() == (replay[0] / name).read_bytes()
-    assert (plain[1] / name).read_bytes() != (replay[1] / name).read_bytes()
-    assert json.dumps(learnt("lora")[1][1].report)

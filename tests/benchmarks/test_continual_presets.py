@@ -1,4 +1,4 @@
-"""Presets: options from a file, under the user's own."""
+"""Settings of methods, and presets: options from a file, under the user's own."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
 def test_a_method_must_be_named():
     with pytest.raises(ConfigError, match="--method must name the methods to run, or 'all'"):
         options()
+
+
+def test_a_setting_goes_to_every_method_that_has_it_but_not_to_an_ablation_of_it():
+    no_memory, lora = choose_methods(["no_memory", "lora"], ["learning_rate=0.1", "steps=7"])
+    assert (lora.learning_rate, lora.steps) == (0.1, 7)
+    assert no_memory == METHODS["no_memory"]
+    refined, unrefined = choose_methods(["refined", "refined_no_refinement"], ["steps=7", "batch_size=2"])
+    assert (refined.steps, unrefined.steps, unrefined.batch_size) == (7, 0, 2)
+    paper, without = choose_methods(["paper", "paper_no_anchors"], ["beta=0.25"])
+    assert (paper.beta, without.beta) == (0.25, 0.0)
+    with pytest.raises(ConfigError, match="what makes an ablation cannot be set"):
+        choose_methods(["fixed_calibration"], ["inner_steps=3"])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,16 @@ from typing import Any
 import pytest
 
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.report.command import write_report
 from benchmarks.continual.report.commands import read_commands, record_command
 from benchmarks.continual.report.content import read_folder, streams_of
 from benchmarks.continual.report.page import render_html
-from benchmarks.continual.results import weights_digest
-from benchmarks.continual.suites import Suite
-from benchmarks.continual.suites.demo import load
 from inducekv_vllm.errors import ConfigError
 from server.demo import CHECKPOINT
+from tests.benchmarks.conftest import DemoSuite
+from tests.benchmarks.finished_runs import write_configuration, write_finished_run
 
 SIZES = {"train": 4, "validation": 2, "test": 4}
-BASE_SIZES = {"train": 9, "validation": 9, "test": 9}
 ORDER = ("guild", "digit")
 GATE = {
     "diagnostic": "gate",
@@ -45,72 +42,29 @@ RIGHT = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    load(folder, SIZES, BASE_SIZES)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def suite(data: Path) -> Suite:
-    return load(data, SIZES, BASE_SIZES).ordered(ORDER)
-
-
-def write_stream(out: Path, suite: Suite, method: str, seed: int, right: Sequence[Any]) -> None:
-    """One complete stream with budget 32, as `stream` leaves it."""
-    *rows, base = right
-    accuracy = [[count / 4 for count in row] for row in rows]
-    folder = out / method / "budget-32" / f"seed-{seed}"
-    for number, row in enumerate(rows):
-        lines = []
-        for task, count in zip((*suite.tasks, suite.base), [*row, *[0] * (1 - number), base], strict=True):
-            for place, example in enumerate(task.test):
-                answer = example.answer if place < count else f"{method} says"
-                line = {"task": task.name, "id": example.id, "expected": example.answer, "answer": answer}
-                lines.append({**line, "right": place < count})
-        task_folder = folder / f"{number:02d}-{ORDER[number]}"
-        task_folder.mkdir(parents=True)
-        (task_folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    matrix = {
-        "suite": "demo",
-        "method": method,
-        "settings": {"name": method, "steps": 7, "learning_rates": [0.001]},
-        "budget": 32,
-        "seed": seed,
-        "order": list(ORDER),
-        "complete": True,
-        "accuracy": accuracy,
-        "base": [base / 9] * 2,
-        "stored_bytes": [0 if method == "no_memory" else 1024] * 2,
-        "anchor_bytes": [10, 2048],
-        "questions": [],
-        "seconds": [{"learn": 1.23456, "evaluate": 2.0}] * 2,
-        "metrics": summary(accuracy_matrix(accuracy), [base / 9] * 2),
-        "reports": [{"history": [{"step": 0}]}] * 2,
-    }
-    (folder / "matrix.json").write_text(json.dumps(matrix))
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory, data: Path, suite: Suite) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory, demo_suite: DemoSuite) -> Path:
     """A finished run with one diagnostic and its report; not to be changed."""
     folder = tmp_path_factory.mktemp("run") / "out"
-    for method, right in RIGHT.items():
-        for seed in (0, 1):
-            write_stream(folder, suite, method, seed, right)
-    configuration = {
-        "suite": "demo",
-        "data": suite.digest(),
-        "order": list(ORDER),
-        "model": {"name": CHECKPOINT.name, "weights": weights_digest(CHECKPOINT)},
-        "split": "test",
-        "train_limit": 512,
-        "test_limit": 256,
-        "base_limit": 270,
-        "answer": {"by": "http", "server": "own"},
-        "where": {"suite": "demo", "data": str(data), "model": str(CHECKPOINT)},
-    }
-    (folder / "run.json").write_text(json.dumps(configuration))
+    data, suite = demo_suite(*SIZES.values(), *ORDER)
+    for (method, (*rows, base)), seed in itertools.product(RIGHT.items(), (0, 1)):
+        rights = [
+            {task: [n < count for n in range(4)] for task, count in zip(ORDER, row, strict=False)}
+            | {"base": [n < base for n in range(9)]}
+            for row in rows
+        ]
+        write_finished_run(
+            folder,
+            method,
+            rights,
+            suite=suite,
+            seed=seed,
+            settings={"name": method, "steps": 7, "learning_rates": [0.001]},
+            stored_bytes=[0 if method == "no_memory" else 1024] * 2,
+            anchor_bytes=[10, 2048],
+            seconds=[{"learn": 1.23456, "evaluate": 2.0}] * 2,
+            reports=[{"history": [{"step": 0}]}] * 2,
+        )
+    write_configuration(folder, data, suite, answer={"by": "http", "server": "own"})
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
     (folder / "diagnostics").mkdir()
     (folder / "diagnostics" / "gate.json").write_text(json.dumps(GATE))
@@ -282,9 +236,8 @@ def test_an_unfinished_folder_is_reported_with_what_is_missing(out, capsys):
     assert not (out / "report.html").exists()
 
 
-def test_other_data_are_not_shown_as_the_runs(run_folder, tmp_path):
-    load(tmp_path / "other", {**SIZES, "test": 3}, BASE_SIZES)
-    tasks = Page(render_html(read_folder(run_folder, data=tmp_path / "other"))).text["the-tasks"]
+def test_other_data_are_not_shown_as_the_runs(run_folder, demo_suite):
+    tasks = Page(render_html(read_folder(run_folder, data=demo_suite(4, 2, 3)[0]))).text["the-tasks"]
     assert "cannot be shown" in tasks
     assert "not the data of the run" in tasks
 
@@ -314,26 +267,23 @@ def test_a_diagnostic_that_cannot_be_drawn(content):
     assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 
-def test_a_folder_of_nothing_is_refused(out, tmp_path, capsys):
+def test_a_folder_of_nothing_or_with_another_model_is_refused(out, tmp_path, capsys):
     assert main(["report", "--out", str(tmp_path / "nowhere")]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_bytes((out / "run.json").read_bytes())
     assert main(["report", "--out", str(tmp_path / "begun")]) == 2
     assert "no task of any stream is done yet" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
+        write_report(out, tmp_path)
     (out / "diagnostics" / "odd.json").write_text("[]")
     assert main(["report", "--out", str(out)]) == 2
     assert "odd.json: not what a diagnostic writes" in capsys.readouterr().err
 
 
-def test_another_model_is_refused(out, tmp_path):
-    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
-        write_report(out, tmp_path)
-
-
 def test_commands_are_kept_once_and_without_their_places(tmp_path):
-    record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
-    record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
+    for _ in range(2):
+        record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
     record_command(tmp_path, ["python", "-m", "x", "--out", "here/it/is"])
     first, second = read_commands(tmp_path)
     assert first["command"] == "python -m x --out 'a b' --seed 0"

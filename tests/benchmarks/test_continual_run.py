@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import METHODS, Artifact
 from benchmarks.continual.stream import Run, run_stream
 from server.demo import CHECKPOINT
-from tests.benchmarks.small_streams import ORDER, command, own_folder, small_suite
+from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -69,14 +67,15 @@ def test_the_results_file_holds_everything_but_predictions_and_history(finished)
 
 @pytest.fixture
 def out(finished, tmp_path) -> Path:
-    """A copy of the finished run."""
-    return shutil.copytree(finished, tmp_path / "out")
+    """A copy of the finished run, in which the last task is not done."""
+    out = shutil.copytree(finished, tmp_path / "out")
+    (own_folder(out) / "01-field" / "result.json").unlink()
+    return out
 
 
 def test_killed_between_learning_and_answering_it_goes_on_and_counts_nothing_twice(out, data):
     before = json.loads((own_folder(out) / "matrix.json").read_bytes())
     task = own_folder(out) / "01-field"
-    (task / "result.json").unlink()
     adapter = task / "state" / "adapter" / "adapter_model.safetensors"
     written = adapter.stat().st_mtime_ns
     assert main(command(data, out)) == 0
@@ -90,7 +89,6 @@ def test_killed_while_learning_the_task_is_learned_again_to_the_same_end(out, da
     task = own_folder(out) / "01-field"
     adapter = Path("adapter") / "adapter_model.safetensors"
     before = (task / "state" / adapter).read_bytes()
-    (task / "result.json").unlink()
     (task / "state").rename(task / "state.tmp")  # as it stands in the middle
     (task / "state.tmp" / "artifact.json").unlink()
     assert main(command(data, out)) == 0
@@ -159,36 +157,23 @@ def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
     assert min(collected["base"]) > 0.7
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the run has ended"
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(data, tmp_path):
+def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(finished, data, tmp_path):
     """SIGKILL to the command, while two processes of it run streams: they end too, and nothing is lost or repeated."""
-    seeds = ("--seed", "1", "2", "3")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    seeds = ("--seed", "0", "1", "2")
+    whole, broken = shutil.copytree(finished, tmp_path / "whole"), tmp_path / "broken"
     assert main(command(data, whole, *seeds)) == 0
-    results = [own_folder(broken, seed=seed) / "00-guild" / "result.json" for seed in (1, 2)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.continual", *command(data, broken, *seeds, "--jobs", "2")]
-    )
-    try:
+    results = [own_folder(broken, seed=seed) / "00-guild" / "result.json" for seed in (0, 1)]
+    arguments = command(data, broken, *seeds, "--jobs", "2")
+    with killed_in_the_end([sys.executable, "-m", "benchmarks.continual", *arguments]) as process:
         wait_for(lambda: any(result.exists() for result in results), process)
-    finally:
-        process.kill()
-        process.wait()
     finished_then = {path: path.read_bytes() for path in broken.rglob("result.json")}
     assert 0 < len(finished_then) < 2 * 3
-    for seed in (1, 2):
+    for seed in (0, 1):
         with locked(own_folder(broken, seed=seed) / "lock", patience=5):
             pass  # the streams' processes ended with the command
 
     assert main(command(data, broken, *seeds)) == 0
-    for seed in (1, 2, 3):
+    for seed in (0, 1, 2):
         before, after = (own_folder(folder, seed=seed) for folder in (whole, broken))
         matrices = [json.loads((folder / "matrix.json").read_bytes()) for folder in (before, after)]
         assert timeless(matrices[0]) == timeless(matrices[1])
@@ -199,7 +184,6 @@ def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(data, tmp_p
 
 @pytest.mark.parametrize(("keep", "left"), [("all", [True, True]), ("last", [False, True]), ("none", [False, False])])
 def test_states_that_nothing_needs_are_removed(keep, left, out, data):
-    (own_folder(out) / "01-field" / "result.json").unlink()
     folders = [own_folder(out) / name for name in ("00-guild", "01-field")]
     for again in range(2):  # without its states, a finished stream stays finished
         assert main(command(data, out, "--keep-states", keep)) == 0
@@ -215,15 +199,13 @@ def test_a_stream_whose_last_state_is_gone_cannot_go_on(out, data, capsys):
 
 
 def test_a_stream_that_another_process_is_at_is_refused(out, data, monkeypatch, capsys):
-    (own_folder(out) / "01-field" / "result.json").unlink()
     monkeypatch.setattr(stream, "PATIENCE", 0.1)
     with locked(own_folder(out) / "lock"):
         assert main(command(data, out)) == 2
     assert f"{own_folder(out)}: another process is at this stream" in capsys.readouterr().err
 
 
-def test_a_stream_that_cannot_be_run_does_not_stop_the_others(data, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_stream_that_cannot_be_run_does_not_stop_the_others(out, data, capsys):
     assert main(command(data, out, "--budget", "1", "32")) == 2
     said = capsys.readouterr()
     assert "1 of 2 streams did not end: lora_replay, budget 1, seed 0: a LoRA of rank 1 takes 44800 bytes" in said.err
@@ -256,15 +238,17 @@ def test_equal_questions_to_equal_artifacts_are_asked_once(suite, tmp_path):
     assert len(answerer.asked) == len(set(answerer.asked)) == 6 + 6 + 9
 
 
-def test_answers_belong_to_the_content_of_the_state(suite, tmp_path):
-    examples = suite.tasks[0].test
-    state = tmp_path / "state"
-    state.mkdir()
-    answerer = Counting()
-    known = StoredAnswers(tmp_path / "answers", answerer)
+@pytest.fixture
+def state(tmp_path) -> Path:
+    (tmp_path / "state").mkdir()
+    return tmp_path / "state"
+
+
+def test_answers_belong_to_the_content_of_the_state(suite, state, tmp_path):
+    known = StoredAnswers(tmp_path / "answers", Counting())
 
     def asked(kind: str = "bundle") -> int:
-        return known.answers(Artifact(kind, "memory", 0, {}), state, examples)[1]
+        return known.answers(Artifact(kind, "memory", 0, {}), state, suite.tasks[0].test)[1]
 
     (state / "memory").write_text("one")
     assert (asked(), asked()) == (6, 0)
@@ -277,34 +261,24 @@ def test_answers_belong_to_the_content_of_the_state(suite, tmp_path):
     assert (asked(), asked()) == (6, 0)
 
 
-def test_two_who_ask_the_same_at_once_ask_it_once(suite, tmp_path):
-    (tmp_path / "state").mkdir()
-    answerer = Counting(seconds=0.3)
-    known = StoredAnswers(tmp_path / "answers", answerer)
-    results: list[tuple[list[str], int]] = []
-
-    def ask() -> None:
-        results.append(known.answers(NOTHING, tmp_path / "state", suite.tasks[0].test))
-
-    both = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    assert sorted(number for _, number in results) == [0, 6]
-    assert results[0][0] == results[1][0] == [example.source_digest for example in suite.tasks[0].test]
-
-
-def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(suite, tmp_path):
-    (tmp_path / "state").mkdir()
+def test_two_who_ask_the_same_at_once_ask_it_once(suite, state, tmp_path):
+    known = StoredAnswers(tmp_path / "answers", Counting(seconds=0.3))
     examples = suite.tasks[0].test
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(lambda _: known.answers(NOTHING, state, examples), range(2)))
+    assert sorted(number for _, number in results) == [0, 6]
+    assert results[0][0] == results[1][0] == [example.source_digest for example in examples]
+
+
+def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(suite, state, tmp_path):
     known = StoredAnswers(tmp_path / "answers", Counting())
-    expected, _ = known.answers(NOTHING, tmp_path / "state", examples)
+    examples = suite.tasks[0].test
+    expected, _ = known.answers(NOTHING, state, examples)
     (file,) = (tmp_path / "answers").iterdir()
     whole = file.read_bytes()
     for cut in (1, 20):
         file.write_bytes(whole[:-cut])
-        assert known.answers(NOTHING, tmp_path / "state", examples) == (expected, 1)
+        assert known.answers(NOTHING, state, examples) == (expected, 1)
         assert sorted(file.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 

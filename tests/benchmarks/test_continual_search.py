@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -28,16 +29,14 @@ from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 from server.demo import CHECKPOINT
 
-QUESTIONS = 10
 
-
-def split(task: str, name: str) -> tuple[Example, ...]:
-    """Question k of a split has the answer "k"."""
-    return tuple(Example(f"{task}/{name}_{k}", task, (), (), str(k), f"{task}{name}{k}") for k in range(QUESTIONS))
-
-
-def task_data(name: str) -> TaskData:
-    return TaskData(name, split(name, "train"), split(name, "validation"), split(name, "test"))
+def task_data(task: str) -> TaskData:
+    """Question k of each split has the answer "k"."""
+    splits = (
+        tuple(Example(f"{task}/{split}_{k}", task, (), (), str(k), f"{task}{split}{k}") for k in range(10))
+        for split in ("train", "validation", "test")
+    )
+    return TaskData(task, *splits)
 
 
 @pytest.fixture
@@ -63,6 +62,13 @@ class Fake:
         number = 10 * context.seed + context.number  # no two states are the same
         (out / "state").write_text(f"{self.right} {self.bad_at} {number}")
         return Artifact("none", None, 0, {})
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Has nothing to search."""
+
+    name: str = "fixed"
 
 
 @dataclass
@@ -145,32 +151,15 @@ def test_the_searched_suite_holds_no_test_question(suite):
             searched_suite(suite, tasks, 5, 4, 3)
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Has nothing to search."""
-
-    name: str = "fixed"
-
-
-@dataclass(frozen=True)
-class Fewer(Fake):
-    name: str = "fewer"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 1}, {"right": 2})
-
-
-@dataclass(frozen=True)
-class Repeated(Fake):
-    name: str = "repeated"
-    trials: ClassVar[tuple[Mapping[str, Any], ...]] = ({"right": 1}, {"right": 2}, {"right": 1})
-
-
 def test_all_methods_have_equally_many_different_trials():
+    fewer = SimpleNamespace(name="fewer", trials=Fake.trials[:2])
+    repeated = SimpleNamespace(name="repeated", trials=(*Fake.trials[:2], Fake.trials[0]))
     assert require_equal_trials([Fake(), Fixed(), Fake("other")]) == 3
     assert require_equal_trials([Fixed()]) == 0
     with pytest.raises(ConfigError, match="same number of trials, found fake: 3, fewer: 2"):
-        require_equal_trials([Fake(), Fewer()])
-    with pytest.raises(ConfigError, match=r"repeated: the trial \{'right': 1\} occurs more than once"):
-        require_equal_trials([Repeated()])
+        require_equal_trials([Fake(), fewer])
+    with pytest.raises(ConfigError, match=r"repeated: the trial \{'right': 4\} occurs more than once"):
+        require_equal_trials([repeated])
 
 
 def test_winners_are_read_back_and_applied(shared, tmp_path):
@@ -204,6 +193,13 @@ def test_a_run_with_the_settings_of_the_search_takes_its_winners(tmp_path):
             tuned_methods(path, ["lora"], other)
 
 
+def test_settings_that_a_method_lacks_are_refused():
+    with pytest.raises(ConfigError, match="fake has no setting 'rigth', it has: right, steps, bad_at"):
+        apply_settings(Fake(), {"rigth": 1})
+    with pytest.raises(ConfigError, match="right must be like 0, found 'many'"):
+        apply_settings(Fake(), {"right": "many"})
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"digest": "", "methods": {"fake": {}}}'])
 def test_a_file_of_something_else_is_refused(content, tmp_path):
     path = tmp_path / "tuned.json"
@@ -211,13 +207,6 @@ def test_a_file_of_something_else_is_refused(content, tmp_path):
         path.write_text(content)
     with pytest.raises(ConfigError, match=r"tuned\.json: not a file of searched settings"):
         tuned_settings(path, Fake())
-
-
-def test_settings_that_a_method_lacks_are_refused():
-    with pytest.raises(ConfigError, match="fake has no setting 'rigth', it has: right, steps, bad_at"):
-        apply_settings(Fake(), {"rigth": 1})
-    with pytest.raises(ConfigError, match="right must be like 0, found 'many'"):
-        apply_settings(Fake(), {"right": "many"})
 
 
 def test_the_command_searches_methods_without_settings_too(tmp_path, capsys, suite, monkeypatch):

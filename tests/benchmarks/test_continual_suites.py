@@ -28,11 +28,6 @@ def test_settings_can_be_chosen_without_a_look_at_the_test_questions(suite):
     assert suite.asked_about("test") == suite
 
 
-def test_suites_are_known_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no suite 'nonesuch', there are: demo, and FILE\.toml"):
-        load_suite("nonesuch", tmp_path)
-
-
 def test_limits_leave_the_first_of_each_split(suite):
     limited = suite.limited(train=3, test=2, base=4)
     assert [task.train for task in limited.tasks] == [task.train[:3] for task in suite.tasks]
@@ -66,10 +61,7 @@ def folder(data, tmp_path) -> Path:
 
 def test_a_suite_file_gives_the_tasks_it_names_in_their_order(folder, suite):
     (folder / "suite.toml").write_text(as_toml(description()))
-    from_json, from_toml = (
-        load_suite(str(folder / "suite.json"), folder),
-        load_suite(str(folder / "suite.toml"), folder),
-    )
+    from_json, from_toml = (load_suite(str(folder / name), folder) for name in ("suite.json", "suite.toml"))
     assert from_json == from_toml
     assert (from_json.name, [task.name for task in from_json.tasks]) == ("mine", list(ORDER))
     assert from_json.digest() == suite.digest()
@@ -114,20 +106,11 @@ def test_a_file_that_describes_no_suite_is_refused(name, text, message, folder, 
     assert not (folder / "out").exists()
 
 
-def test_a_suite_file_that_is_not_there_is_named(tmp_path):
+def test_a_suite_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no suite 'nonesuch', there are: demo, and FILE\.toml"):
+        load_suite("nonesuch", tmp_path)
     with pytest.raises(TaskDataError, match=r"missing\.toml: cannot read the suite"):
         load_suite(str(tmp_path / "missing.toml"), tmp_path)
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def rewrite(path: Path, *changes: tuple[int, dict[str, Any]]) -> None:
-    lines = records(path)
-    for number, change in changes:
-        lines[number] |= change
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def refusal(folder: Path) -> str:
@@ -136,31 +119,27 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "line", "change", "message"),
+    [
+        ("field/train", 6, {"id": "field/train_00001"}, ", line 6: the id 'field/train_00001' occurs more than once"),
+        ("guild/test", 3, {"id": "guild/train_00007"}, ": the id 'guild/train_00007' is in {data}/train.jsonl too"),
+        ("base/validation", 2, {"answer": None}, ", line 2: 'answer' must be a string, found None"),
+        ("base/validation", 2, {"answer": "  "}, ": the answer to 'base/validation_00001' is empty"),
+    ],
+)
+def test_a_bad_example_is_named_with_its_place(path, line, change, message, folder):
+    file = folder / "data" / f"{path}.jsonl"
+    lines = file.read_text().splitlines()
+    lines[line - 1] = json.dumps(json.loads(lines[line - 1]) | change)
+    file.write_text("\n".join(lines))
+    assert refusal(folder) == f"{file}{message.format(data=file.parent)}"
+
+
 def test_a_missing_picture_is_named(folder):
     gone = folder / "data" / "field" / "images" / "test_00003.png"
     gone.unlink()
     assert refusal(folder) == f"{folder}/data/field/test.jsonl, line 4: the image {gone} does not exist"
-
-
-def test_an_id_that_occurs_twice_is_named_with_its_place(folder):
-    path = folder / "data" / "field" / "train.jsonl"
-    rewrite(path, (5, {"id": records(path)[1]["id"]}))
-    assert refusal(folder) == f"{path}, line 6: the id 'field/train_00001' occurs more than once"
-
-
-def test_an_id_in_two_splits_of_a_task_is_named(folder):
-    train, test = (folder / "data" / "guild" / f"{split}.jsonl" for split in ("train", "test"))
-    rewrite(test, (2, {"id": "guild/train_00007"}))
-    assert refusal(folder) == f"{test}: the id 'guild/train_00007' is in {train} too"
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [(None, "line 2: 'answer' must be a string, found None"), ("  ", "the answer to 'base/validation_00001' is empty")],
-)
-def test_an_absent_answer_is_named(answer, message, folder):
-    rewrite(folder / "data" / "base" / "validation.jsonl", (1, {"answer": answer}))
-    assert message in refusal(folder)
 
 
 def test_an_empty_split_is_named(folder):

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from benchmarks.chat import normalise_answer
+from benchmarks.chat import normalise_answer, same_answer
 from benchmarks.demo import model as m
 from benchmarks.demo import packing, questions, streams, train, world
 from benchmarks.demo.evaluate import Answerer, accuracy
@@ -159,6 +159,8 @@ def test_frozen_image_tokens_tell_digits_apart(answerer):
     assert (answers == wanted).double().mean() > 0.9
 
 
-def test_normalise_answer():
+def test_answers_are_compared_without_case_space_and_final_stop():
     assert normalise_answer(" Red. ") == "red"
-    assert normalise_answer("The circle is red.") != normalise_answer("red")
+    assert same_answer(" Zorp.\n", "zorp")
+    assert not same_answer("zorp blick", "zorp")
+    assert not same_answer("The circle is red.", "red")

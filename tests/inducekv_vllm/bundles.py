@@ -56,3 +56,10 @@ def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:
         "gate": Gate(torch.randn(2, 2, d, generator=generator), torch.tensor([0.25, -0.5]), ("a", "b")),
     }
     return random_bundle(seed=seed, **(arguments | changes))
+
+
+def remade(bundle: Bundle, **changes: Any) -> Bundle:
+    """A bundle without a gate, created again; `changes` replace arguments of `Bundle.create`."""
+    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings")
+    facts = {name: getattr(bundle.metadata, name) for name in kept}
+    return Bundle.create(**(bundle.tensors() | facts | changes))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,156 +15,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
-from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.page_terms import Weighting
-from selector.backbone.extraction import extract
-from selector.backbone.generation import score
-from selector.backbone.model import Backbone
-from tests.reference import reference_logprobs
-
-TOLERANCE = 1e-4  # on every token's log-probability, float32
-NEW_TOKENS = 16
-# Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
-# tests, and a server's worker in the process of its engine.
-FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-QUESTIONS = (
-    "What colour is the circle?",
-    "How many squares are there?",
-    "Is the red triangle left of the blue one? Answer with one word.",
-    "yes no 1 2 3",
-    "Answer in a sentence. The picture shows two green stars and a yellow ring. How many stars are there?",
-)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question about one random image."""
-
-    image: Image.Image
-    question: str
-
-    @property
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """For the chat template in transformers."""
-        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.question}]}]
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """In OpenAI's format, for vLLM."""
-        buffer = io.BytesIO()
-        self.image.save(buffer, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": self.question}]
-        return [{"role": "user", "content": parts}]
-
-
-def prompts(count: int, seed: int) -> list[Prompt]:
-    rng = np.random.default_rng(seed)
-    return [
-        Prompt(Image.fromarray(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
-        for i in range(count)
-    ]
-
-
-@dataclass(frozen=True)
-class World:
-    """A model, its reference, and bundles extracted with it."""
-
-    model: Path
-    backbone: Backbone
-    bundles: dict[str, Bundle]
-    paths: dict[str, Path]
-
-
-def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens: int = 6) -> World:
-    """Bundles "sqrt" and "prior" of the same entries, "other" of different ones; gates and biases differ by layer."""
-    backbone = Backbone.load(model)
-    bundles, paths = {}, {}
-    weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
-    for seed, (name, weighting) in enumerate(weightings.items()):
-        prefixes = prompts(num_entries, seed=100 if name != "other" else 200)
-        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: [p.image]) for p in prefixes]
-        extraction = extract(backbone, examples, payload_tokens)
-        bundles[name] = Bundle.create(
-            retrieval_keys=extraction.keys,
-            payload_keys=extraction.payload_keys,
-            payload_values=extraction.payload_values,
-            temperature=0.07,
-            value_gates=torch.linspace(0.3, 0.9, backbone.num_layers),
-            layer_bias=torch.linspace(-0.5, 0.5, backbone.num_layers),
-            backbone=backbone.fingerprint,
-            budget=num_entries,
-            entries=tuple(EntryRecord(id=str(i), task=name, source_digest=f"{seed}-{i}") for i in range(num_entries)),
-            weighting=weighting,
-            recipe="build",
-            settings={},
-        )
-        paths[name] = folder / f"{name}.safetensors"
-        write_bundle(bundles[name], paths[name])
-    return World(model, backbone, bundles, paths)
-
-
-def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
-    """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
-
-    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its keys are the least-norm keys
-    with margin 0.5 for that task and -0.5 for the others. Both parts of a query key count.
-    """
-    backbone, ungated = world.backbone, world.bundles["prior"]
-    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in questions])  # [N, 2, d]
-    names = ("a", "b")
-    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
-    solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
-    gate = Gate(solved.T.reshape(2, 2, -1), torch.zeros(2), names)
-
-    facts = ("temperature", "value_gates", "layer_bias", "retrieval_keys", "payload_keys", "payload_values")
-    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(ungated.metadata.entries))
-    arguments: dict[str, Any] = {name: ungated.tensors()[name] for name in facts} | {
-        "backbone": backbone.fingerprint,
-        "budget": ungated.metadata.budget,
-        "entries": entries,
-        "weighting": "prior",
-        "recipe": "refined",
-        "settings": {},
-        "gate": gate,
-    }
-    bundle = Bundle.create(**(arguments | changes))
-    assert bundle.gate is not None
-    # Rounding to float16 changes no decision, and neither part alone decides.
-    stored = torch.einsum("npd,cpd->nc", keys, bundle.gate.keys.float())
-    torch.testing.assert_close(stored, margins, rtol=0, atol=0.25)
-    assert all(bundle.gate.keys[:, part].norm() > 0.1 for part in (0, 1))
-    return bundle
-
-
-@contextmanager
-def engine(
-    model: Path, *, memory: bool = True, environment: dict[str, str] | None = None, **options: Any
-) -> Iterator[LLM]:
-    """A real vLLM engine on the CPU, ended afterwards; `memory=False` starts vLLM without the plugin."""
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    if memory:
         ours = {"worker_cls": WORKER_CLS, "scheduler_cls": SCHEDULER_CLS, "additional_config": {"inducekv": {}}}
-        options = {**ours, **options}
-    llm = None
-    try:
-        llm = LLM(**{"model": str(model), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options})
-        yield llm
-    finally:
-        if llm is not None:
+        options = ours | options
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        llm = LLM(str(model), **options)
+        try:
+            yield llm
+        finally:
             llm.llm_engine.engine_core.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
 def greedy(**options: Any) -> SamplingParams:
@@ -178,49 +44,71 @@ def served_logprobs(completion: Any) -> tuple[list[int], Tensor]:
     return tokens, torch.tensor([step[t].logprob for step, t in zip(completion.logprobs, tokens, strict=True)])
 
 
-def deviation(
-    world: World, prompt: Prompt, completion: Any, bundle: Bundle | None, *, top_k: int | None, remainder: bool
+def deviation(world: World, prompt: Prompt, completion: Any, bundle: Bundle | None, **options: Any) -> float:
+    """`largest_deviation` of one completion."""
+    return largest_deviation(world, prompt, *served_logprobs(completion), bundle, **options)
+
+
+def largest_deviation(
+    world: World,
+    prompt: Prompt,
+    tokens: Sequence[int],
+    logprobs: Tensor | Sequence[float],
+    bundle: Bundle | None,
+    *,
+    top_k: int | None = None,
+    remainder: bool = True,
 ) -> float:
-    """Largest |log p(vLLM) - log p(transformers)| over a completion's tokens."""
-    tokens, served = served_logprobs(completion)
+    """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
     inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
     if bundle is None:
         expected = score(world.backbone, [inputs], [tokens])[0]
     else:
         remainder = remainder and top_k is not None and bundle.metadata.weighting == "sqrt"
         expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
-    return float((served - expected).abs().max())
+    return float((torch.as_tensor(logprobs) - expected).abs().max())
 
 
-def check_answers(
-    world: World,
-    questions: Sequence[Prompt],
-    answers: Sequence[MemoryAnswer],
-    bundles: Sequence[Bundle | None],
-    *,
-    top_k: int | None = None,
-    remainder: bool = False,
-    new_tokens: int = NEW_TOKENS,
-) -> None:
-    for prompt, answer, bundle in zip(questions, answers, bundles, strict=True):
-        for completion in answer.output.outputs:
-            assert len(completion.token_ids) >= new_tokens
-            assert deviation(world, prompt, completion, bundle, top_k=top_k, remainder=remainder) <= TOLERANCE
+class MemoryEngine:
+    """An engine of a world's model with all its bundles loaded."""
 
+    def __init__(self, world: World, llm: LLM) -> None:
+        self.world, self.offline = world, MemoryLLM(llm)
+        self.bundles = dict(world.bundles)
+        self.memories = {name: self.offline.load_bundle(path) for name, path in world.paths.items()}
 
-@contextmanager
-def loaded_gated(
-    world: World, offline: MemoryLLM, questions: Sequence[Prompt], tasks: Sequence[str | None]
-) -> Iterator[tuple[Bundle, MemoryIndex]]:
-    """The bundle of `gated_bundle`, loaded into the engine."""
-    bundle = gated_bundle(world, questions, tasks)
-    path = world.paths["prior"].with_name("gated.safetensors")
-    write_bundle(bundle, path)
-    memory = offline.load_bundle(path)
-    yield bundle, memory
-    offline.unload_bundle(memory)
+    def chat(
+        self, questions: Sequence[Prompt], names: Sequence[str | None], params: SamplingParams, **options: Any
+    ) -> list[MemoryAnswer]:
+        """Ask each question with the memory of its name, or with none."""
+        memories = [name and self.memories[name] for name in names]
+        return self.offline.chat([prompt.messages for prompt in questions], params, memory=memories, **options)
 
+    def check(
+        self,
+        questions: Sequence[Prompt],
+        names: Sequence[str | None],
+        params: SamplingParams | None = None,
+        *,
+        top_k: int | None = None,
+        remainder: bool = True,
+    ) -> list[MemoryAnswer]:
+        """The answers, after every one was compared with the reference."""
+        answers = self.chat(questions, names, params or greedy(), top_k=top_k, remainder=remainder)
+        for prompt, answer, name in zip(questions, answers, names, strict=True):
+            bundle = name and self.bundles[name]
+            for completion in answer.output.outputs:
+                assert len(completion.token_ids) >= NEW_TOKENS
+                difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
+                assert difference <= TOLERANCE
+        return answers
 
-def load_all(world: World, llm: LLM) -> tuple[MemoryLLM, dict[str, MemoryIndex]]:
-    offline = MemoryLLM(llm)
-    return offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}
+    @contextmanager
+    def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None]) -> Iterator[None]:
+        """With the bundle of `gated_bundle` loaded as "gated"."""
+        path = self.world.paths["prior"].with_name("gated.safetensors")
+        self.bundles["gated"] = gated_bundle(self.world, questions, tasks)
+        write_bundle(self.bundles["gated"], path)
+        self.memories["gated"] = self.offline.load_bundle(path)
+        yield
+        self.offline.unload_bundle(self.memories.pop("gated"))

@@ -6,9 +6,7 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
+import resource
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,10 @@ from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, Gate, bundle
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.footprint import footprint_bytes, gate_bytes
 from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gated_bundle
+
+PLAIN, GATED = random_bundle(), random_gated_bundle()  # not to be changed
+GATE = Gate(GATED.gate_keys, GATED.gate_thresholds, ("a", "b"))
+NAN, INFINITE = math.nan, math.inf
 
 
 @pytest.fixture
@@ -44,8 +46,23 @@ def resealed(bundle: Bundle, **tensors: torch.Tensor) -> Bundle:
     return replace(changed, metadata=changed.metadata.model_copy(update={"digest": bundle_digest(changed)}))
 
 
-def test_round_trip_keeps_every_bit(path: Path) -> None:
-    bundle = random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": 'Größe \u2028 "x"'}, adapter="lora-a")
+def with_one(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with one number in the middle replaced."""
+    changed = tensor.clone()
+    changed.view(-1)[changed.numel() // 2] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "bundle",
+    [
+        random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": 'Größe \u2028 "x"'}, adapter="lora-a"),
+        random_bundle(num_entries=7, payload_tokens=8),
+        random_gated_bundle(),
+    ],
+    ids=["metadata", "sizes", "gate"],
+)
+def test_round_trip_keeps_every_bit(path: Path, bundle: Bundle) -> None:
     write_bundle(bundle, path)
     again = read_bundle(path)
     assert again.metadata == bundle.metadata
@@ -53,7 +70,14 @@ def test_round_trip_keeps_every_bit(path: Path) -> None:
     for name, tensor in bundle.tensors().items():
         assert again.tensors()[name].dtype == tensor.dtype
         assert torch.equal(again.tensors()[name], tensor), name
-    assert (again.num_entries, again.num_layers, again.payload_tokens) == (5, L, 4)
+    B, m = bundle.payload_keys.shape[1], bundle.payload_keys.shape[3]
+    assert (again.num_entries, again.num_layers, again.payload_tokens) == (B, L, m)
+
+    # The file is its header, the calibration, the gate and the footprint.
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    calibration = 4 + 4 * L + 4 * L
+    gate = gate_bytes(C=2, d=d) if bundle.gate is not None else 0
+    assert path.stat().st_size == 8 + header + calibration + gate + footprint_bytes(B=B, d=d, L=L, J=J, m=m, D=D)
 
 
 def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
@@ -62,112 +86,58 @@ def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_file_is_footprint_header_and_calibration(path: Path) -> None:
-    write_bundle(random_bundle(num_entries=7, payload_tokens=8), path)
-    header = int.from_bytes(path.read_bytes()[:8], "little")
-    calibration = 4 + 4 * L + 4 * L
-    assert path.stat().st_size == 8 + header + calibration + footprint_bytes(B=7, d=d, L=L, J=J, m=8, D=D)
-
-
-def test_a_gate_comes_back_and_a_bundle_without_one_is_version_1(path: Path) -> None:
+def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Path) -> None:
     bundle = random_gated_bundle()
-    write_bundle(bundle, path)
-    again = read_bundle(path)
-    assert again.metadata == bundle.metadata
-    assert again.metadata.format_version == 2
-    assert again.gate is not None
-    assert again.gate.tasks == ("a", "b")
-    assert (again.gate.keys.dtype, again.gate.thresholds.dtype) == (torch.float16, torch.float32)
-    for name in ("gate_keys", "gate_thresholds"):
-        assert torch.equal(again.tensors()[name], bundle.tensors()[name])
-    header = int.from_bytes(path.read_bytes()[:8], "little")
-    small = 4 + 4 * L + 4 * L + gate_bytes(C=2, d=d)
-    assert path.stat().st_size == 8 + header + small + footprint_bytes(B=5, d=d, L=L, J=J, m=4, D=D)
+    assert bundle.metadata.format_version == 2
+    assert bundle.gate is not None
+    assert bundle.gate.tasks == ("a", "b")
+    assert (bundle.gate.keys.dtype, bundle.gate.thresholds.dtype) == (torch.float16, torch.float32)
 
     plain = random_bundle()
     assert plain.gate is None
     write_bundle(plain, path)
-    assert plain.metadata.format_version == 1
+    assert plain.metadata.format_version == read_bundle(path).metadata.format_version == 1
     assert b"gate_tasks" not in path.read_bytes()
+    # Computed before there were gates.
+    assert plain.digest == "8fec9cca704fa88d615dcce84e3cd514b6c1b95d4da465ee61db8acaa2982595"
 
 
-def test_digests_of_version_1_are_what_they_were(path: Path) -> None:
-    """Computed before there were gates."""
-    assert random_bundle().digest == "8fec9cca704fa88d615dcce84e3cd514b6c1b95d4da465ee61db8acaa2982595"
-    write_bundle(random_bundle(), path)
-    assert read_bundle(path).digest == random_bundle().digest
-    assert read_bundle(path).metadata.format_version == 1
-
-
-def test_every_part_of_a_gate_changes_the_digest() -> None:
-    bundle = random_gated_bundle()
-    gate = bundle.gate
-    assert gate is not None
-    others = [
-        Gate(with_one(gate.keys, 3.0), gate.thresholds, gate.tasks),
-        Gate(gate.keys, with_one(gate.thresholds, 3.0), gate.tasks),
-        Gate(gate.keys, gate.thresholds, gate.tasks[::-1]),
-        None,
-    ]
-    digests = {random_gated_bundle(gate=other).digest for other in others}
-    assert len(digests | {bundle.digest}) == 5
-
-
-NAN, INFINITE = math.nan, math.inf
-BAD_GATES: dict[str, tuple[Callable[[Gate], dict[str, Any]], str]] = {
-    "entry of another task": (
-        lambda g: {"gate": Gate(g.keys, g.thresholds, ("a", "c"))},
-        "entry 'e2' belongs to the task 'b', which the gate does not have",
-    ),
-    "task without entries": (
-        lambda g: {"gate": Gate(torch.zeros(3, 2, d), torch.zeros(3), ("a", "b", "c"))},
-        "gate task 'c' has no entries",
-    ),
-    "task twice": (lambda g: {"gate": Gate(g.keys, g.thresholds, ("a", "a"))}, "gate task 'a' occurs more than once"),
-    "no tasks": (lambda g: {"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())}, "version 2 with 0 gate_tasks"),
-    "NaN key": (lambda g: {"gate": Gate(with_one(g.keys, NAN), g.thresholds, g.tasks)}, "gate_keys contains NaN"),
-    "key beyond float16": (
-        lambda g: {"gate": Gate(g.keys.float() * 1e6, g.thresholds, g.tasks)},
-        "contains NaN or inf",
-    ),
-    "infinite threshold": (
-        lambda g: {"gate": Gate(g.keys, with_one(g.thresholds, INFINITE), g.tasks)},
-        "gate_thresholds contains NaN or infinite",
-    ),
-    "one key": (
-        lambda g: {"gate": Gate(g.keys[:1], g.thresholds, g.tasks)},
-        r"gate_keys must be .*\[2, 2, 16\], found",
-    ),
-    "one part": (lambda g: {"gate": Gate(g.keys[:, :1], g.thresholds, g.tasks)}, "gate_keys must be"),
-    "other size": (lambda g: {"gate": Gate(g.keys[:, :, :8], g.thresholds, g.tasks)}, "gate_keys must be"),
-    "one threshold": (lambda g: {"gate": Gate(g.keys, g.thresholds[:1], g.tasks)}, "gate_thresholds must be"),
-    "sqrt weighting": (lambda g: {"weighting": "sqrt"}, "needs the weighting \"prior\", found 'sqrt'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_GATES)
-def test_gates_that_cannot_be_used(case: str) -> None:
-    change, problem = BAD_GATES[case]
-    gate = random_gated_bundle().gate
-    assert gate is not None
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"gate": replace(GATE, tasks=("a", "c"))}, "entry 'e2' belongs to the task 'b', which the gate does not have"),
+        ({"gate": Gate(torch.zeros(3, 2, d), torch.zeros(3), ("a", "b", "c"))}, "gate task 'c' has no entries"),
+        ({"gate": replace(GATE, tasks=("a", "a"))}, "gate task 'a' occurs more than once"),
+        ({"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())}, "version 2 with 0 gate_tasks"),
+        ({"gate": replace(GATE, keys=with_one(GATE.keys, NAN))}, "gate_keys contains NaN"),
+        ({"gate": replace(GATE, keys=GATE.keys.float() * 1e6)}, "contains NaN or inf"),  # beyond float16
+        (
+            {"gate": replace(GATE, thresholds=with_one(GATE.thresholds, INFINITE))},
+            "gate_thresholds contains NaN or inf",
+        ),
+        ({"gate": replace(GATE, keys=GATE.keys[:1])}, r"gate_keys must be .*\[2, 2, 16\], found"),
+        ({"gate": replace(GATE, keys=GATE.keys[:, :1])}, "gate_keys must be"),
+        ({"gate": replace(GATE, keys=GATE.keys[:, :, :8])}, "gate_keys must be"),
+        ({"gate": replace(GATE, thresholds=GATE.thresholds[:1])}, "gate_thresholds must be"),
+        ({"weighting": "sqrt"}, "needs the weighting \"prior\", found 'sqrt'"),
+    ],
+)
+def test_gates_that_cannot_be_used(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BundleError, match=problem):
-        random_gated_bundle(**change(gate))
+        random_gated_bundle(**changes)
 
 
 def test_gate_tensors_and_metadata_that_do_not_belong_together(path: Path) -> None:
-    gated, plain = random_gated_bundle(), random_bundle()
-    gate = gated.gate
-    assert gate is not None
     for tensors, bundle, problem in [
-        (gated.tensors(), plain, "unknown tensors: gate_keys, gate_thresholds"),
-        (plain.tensors(), gated, "tensors are missing: gate_keys, gate_thresholds"),
-        (gated.tensors() | {"gate_keys": gate.keys.float()}, gated, "gate_keys must be F16"),
-        (gated.tensors() | {"gate_thresholds": gate.thresholds[:1]}, gated, "gate_thresholds must be F32"),
+        (GATED.tensors(), PLAIN, "unknown tensors: gate_keys, gate_thresholds"),
+        (PLAIN.tensors(), GATED, "tensors are missing: gate_keys, gate_thresholds"),
+        (GATED.tensors() | {"gate_keys": GATE.keys.float()}, GATED, "gate_keys must be F16"),
+        (GATED.tensors() | {"gate_thresholds": GATE.thresholds[:1]}, GATED, "gate_thresholds must be F32"),
     ]:
         save_raw(path, tensors, bundle.metadata.model_dump(mode="json"))
         with pytest.raises(BundleError, match=problem):
             read_bundle(path)
-    for changed in (replace(gated, gate_keys=None), replace(plain, gate_keys=gate.keys)):
+    for changed in (replace(GATED, gate_keys=None), replace(PLAIN, gate_keys=GATE.keys)):
         with pytest.raises(BundleError, match="a relevance gate needs keys, thresholds and at least one task"):
             write_bundle(changed, path)
 
@@ -186,6 +156,7 @@ def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
         {"temperature": 0.08},
         {"value_gates": torch.tensor([0.5, 0.5, 0.6])},
         {"layer_bias": torch.tensor([0.0, 0.0, 1e-3])},
+        {"payload_keys": PLAIN.payload_values, "payload_values": PLAIN.payload_keys},
         {"adapter": "a"},
         {"parent_digest": "f" * 64},
         {"budget": 6},
@@ -195,13 +166,18 @@ def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_every_difference_changes_the_digest(changes: dict[str, Any]) -> None:
-    assert random_bundle(**changes).digest != random_bundle().digest
+    assert random_bundle(**changes).digest != PLAIN.digest
 
 
-def test_keys_and_values_exchanged_change_the_digest() -> None:
-    bundle = random_bundle()
-    exchanged = random_bundle(payload_keys=bundle.payload_values, payload_values=bundle.payload_keys)
-    assert exchanged.digest != bundle.digest
+def test_every_part_of_a_gate_changes_the_digest() -> None:
+    gates = [
+        GATE,
+        replace(GATE, keys=with_one(GATE.keys, 3.0)),
+        replace(GATE, thresholds=with_one(GATE.thresholds, 3.0)),
+        replace(GATE, tasks=GATE.tasks[::-1]),
+        None,
+    ]
+    assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == 5
 
 
 def test_created_tensors_are_copies() -> None:
@@ -313,32 +289,24 @@ def test_tensors_that_cannot_be_used(path: Path) -> None:
                 read_bundle(path, verify=verify)
 
 
-def with_one(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """A copy with one number in the middle replaced."""
-    changed = tensor.clone()
-    changed.view(-1)[changed.numel() // 2] = value
-    return changed
-
-
-BAD_VALUES: dict[str, tuple[Callable[[Bundle], dict[str, torch.Tensor]], str]] = {
-    "NaN payload": (lambda b: {"payload_keys": with_one(b.payload_keys, NAN)}, "NaN or infinite"),
-    "infinite payload": (lambda b: {"payload_values": with_one(b.payload_values, -INFINITE)}, "NaN or infinite"),
-    "NaN key": (lambda b: {"retrieval_keys": with_one(b.retrieval_keys, NAN)}, "NaN or infinite"),
-    "long key": (lambda b: {"retrieval_keys": b.retrieval_keys * 1.01}, "must have norm 1, found 1.01"),
-    "zero key": (lambda b: {"retrieval_keys": b.retrieval_keys * torch.eye(5)[0][:, None].half()}, "norm 1, found 0"),
-    "zero temperature": (lambda b: {"temperature": torch.tensor(0.0)}, "temperature must be above 0"),
-    "negative temperature": (lambda b: {"temperature": torch.tensor(-0.1)}, "temperature must be above 0"),
-    "NaN temperature": (lambda b: {"temperature": torch.tensor(NAN)}, "NaN or infinite"),
-    "gate of 0": (lambda b: {"value_gates": torch.tensor([0.5, 0.0, 0.5])}, "value_gates must be above 0"),
-    "gate above 1": (lambda b: {"value_gates": torch.tensor([0.5, 1.1, 0.5])}, "at most 1"),
-    "infinite bias": (lambda b: {"layer_bias": torch.tensor([0.0, -INFINITE, 0.0])}, "NaN or infinite"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_VALUES)
-def test_values_that_cannot_be_used(case: str, path: Path) -> None:
-    change, problem = BAD_VALUES[case]
-    bundle = resealed(random_bundle(), **change(random_bundle()))
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"payload_keys": with_one(PLAIN.payload_keys, NAN)}, "NaN or infinite"),
+        ({"payload_values": with_one(PLAIN.payload_values, -INFINITE)}, "NaN or infinite"),
+        ({"retrieval_keys": with_one(PLAIN.retrieval_keys, NAN)}, "NaN or infinite"),
+        ({"retrieval_keys": PLAIN.retrieval_keys * 1.01}, "must have norm 1, found 1.01"),
+        ({"retrieval_keys": PLAIN.retrieval_keys * torch.eye(5)[0][:, None].half()}, "norm 1, found 0"),
+        ({"temperature": torch.tensor(0.0)}, "temperature must be above 0"),
+        ({"temperature": torch.tensor(-0.1)}, "temperature must be above 0"),
+        ({"temperature": torch.tensor(NAN)}, "NaN or infinite"),
+        ({"value_gates": torch.tensor([0.5, 0.0, 0.5])}, "value_gates must be above 0"),
+        ({"value_gates": torch.tensor([0.5, 1.1, 0.5])}, "at most 1"),
+        ({"layer_bias": torch.tensor([0.0, -INFINITE, 0.0])}, "NaN or infinite"),
+    ],
+)
+def test_values_that_cannot_be_used(tensors: dict[str, torch.Tensor], problem: str, path: Path) -> None:
+    bundle = resealed(PLAIN, **tensors)
     with pytest.raises(BundleError, match=problem):
         write_bundle(bundle, path)
     assert not path.exists()
@@ -388,18 +356,13 @@ def test_writing_replaces_the_old_file_whole(path: Path, monkeypatch: pytest.Mon
 
 def test_a_full_disk_leaves_nothing_behind(path: Path) -> None:
     """A file-size limit makes the write itself fail half way, as a full disk does."""
-    program = (
-        "import resource, sys; from tests.inducekv_vllm.bundles import random_bundle;"
-        "from inducekv_vllm.bundle import write_bundle; from inducekv_vllm.errors import BundleError\n"
-        "bundle = random_bundle(num_entries=64, payload_tokens=8)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
-        "try: write_bundle(bundle, sys.argv[1])\n"
-        "except BundleError as error: print('refused', error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "refused" in result.stdout
-    assert str(path) in result.stdout
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, hard))
+    try:
+        with pytest.raises(BundleError, match=re.escape(str(path))):
+            write_bundle(random_bundle(num_entries=64, payload_tokens=8), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(path.parent) == []
 
 

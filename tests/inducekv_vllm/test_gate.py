@@ -38,34 +38,23 @@ def test_a_margin_of_exactly_0_is_open_and_the_first_of_equal_tasks_wins() -> No
     assert RelevanceGate(keys, [1, np.nextafter(1, 2), np.nextafter(1, 2)], TASKS).decide(query).task is None
 
 
-def test_each_row_meets_its_own_part() -> None:
-    keys = np.zeros((2, 2, 3))
-    keys[0, 0, 0] = keys[1, 1, 0] = 1
-    gate = RelevanceGate(keys, [0.5, 0.5], TASKS[:2])
-    unit, other = np.eye(3)[0], np.eye(3)[1]
-    assert gate.decide(np.stack([unit, other])).task == "colours"
-    assert gate.decide(np.stack([other, unit])).task == "counts"
-
-
 @pytest.mark.parametrize(
-    ("keys", "thresholds"),
+    ("keys", "thresholds", "tasks", "message"),
     [
-        (np.zeros((3, 5)), np.zeros(3)),
-        (np.zeros((3, 1, 5)), np.zeros(3)),
-        (np.zeros((2, 2, 5)), np.zeros(3)),
-        (np.zeros((3, 2, 5)), np.zeros(2)),
-        (np.full((3, 2, 5), np.nan), np.zeros(3)),
-        (np.zeros((3, 2, 5)), np.array([0, np.inf, 0])),
+        (np.zeros((3, 5)), np.zeros(3), TASKS, "gate"),
+        (np.zeros((3, 1, 5)), np.zeros(3), TASKS, "gate"),
+        (np.zeros((2, 2, 5)), np.zeros(3), TASKS, "gate"),
+        (np.zeros((3, 2, 5)), np.zeros(2), TASKS, "gate"),
+        (np.full((3, 2, 5), np.nan), np.zeros(3), TASKS, "gate"),
+        (np.zeros((3, 2, 5)), np.array([0, np.inf, 0]), TASKS, "gate"),
+        (np.zeros((0, 2, 5)), np.zeros(0), (), "at least one task"),
     ],
 )
-def test_gates_that_cannot_be_used(keys: np.ndarray, thresholds: np.ndarray) -> None:
-    with pytest.raises(ConfigError, match="gate"):
-        RelevanceGate(keys, thresholds, TASKS)
-
-
-def test_a_gate_without_tasks() -> None:
-    with pytest.raises(ConfigError, match="at least one task"):
-        RelevanceGate(np.zeros((0, 2, 5)), np.zeros(0), ())
+def test_gates_that_cannot_be_used(
+    keys: np.ndarray, thresholds: np.ndarray, tasks: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RelevanceGate(keys, thresholds, tasks)
 
 
 @pytest.mark.parametrize("query", [np.zeros(5), np.zeros((2, 4)), np.zeros((1, 5)), np.full((2, 5), np.nan)])

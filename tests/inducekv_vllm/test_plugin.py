@@ -24,9 +24,9 @@ def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> No
     assert AttentionBackendEnum.CPU_ATTN.get_class() is InduceKVCPUBackend
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.1+cpu"])
-def test_supported_versions(version: str) -> None:
-    check_vllm_version(version)
+def test_supported_versions() -> None:
+    for version in ("0.32.0", "0.32.1", "0.32.1+cpu"):
+        check_vllm_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
@@ -79,12 +79,13 @@ def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> Non
 
 
 def _engine(**changes: Any) -> Any:
-    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
+    """The settings of an engine, its model and its parallelism, in one namespace."""
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
     top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
-    for settings in (parallel, model, top):
-        settings.update({name: value for name, value in changes.items() if name in settings})
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **top)
+    engine = SimpleNamespace(**(sizes | model | top | changes))
+    engine.parallel_config = engine.model_config = engine
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -110,22 +111,13 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
 
 def _impl(**changes: Any) -> Any:
     impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
-    fields = {
-        "sliding_window": -1,
-        "alibi_slopes": None,
-        "sinks": None,
-        "logits_soft_cap": 0,
-        "is_fp8_kv_cache": False,
-        "kv_sharing_target_layer_name": None,
-    }
-    for name, value in (fields | changes).items():
-        setattr(impl, name, value)
+    absent = dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
+    vars(impl).update({"sliding_window": -1, "logits_soft_cap": 0, "is_fp8_kv_cache": False, **absent, **changes})
     return impl
 
 
-def _cache(kind: type, **options: Any) -> Any:
-    spec = kind.__new__(kind)
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, **options)])
+def _cache(kind: type) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind.__new__(kind))])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,77 +98,63 @@ def test_bad_queries(query: npt.NDArray[Any], temperature: float, top_k: int | N
         PrefixIndex(unit_keys(3, 4, seed=0)).search(query, temperature, top_k)
 
 
-def attention(query: npt.NDArray[Any], keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Plain softmax attention of one query [D] over tokens [n, D] in float64."""
-    logits = keys @ query
-    share = np.exp(logits - logits.max())
-    return np.asarray(share @ values / share.sum())
+@dataclass
+class Scene:
+    """One query [D], n tokens of its own, and the payloads of B entries of m tokens."""
 
+    query: npt.NDArray[Any]
+    self_keys: npt.NDArray[Any]  # [n, D]
+    self_values: npt.NDArray[Any]
+    payload_keys: npt.NDArray[Any]  # [B, m, D]
+    payload_values: npt.NDArray[Any]
 
-def injected(
-    terms: PageTerms,
-    query: npt.NDArray[Any],
-    self_keys: npt.NDArray[Any],
-    self_values: npt.NDArray[Any],
-    payload_keys: npt.NDArray[Any],  # [B, m, D]
-    payload_values: npt.NDArray[Any],
-) -> npt.NDArray[Any]:
-    """Attention over [memory ; remainder ; self] by the definition of `PageTerms`, one head, gate 1, layer bias 0."""
-    logits, values = list(self_keys @ query), list(self_values)
-    for page, entry in enumerate(terms.entries):
-        for key, value in zip(payload_keys[entry], payload_values[entry], strict=True):
-            logits.append(float(terms.key_scale[page]) * float(query @ key) + float(terms.log_weight[page]))
-            values.append(float(terms.value_scale[page]) * value)
-    logits.append(terms.log_remainder)
-    values.append(np.zeros_like(values[0]))
-    share = np.exp(np.array(logits) - max(logits))
-    return np.asarray(share @ np.array(values) / share.sum())
+    def attention(self, scale: npt.NDArray[Any], weights: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Plain softmax over [self ; memory]: payloads times `scale` [B], their shares times `weights` [B]."""
+        scale, weights = scale[:, None, None], np.broadcast_to(weights[:, None], self.payload_keys.shape[:2])
+        keys = np.concatenate([self.self_keys, (scale * self.payload_keys).reshape(-1, 8)])
+        values = np.concatenate([self.self_values, (scale * self.payload_values).reshape(-1, 8)])
+        share = np.concatenate([np.ones(len(self.self_keys)), weights.ravel()]) * np.exp(keys @ self.query)
+        return np.asarray(share @ values / share.sum())
+
+    def injected(self, terms: PageTerms) -> npt.NDArray[Any]:
+        """Attention over [self ; memory ; remainder] by the definition of `PageTerms`: gate 1, layer bias 0."""
+        memory_logits = terms.key_scale[:, None] * (self.payload_keys[terms.entries] @ self.query)
+        memory_logits = memory_logits + terms.log_weight[:, None]
+        memory_values = terms.value_scale[:, None, None] * self.payload_values[terms.entries]
+        logits = np.concatenate([self.self_keys @ self.query, memory_logits.ravel(), [terms.log_remainder]])
+        values = np.concatenate([self.self_values, memory_values.reshape(-1, 8), np.zeros((1, 8))])
+        share = np.exp(logits - logits.max())
+        return np.asarray(share @ values / share.sum())
 
 
 @pytest.fixture
-def scene() -> dict[str, npt.NDArray[Any]]:
+def scene() -> Scene:
     rng = np.random.default_rng(7)
-    return {
-        "query": rng.standard_normal(8),
-        "self_keys": rng.standard_normal((5, 8)),
-        "self_values": rng.standard_normal((5, 8)),
-        "payload_keys": rng.standard_normal((6, 3, 8)),
-        "payload_values": rng.standard_normal((6, 3, 8)),
-    }
+    return Scene(*(rng.standard_normal(shape) for shape in (8, (5, 8), (5, 8), (6, 3, 8), (6, 3, 8))))
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_sqrt_terms_are_scaled_cache_tokens(scene: dict[str, npt.NDArray[Any]], top_k: int | None) -> None:
+def test_sqrt_terms_are_scaled_cache_tokens(scene: Scene, top_k: int | None) -> None:
     """Eq. inject_rewrite: the memory's keys and values times sqrt(alpha), appended; left-out entries have alpha 0."""
     keys = unit_keys(6, 16, seed=8)
     retrieval = PrefixIndex(keys).search(keys[2], 0.3, top_k)
     terms = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6, remainder=top_k is not None)
     alpha = np.zeros(6)
     alpha[retrieval.entries] = retrieval.weights
-    scale = np.sqrt(alpha)[:, None, None]
-    expected = attention(
-        scene["query"],
-        np.concatenate([scene["self_keys"], (scale * scene["payload_keys"]).reshape(18, 8)]),
-        np.concatenate([scene["self_values"], (scale * scene["payload_values"]).reshape(18, 8)]),
-    )
-    np.testing.assert_allclose(injected(terms, **scene), expected, rtol=1e-6)
+    expected = scene.attention(scale=np.sqrt(alpha), weights=np.ones(6))
+    np.testing.assert_allclose(scene.injected(terms), expected, rtol=1e-6)
     if top_k:
         without = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6)
-        assert not np.allclose(injected(without, **scene), expected, rtol=1e-3)
+        assert not np.allclose(scene.injected(without), expected, rtol=1e-3)
 
 
-def test_prior_terms_weigh_the_softmax(scene: dict[str, npt.NDArray[Any]]) -> None:
+def test_prior_terms_weigh_the_softmax(scene: Scene) -> None:
     keys = unit_keys(6, 16, seed=8)
     retrieval = PrefixIndex(keys).search(keys[2], 0.3)
     terms = page_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
-    weights = [1.0] * 5
-    tokens, values = list(scene["self_keys"]), list(scene["self_values"])
-    for entry, alpha in zip(retrieval.entries, retrieval.weights, strict=True):
-        weights += [float(alpha)] * 3
-        tokens += list(scene["payload_keys"][entry])
-        values += list(scene["payload_values"][entry])
-    share = np.array(weights) * np.exp(np.array(tokens) @ scene["query"])
-    np.testing.assert_allclose(injected(terms, **scene), share @ np.array(values) / share.sum(), rtol=1e-6)
+    alpha = np.zeros(6)
+    alpha[retrieval.entries] = retrieval.weights
+    np.testing.assert_allclose(scene.injected(terms), scene.attention(scale=np.ones(6), weights=alpha), rtol=1e-6)
 
 
 def test_prior_drops_entries_of_weight_zero() -> None:

@@ -1,16 +1,18 @@
-"""Shared by the HTTP tests: requests and responses."""
+"""Shared by the HTTP tests: requests, responses and the memory routes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
-import torch
 
 from inducekv_vllm.bundle import Bundle
-from selector.backbone.generation import score as score_without_memory
-from tests.inducekv_vllm.parity import Prompt, World
-from tests.reference import reference_logprobs
+from tests.inducekv_vllm.parity import Prompt, World, largest_deviation
 
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}
 
@@ -34,26 +36,8 @@ def trace_of(response: Any) -> dict[str, Any]:
 def deviation(
     world: World, response: Any, prompt: Prompt, bundle: Bundle | None, *, top_k: int | None = None, choice: int = 0
 ) -> float:
-    """Largest |log p(server) - log p(transformers)| over the tokens of one choice."""
-    return deviation_of_tokens(world, *tokens_and_logprobs(response, choice), prompt, bundle, top_k=top_k)
-
-
-def deviation_of_tokens(
-    world: World,
-    tokens: list[int],
-    logprobs: list[float],
-    prompt: Prompt,
-    bundle: Bundle | None,
-    *,
-    top_k: int | None = None,
-) -> float:
-    inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
-    if bundle is None:
-        expected = score_without_memory(world.backbone, [inputs], [tokens])[0]
-    else:
-        remainder = top_k is not None and bundle.metadata.weighting == "sqrt"  # the server's default
-        expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
-    return float((torch.tensor(logprobs) - expected).abs().max())
+    """`largest_deviation` of one choice."""
+    return largest_deviation(world, prompt, *tokens_and_logprobs(response, choice), bundle, top_k=top_k)
 
 
 def tokens_of_stream(parts: list[Any], choice: int = 0) -> tuple[list[int], list[float]]:
@@ -66,3 +50,43 @@ def tokens_of_stream(parts: list[Any], choice: int = 0) -> tuple[list[int], list
         for step in c.logprobs.content
     ]
     return [int(step.token.removeprefix("token_id:")) for step in steps], [step.logprob for step in steps]
+
+
+class Bundles:
+    """The memory routes of a server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def load(self, name: str, path: Path | str, **options: Any) -> httpx.Response:
+        body = {"name": name, "path": str(path), **options}
+        return httpx.post(f"{self._url}/v1/load_memory_bundle", json=body, timeout=60)
+
+    def unload(self, name: str) -> httpx.Response:
+        return httpx.post(f"{self._url}/v1/unload_memory_bundle", json={"name": name}, timeout=60)
+
+    def list(self) -> dict[str, Any]:
+        return httpx.get(f"{self._url}/v1/memory_bundles", timeout=60).json()  # type: ignore[no-any-return]
+
+    def cards(self) -> dict[str, dict[str, Any]]:
+        """By name."""
+        return {card["name"]: card for card in self.list()["data"]}
+
+    @contextmanager
+    def loaded(self, name: str, path: Path | str) -> Iterator[None]:
+        """`name` stands for this bundle, and at the end, for none; then nothing may be left of it."""
+        response = self.load(name, path)
+        assert response.status_code == 200, response.text
+        yield
+        assert self.unload(name).status_code == 200
+        self.wait_until_drained()
+
+    def wait_until_drained(self) -> None:
+        wait_until(lambda: not self.list()["draining"])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)

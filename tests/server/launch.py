@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
+from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
@@ -63,24 +64,26 @@ def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
-    with serving(arguments, log, ENVIRONMENT) as url:
+    # An idle worker process waits in a loop that takes a core; here there is none.
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
         yield url
 
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded."""
+    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
+
+    Its processes are those of `inducekv-serve` on its own, unlike those of `serving_bundles`.
+    """
     model = save_tiny_llava(folder / "model")
     save_adapter(model, folder / "adapter", folder / "merged")
     for name in ("plain", "with"):
         (folder / name).mkdir()
     plain, merged = make_world(model, folder / "plain"), make_world(folder / "merged", folder / "with")
-    made = merged.bundles["prior"]
-    facts = {name: getattr(made.metadata, name) for name in ("backbone", "budget", "entries", "weighting", "recipe")}
-    bundle = Bundle.create(**made.tensors(), **facts, settings={}, adapter="style")
+    bundle = remade(merged.bundles["prior"], adapter="style")
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
-    environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, plain, merged, bundle)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,16 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import TOLERANCE, World, prompts
-from tests.server.http import TRACED, ask, deviation, deviation_of_tokens, tokens_of_stream, trace_of
+from tests.inducekv_vllm.bundles import random_bundle, remade
+from tests.inducekv_vllm.parity import TOLERANCE, World, largest_deviation, prompts
+from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_of
 
 # Many samples of many tokens each: a handful of such requests keeps a server with few KV blocks busy for seconds.
 SLOW: dict[str, Any] = {"n": 6, "temperature": 1.0, "seed": 1, "max_tokens": 150}
 
 
-class Bundles:
-    """The memory routes of a server."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def load(self, name: str, path: Path | str, **options: Any) -> httpx.Response:
-        body = {"name": name, "path": str(path), **options}
-        return httpx.post(f"{self._url}/v1/load_memory_bundle", json=body, timeout=60)
-
-    def unload(self, name: str) -> httpx.Response:
-        return httpx.post(f"{self._url}/v1/unload_memory_bundle", json={"name": name}, timeout=60)
-
-    def list(self) -> dict[str, Any]:
-        return httpx.get(f"{self._url}/v1/memory_bundles", timeout=60).json()  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def bundles(server: str) -> Bundles:
-    return Bundles(server)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
-    cards = {card["name"]: card for card in bundles.list()["data"]}
+    cards = bundles.cards()
     assert cards.keys() == {"sqrt", "prior"}
     card, bundle = cards["sqrt"], world.bundles["sqrt"]
     assert card["digest"] == bundle.digest
@@ -64,33 +34,28 @@ def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
 
 
 def test_load_use_and_unload(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
+    digest = world.bundles["other"].digest
     loaded = bundles.load("late", world.paths["other"])
     assert loaded.status_code == 200, loaded.text
-    assert loaded.json()["digest"] == world.bundles["other"].digest
+    assert loaded.json()["digest"] == digest
     assert "late" in {model.id for model in client.models.list()}
     (prompt,) = prompts(1, seed=11)
     assert deviation(world, ask(client, "late", prompt), prompt, world.bundles["other"]) <= TOLERANCE
-    assert bundles.unload("late").json() == {
-        "name": "late",
-        "digest": world.bundles["other"].digest,
-        "unloaded": True,
-    }
+    assert bundles.unload("late").json() == {"name": "late", "digest": digest, "unloaded": True}
     with pytest.raises(openai.NotFoundError):
         ask(client, "late", prompt)
-    wait_until(lambda: not bundles.list()["draining"])
+    bundles.wait_until_drained()
 
 
 def test_one_content_under_two_names_stays_until_both_are_gone(
     bundles: Bundles, client: openai.OpenAI, world: World
 ) -> None:
     (prompt,) = prompts(1, seed=12)
-    for name in ("one", "two"):
-        assert bundles.load(name, world.paths["other"]).status_code == 200
-    bundles.unload("one")
-    time.sleep(0.3)  # longer than a release takes
-    assert deviation(world, ask(client, "two", prompt), prompt, world.bundles["other"]) <= TOLERANCE
-    bundles.unload("two")
-    wait_until(lambda: not bundles.list()["draining"])
+    with bundles.loaded("two", world.paths["other"]):
+        assert bundles.load("one", world.paths["other"]).status_code == 200
+        bundles.unload("one")
+        time.sleep(0.3)  # longer than a release takes
+        assert deviation(world, ask(client, "two", prompt), prompt, world.bundles["other"]) <= TOLERANCE
 
 
 def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
@@ -98,36 +63,32 @@ def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
 ) -> None:
     """Neither keys, nor prefix blocks, nor resident pages of the old content answer for the new one."""
     path = tmp_path / "m.safetensors"
+    shutil.copy(world.paths["sqrt"], path)
     (prompt,) = prompts(1, seed=13)
-    for round_number, name in enumerate(("sqrt", "other", "prior", "other")):
-        shutil.copy(world.paths[name], path)
-        assert bundles.load("m", path, replace=round_number > 0).status_code == 200
-        response = ask(client, "m", prompt, extra_body=TRACED)
-        assert trace_of(response)["digest"] == world.bundles[name].digest
-        assert deviation(world, response, prompt, world.bundles[name]) <= TOLERANCE
-    bundles.unload("m")
+    with bundles.loaded("m", path):
+        for name in ("sqrt", "other", "prior", "other"):
+            shutil.copy(world.paths[name], path)
+            assert bundles.load("m", path, replace=True).status_code == 200
+            response = ask(client, "m", prompt, extra_body=TRACED)
+            assert trace_of(response)["digest"] == world.bundles[name].digest
+            assert deviation(world, response, prompt, world.bundles[name]) <= TOLERANCE
 
 
-def test_a_request_ends_on_the_bundle_it_began_with(
-    bundles: Bundles, client: openai.OpenAI, world: World, tmp_path: Path
-) -> None:
+def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
     questions = prompts(6, seed=14)
-    bundles.load("moving", world.paths["other"])
-    streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in questions]
+    with bundles.loaded("moving", world.paths["other"]):
+        streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in questions]
+        assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200
+        late = ask(client, "moving", questions[0], extra_body=TRACED)
+        received = [list(stream) for stream in streams]
 
-    assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200
-    late = ask(client, "moving", questions[0], extra_body=TRACED)
-    received = [list(stream) for stream in streams]
-
-    assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
-    for prompt, parts in zip(questions, received, strict=True):
-        (trace,) = httpx.get(f"{client.base_url}memory_trace/{parts[0].id}").json()["traces"]
-        assert trace["digest"] == world.bundles["other"].digest
-        tokens, logprobs = tokens_of_stream(parts)
-        assert len(tokens) == SLOW["max_tokens"]
-        assert deviation_of_tokens(world, tokens, logprobs, prompt, world.bundles["other"]) <= TOLERANCE
-    bundles.unload("moving")
-    wait_until(lambda: not bundles.list()["draining"])
+        assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
+        for prompt, parts in zip(questions, received, strict=True):
+            (trace,) = httpx.get(f"{client.base_url}memory_trace/{parts[0].id}").json()["traces"]
+            assert trace["digest"] == world.bundles["other"].digest
+            tokens, logprobs = tokens_of_stream(parts)
+            assert len(tokens) == SLOW["max_tokens"]
+            assert largest_deviation(world, prompt, tokens, logprobs, world.bundles["other"]) <= TOLERANCE
 
 
 def test_an_aborted_request_frees_its_bundle(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
@@ -136,7 +97,7 @@ def test_an_aborted_request_frees_its_bundle(bundles: Bundles, client: openai.Op
     bundles.unload("short")
     for stream in streams:
         stream.close()
-    wait_until(lambda: not bundles.list()["draining"])
+    bundles.wait_until_drained()
 
 
 def test_loading_the_same_content_again_changes_nothing(bundles: Bundles, world: World) -> None:
@@ -208,11 +169,8 @@ class TestRefusals:
         self.refused(bundles.load("new", path), "hidden_size")
 
     def test_of_an_adapter_the_server_has_not(self, bundles: Bundles, world: World, tmp_path: Path) -> None:
-        bundle = world.bundles["other"]
         path = tmp_path / "adapted.safetensors"
-        fields = {name: getattr(bundle.metadata, name) for name in ("backbone", "budget", "entries", "weighting")}
-        tensors = bundle.tensors()
-        write_bundle(type(bundle).create(**tensors, **fields, recipe="build", settings={}, adapter="style"), path)
+        write_bundle(remade(world.bundles["other"], adapter="style"), path)
         self.refused(bundles.load("new", path), "LoRA adapter 'style'")
 
     def test_of_bodies(self, bundles: Bundles, server: str, world: World) -> None:
@@ -226,15 +184,8 @@ class TestRefusals:
 
 
 def test_a_name_loaded_twice_at_once_is_loaded_once(bundles: Bundles, world: World) -> None:
-    answers: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(bundles.load("race", world.paths["other"]).status_code))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: bundles.load("race", world.paths["other"]).status_code, range(4)))
     assert sorted(answers) == [200, 400, 400, 400]
     bundles.unload("race")
-    wait_until(lambda: not bundles.list()["draining"])
+    bundles.wait_until_drained()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
@@ -11,8 +10,7 @@ import pytest
 
 from inducekv_vllm.bundle import Bundle, write_bundle
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, gated_bundle, prompts
-from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
-from tests.server.test_bundles import Bundles
+from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
 
 TASKS = ("a", None, "b", None)
 
@@ -24,16 +22,14 @@ def questions() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def gated(
-    server: str, world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+    bundles: Bundles, world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bundle]:
     """Served as "gated": open for the first and third prompt."""
     bundle = gated_bundle(world, questions, TASKS)
-    path: Path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
+    path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
     write_bundle(bundle, path)
-    loaded = Bundles(server).load("gated", path)
-    assert loaded.status_code == 200, loaded.text
-    yield bundle
-    Bundles(server).unload("gated")
+    with bundles.loaded("gated", path):
+        yield bundle
 
 
 def test_answers_equal_the_reference_open_and_closed(
@@ -76,9 +72,9 @@ def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
 
 
 def test_the_list_and_the_counters_show_the_gate(
-    client: openai.OpenAI, server: str, gated: Bundle, questions: list[Prompt]
+    client: openai.OpenAI, bundles: Bundles, server: str, gated: Bundle, questions: list[Prompt]
 ) -> None:
-    cards = {card["name"]: card for card in Bundles(server).list()["data"]}
+    cards = bundles.cards()
     assert cards["gated"]["gate_tasks"] == ["a", "b"]
     assert cards["gated"]["tasks"] == {"a": 6, "b": 6}
     assert cards["sqrt"]["gate_tasks"] is None

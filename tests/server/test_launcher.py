@@ -12,7 +12,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
-from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, parser, plugin_list, set_environment, vllm_arguments
+from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, main, plugin_list
 from tests.inducekv_vllm.bundles import random_bundle
 
 
@@ -24,7 +24,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def handed(*argv: str) -> list[str]:
-    return vllm_arguments(*parser().parse_known_args(argv))
+    return launcher.vllm_arguments(*launcher.parser().parse_known_args(argv))
 
 
 def additional(arguments: list[str]) -> dict:
@@ -35,10 +35,8 @@ def additional(arguments: list[str]) -> dict:
 class TestArguments:
     def test_of_a_plain_start(self, bundle: Path) -> None:
         arguments = handed("MODEL", "--memory", f"a={bundle}", f"--memory=b={bundle}", "--port", "1", "-tp", "2")
-        assert arguments[:-2] == [
-            *["MODEL", "--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS],
-            *["--port", "1", "-tp", "2"],
-        ]
+        ours = ["--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS]
+        assert arguments[:-2] == ["MODEL", *ours, "--port", "1", "-tp", "2"]
         assert additional(arguments) == {"inducekv": {"bundles": {"a": str(bundle), "b": str(bundle)}}}
 
     def test_the_model_may_stand_behind_our_flags(self, bundle: Path) -> None:
@@ -119,34 +117,34 @@ class TestRefusals:
         with pytest.raises(UsageError, match=message):
             handed("MODEL", *argv)
 
-    def test_are_one_line_and_status_2(self) -> None:
-        command = [sys.executable, "-m", "server.launcher", "MODEL", "--memory", "a=/no/such/file"]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        assert ended.returncode == 2
-        assert ended.stderr == "inducekv-serve: error: --memory a: no such file: /no/such/file\n"
-        assert ended.stdout == ""
+    def test_are_one_line_and_status_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as end:
+            main(["MODEL", "--memory", "a=/no/such/file"])
+        assert end.value.code == 2
+        assert capsys.readouterr() == ("", "inducekv-serve: error: --memory a: no such file: /no/such/file\n")
+
+    def test_come_before_anything_heavy(self) -> None:
+        code = (
+            "import sys; from server.launcher import main\n"
+            "try: main(['MODEL', '--memory', 'a'])\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'vllm' in sys.modules)"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ended.stdout.split() == ["2", "False", "False"]
 
 
-def test_print_demo_model() -> None:
-    command = [sys.executable, "-m", "server.launcher", "--print-demo-model"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{CHECKPOINT}\n"
+def test_print_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--print-demo-model"])
+    assert capsys.readouterr().out == f"{CHECKPOINT}\n"
 
 
-def test_checks_come_before_anything_heavy() -> None:
-    code = (
-        "import sys; from server.launcher import main\n"
-        "try: main(['MODEL', '--memory', 'a'])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'vllm' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stdout.split() == ["2", "False", "False"]
-
-
-def test_help_shows_ours_and_points_to_vllms() -> None:
-    ended = subprocess.run([sys.executable, "-m", "server.launcher", "--help"], capture_output=True, text=True)
-    assert ended.returncode == 0
-    assert "--memory NAME=PATH" in ended.stdout
-    assert "vllm serve --help=all" in ended.stdout
+def test_help_shows_ours_and_points_to_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--memory NAME=PATH" in shown
+    assert "vllm serve --help=all" in shown
 
 
 class TestEnvironment:
@@ -164,6 +162,6 @@ class TestEnvironment:
         self, space: str | None, is_demo: bool, after: str | None
     ) -> None:
         environment = {} if space is None else {"VLLM_CPU_KVCACHE_SPACE": space}
-        set_environment(environment, "inducekv", is_demo=is_demo)
+        launcher.set_environment(environment, "inducekv", is_demo=is_demo)
         assert environment["VLLM_PLUGINS"] == "inducekv"
         assert environment.get("VLLM_CPU_KVCACHE_SPACE") == after

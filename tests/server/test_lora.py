@@ -8,9 +8,8 @@ import openai
 
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.parity import TOLERANCE, gated_bundle, prompts
-from tests.server.http import TRACED, ask, deviation, trace_of
+from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted
-from tests.server.test_bundles import Bundles
 
 
 def test_answers_equal_the_merged_model_with_the_memory(adapted: Adapted) -> None:

@@ -112,16 +112,11 @@ class TestEveryKindOfAnswer:
             assert deviation(world, response, prompt, world.bundles["prior"], choice=choice) <= TOLERANCE
 
     def test_structured_output(self, client: openai.OpenAI) -> None:
-        schema = {
-            "type": "object",
-            "properties": {"count": {"enum": [1, 2]}},
-            "required": ["count"],
-            "additionalProperties": False,
-        }
+        count = {"properties": {"count": {"enum": [1, 2]}}, "required": ["count"]}
+        schema = {"type": "object", "additionalProperties": False, **count}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-        response = ask(
-            client, "sqrt", prompts(1, seed=7)[0], response_format=form, extra_body={"ignore_eos": False}, max_tokens=64
-        )
+        options = {"response_format": form, "extra_body": {"ignore_eos": False}, "max_tokens": 64}
+        response = ask(client, "sqrt", prompts(1, seed=7)[0], **options)
         assert response.choices[0].finish_reason == "stop"
         assert json.loads(response.choices[0].message.content)["count"] in (1, 2)
 
@@ -135,14 +130,16 @@ class TestEveryKindOfAnswer:
         assert len(of_base) == len(of_memory) > 2
         assert of_base != of_memory
 
-    @pytest.mark.parametrize("path", ["responses", "messages"])
-    def test_other_protocols(self, server: str, path: str) -> None:
-        question: dict[str, Any] = {"model": "sqrt", "temperature": 0, "vllm_xargs": {"inducekv_trace": 1}}
-        if path == "responses":
-            question |= {"input": "How many squares are there?", "max_output_tokens": 8}
-        else:
-            question |= {"messages": [{"role": "user", "content": "How many squares are there?"}], "max_tokens": 8}
-        response = httpx.post(f"{server}/v1/{path}", json=question, timeout=300)
+    @pytest.mark.parametrize(
+        ("path", "question"),
+        [
+            ("responses", {"input": "How many squares?", "max_output_tokens": 8}),
+            ("messages", {"messages": [{"role": "user", "content": "How many squares?"}], "max_tokens": 8}),
+        ],
+    )
+    def test_other_protocols(self, server: str, path: str, question: dict[str, Any]) -> None:
+        body = question | {"model": "sqrt", "temperature": 0} | TRACED
+        response = httpx.post(f"{server}/v1/{path}", json=body, timeout=300)
         assert response.status_code == 200, response.text
         assert response.json()["model"] == "sqrt"
         (trace,) = httpx.get(f"{server}/v1/memory_trace/{response.json()['id']}").json()["traces"]

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import State
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
+from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.two_pass import TwoPassEngine
-from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from server.endpoint import check_server, guard_adapters
+from inducekv_vllm.errors import CapacityError, ConfigError, FingerprintMismatch, UnknownBundle, UnsupportedModel
+from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.engine.served import Served, handle, on_the_engines_loop
+from tests.inducekv_vllm.bundles import random_bundle
+from tests.inducekv_vllm.engine.served import Served, handle, last
 from tests.inducekv_vllm.parity import World
+
+pytestmark = pytest.mark.anyio
 
 
 class Registered:
@@ -59,49 +65,36 @@ class Registered:
 
 
 @pytest.fixture
-def registered(served: Served, world: World) -> Iterator[Registered]:
+async def registered(served: Served, world: World) -> AsyncIterator[Registered]:
     """The engine must be empty again after each test."""
-
-    async def start() -> tuple[Registered, set[str]]:
-        registered = Registered(served, world)
-        return registered, await registered.resident()
-
-    async def check_empty() -> None:
-        for card in registered.registry.list().data:
-            await registered.registry.unload(card.name)
-        assert await registered.released() == before
-        assert registered.registry.list().draining == []
-
-    registered, before = served.run(start())
+    registered = Registered(served, world)
+    before = await registered.resident()
     yield registered
-    served.run(check_empty())
+    for card in registered.registry.list().data:
+        await registered.registry.unload(card.name)
+    assert await registered.released() == before
+    assert registered.registry.list().draining == []
 
 
-@on_the_engines_loop
-async def test_a_running_request_keeps_its_version_through_a_replacement(
-    served: Served, registered: Registered
-) -> None:
+async def test_a_running_request_keeps_its_version_through_a_replacement(registered: Registered) -> None:
     await registered.load("m", "other")
     stream = registered.stream("m", await registered.render(seed=31), max_tokens=100)
     await anext(stream)  # it now waits until it is iterated again
     await registered.load("m", "prior", replace=True)
-    (old,) = registered.registry.list().draining
-    assert (old.digest, old.active_requests) == (registered.digest("other"), 1)
+    (draining,) = registered.registry.list().draining
+    assert (draining.digest, draining.active_requests) == (registered.digest("other"), 1)
     assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
 
-    new = [output async for output in registered.stream("m", await registered.render(seed=31))][-1]
+    new = await last(registered.stream("m", await registered.render(seed=31)))
     assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
-    last = [output async for output in stream][-1]
-    assert last.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
-    assert last.finished
+    old = await last(stream)
+    assert old.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
+    assert old.finished
     assert registered.digest("other") not in await registered.released()
     assert registered.digest("prior") in await registered.resident()
 
 
-@on_the_engines_loop
-async def test_a_request_runs_on_the_version_its_options_were_checked_against(
-    served: Served, registered: Registered
-) -> None:
+async def test_a_request_runs_on_the_version_its_options_were_checked_against(registered: Registered) -> None:
     """The version is replaced, and its name removed, between the call and the first iteration."""
     await registered.load("m", "other")
     streams = [registered.stream("m", await registered.render(seed=34), inducekv_top_k=k) for k in (2, 12)]
@@ -110,13 +103,12 @@ async def test_a_request_runs_on_the_version_its_options_were_checked_against(
     assert (draining.digest, draining.active_requests) == (registered.digest("other"), 2)
     await registered.registry.unload("m")
     for stream, k in zip(streams, (2, 12), strict=True):
-        trace = [output async for output in stream][-1].kv_transfer_params["inducekv"]
+        trace = (await last(stream)).kv_transfer_params["inducekv"]
         assert (trace["digest"], len(trace["entries"])) == (registered.digest("other"), k)
     assert not {registered.digest("other"), registered.digest("prior")} & await registered.released()
 
 
-@on_the_engines_loop
-async def test_a_request_that_never_begins_releases_its_version(served: Served, registered: Registered) -> None:
+async def test_a_request_that_never_begins_releases_its_version(registered: Registered) -> None:
     await registered.load("m", "other")
     stream = registered.stream("m", {"type": "token", "prompt_token_ids": [5, 6]})
     await registered.registry.unload("m")
@@ -126,8 +118,7 @@ async def test_a_request_that_never_begins_releases_its_version(served: Served, 
     assert registered.digest("other") not in await registered.released()
 
 
-@on_the_engines_loop
-async def test_a_running_request_outlives_its_name(served: Served, registered: Registered) -> None:
+async def test_a_running_request_outlives_its_name(registered: Registered) -> None:
     await registered.load("m", "other")
     finishes = registered.stream("m", await registered.render(seed=32), max_tokens=100)
     is_closed = registered.stream("m", await registered.render(seed=33), max_tokens=100)
@@ -136,7 +127,7 @@ async def test_a_running_request_outlives_its_name(served: Served, registered: R
     await registered.registry.unload("m")
     assert "m" not in registered.models.lora_requests
     assert registered.registry.list().draining[0].active_requests == 2
-    assert [output async for output in finishes][-1].finished
+    assert (await last(finishes)).finished
     assert registered.digest("other") in await registered.released()
     await is_closed.aclose()
     assert registered.digest("other") not in await registered.released()
@@ -144,17 +135,15 @@ async def test_a_running_request_outlives_its_name(served: Served, registered: R
         await registered.registry.unload("m")
 
 
-@on_the_engines_loop
-async def test_a_version_comes_back_before_it_is_released(served: Served, registered: Registered) -> None:
+async def test_a_version_comes_back_before_it_is_released(registered: Registered) -> None:
     await registered.load("m", "other")
     await registered.registry.unload("m")
     await registered.load("n", "other")
     assert registered.digest("other") in await registered.released()
 
 
-@on_the_engines_loop
 async def test_a_worker_that_refuses_leaves_everything_as_it_was(
-    served: Served, registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file changes after the server has checked it and before the worker reads it."""
     path = tmp_path / "m.safetensors"
@@ -176,11 +165,22 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
 
 
+async def test_a_server_with_a_bundle_of_another_backbone_does_not_start(
+    registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bundle(random_bundle(), tmp_path / "foreign.safetensors")
+    settings = {"bundles": {"m": str(tmp_path / "foreign.safetensors")}}
+    monkeypatch.setitem(registered.llm.vllm_config.additional_config, "inducekv", settings)
+    state = State({"openai_serving_models": registered.models})
+    with pytest.raises(FingerprintMismatch, match=r"'m' .* was made for another backbone: .*hidden_size"):
+        await InduceKVEndpoint().init_state(registered.llm, state, Namespace())
+
+
 class TestAdapters:
     """LoRA beside memory: the tables agree, and neither side's routes touch the other's names."""
 
     @pytest.fixture
-    def adapted(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Registered:
+    def styled(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Registered:
         """The server has an adapter "style"; every bundle read names it."""
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
         read = registered.registry._read
@@ -188,37 +188,31 @@ class TestAdapters:
         guard_adapters(registered.models, registered.registry)
         return registered
 
-    @on_the_engines_loop
-    async def test_a_bundle_runs_with_its_adapter(self, served: Served, adapted: Registered) -> None:
-        await adapted.load("m", "other")
-        with adapted.registry.lease("m") as lease:
-            assert lease.adapter is adapted.models.lora_requests["style"]
+    async def test_a_bundle_runs_with_its_adapter(self, styled: Registered) -> None:
+        await styled.load("m", "other")
+        with styled.registry.lease("m") as lease:
+            assert lease.adapter is styled.models.lora_requests["style"]
 
-    @on_the_engines_loop
-    async def test_names_are_not_shared(self, served: Served, adapted: Registered) -> None:
+    async def test_names_are_not_shared(self, styled: Registered) -> None:
         with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
-            await adapted.load("style", "other")
+            await styled.load("style", "other")
 
-    @on_the_engines_loop
-    async def test_loras_routes_leave_bundles_and_their_adapters_alone(
-        self, served: Served, adapted: Registered
-    ) -> None:
-        await adapted.load("m", "other")
-        before = dict(adapted.models.lora_requests)
+    async def test_loras_routes_leave_bundles_and_their_adapters_alone(self, styled: Registered) -> None:
+        await styled.load("m", "other")
+        before = dict(styled.models.lora_requests)
         for name in ("m", "style"):
             body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
-            for change in (adapted.models.load_lora_adapter, adapted.models.unload_lora_adapter):
+            for change in (styled.models.load_lora_adapter, styled.models.unload_lora_adapter):
                 answer = await change(body)
                 assert isinstance(answer, ErrorResponse)
                 assert answer.error.code == 400
                 assert name in answer.error.message
-        assert adapted.models.lora_requests == before
+        assert styled.models.lora_requests == before
 
-    @on_the_engines_loop
-    async def test_a_bundle_without_its_adapter_is_refused(self, served: Served, adapted: Registered) -> None:
-        del adapted.models.lora_requests["style"]
+    async def test_a_bundle_without_its_adapter_is_refused(self, styled: Registered) -> None:
+        del styled.models.lora_requests["style"]
         with pytest.raises(UnsupportedModel, match="needs the LoRA adapter 'style'; loaded are: none"):
-            await adapted.load("m", "other")
+            await styled.load("m", "other")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +224,7 @@ class TestAdapters:
         ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
     ],
 )
-def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int], message: str) -> None:
+async def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int], message: str) -> None:
     async def no_such_method(method: str) -> None:
         raise AttributeError(method)
 
@@ -241,4 +235,4 @@ def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int]
         collective_rpc=no_such_method,
     )
     with pytest.raises(UnsupportedModel, match=message):
-        asyncio.run(check_server(client))
+        await check_server(client)

@@ -24,8 +24,7 @@ from selector.data.examples import Example, read_task
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
 from tests.reference import reference_logprobs
 from tests.selector.conftest import record, write_task
-from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
-from tests.server.test_bundles import Bundles, wait_until
+from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
 
 # Questions and answers by task; the model needs no memory for "base".
 QUESTIONS = {
@@ -88,34 +87,30 @@ def write_split(folder: Path, task: str, split: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def refined(selector: Selector) -> Iterator[Published]:
+def refined(bundles: Bundles, selector: Selector) -> Iterator[Published]:
     """Two tasks, one after the other, each published under the name "refined": the second replaces the first."""
     (first := selector.folder / "first").mkdir()
     stream = ("--base", str(selector.data["base"]["training"]), "--anchors", str(selector.folder / "anchors"))
     selector.publish("refined", "colours", *REFINED, *stream)
     previous = (selector.folder / "refined.safetensors").rename(first / "refined.safetensors")
     yield selector.publish("refined", "counts", *REFINED, *stream, "--previous", str(previous))
-    unload(selector.server, "refined")
+    bundles.unload("refined")
+    bundles.wait_until_drained()
 
 
 @pytest.fixture(scope="module")
-def paper(selector: Selector) -> Iterator[Published]:
+def paper(bundles: Bundles, selector: Selector) -> Iterator[Published]:
     yield selector.publish("paper", "colours", *PAPER)
-    unload(selector.server, "paper")
-
-
-def unload(server: str, name: str) -> None:
-    bundles = Bundles(server)
-    assert bundles.unload(name).status_code == 200
-    wait_until(lambda: not bundles.list()["draining"])
+    bundles.unload("paper")
+    bundles.wait_until_drained()
 
 
 @pytest.mark.parametrize("recipe", ["refined", "paper"])
 def test_the_server_holds_the_bundle_that_was_published(
-    request: pytest.FixtureRequest, selector: Selector, recipe: str
+    request: pytest.FixtureRequest, bundles: Bundles, recipe: str
 ) -> None:
     published: Published = request.getfixturevalue(recipe)
-    (card,) = (card for card in Bundles(selector.server).list()["data"] if card["name"] == recipe)
+    card = bundles.cards()[recipe]
     assert published.deployed.bundle is not None
     assert card["digest"] == published.deployed.bundle.digest == published.report["digest"]
     tasks, gate_tasks = {"colours": 4}, None

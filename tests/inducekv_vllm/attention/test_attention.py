@@ -13,13 +13,11 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from inducekv_vllm.attention import cpu
-from inducekv_vllm.attention.backend import probe_packed_layout
-from inducekv_vllm.attention.merge import merge_memory
+from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
 from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.page_terms import Retrieval, Weighting, page_terms
-from tests.inducekv_vllm.attention.reference import attention_with_memory
 
 current_platform.import_kernels()
 
@@ -61,13 +59,43 @@ def _cache(keys: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cache.nan_to_num(0.0), table
 
 
-def _self_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[R, H, D] float64: what the base kernel leaves for the last R of T tokens."""
+def attention_with_memory(query: Tensor, keys: Tensor, values: Tensor, memory: RequestMemory | None) -> Tensor:
+    """Attend from the last R of T tokens to their memory and, causally, to all T tokens, by one plain softmax.
+
+    Args:
+        query: [R, H, D], rotated.
+        keys: [T, J, D], rotated; values: [T, J, D].
+
+    Returns:
+        [R, H, D] float64.
+    """
     R, T = len(query), len(keys)
-    visible = torch.arange(T) <= torch.arange(T - R, T)[:, None]
-    logits = torch.einsum("rjgd,tjd->jgrt", query.double().view(R, J, G, D), keys.double()) * SCALE
-    share = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return torch.einsum("jgrt,tjd->rjgd", share, values.double()).reshape(R, H, D)
+    causal = torch.arange(T) <= torch.arange(T - R, T)[:, None]  # [R, T]
+    output = torch.empty(R, H, D, dtype=torch.float64)
+    for head in range(H):
+        q = query[:, head].double()  # [R, D]
+        self_logits = q @ keys[:, head // G].double().T * SCALE
+        logits, attended = [self_logits.masked_fill(~causal, -math.inf)], [values[:, head // G].double()]
+        if memory is not None:
+            memory_logits, memory_values = _memory_of_head(q, memory, head // G)
+            logits.append(memory_logits)
+            attended.append(memory_values)
+        output[:, head] = torch.cat(logits, dim=1).softmax(dim=1) @ torch.cat(attended)
+    return output
+
+
+def _memory_of_head(q: Tensor, memory: RequestMemory, kv_head: int) -> tuple[Tensor, Tensor]:
+    """Logits [R, S + 1] of S memory tokens and the remainder for queries [R, D], and their values [S + 1, D]."""
+    pages = memory.bundle.layers[0]
+    index = torch.arange(B * m) if memory.token_index is None else memory.token_index  # [S]
+    one, zero = torch.ones(len(index), dtype=torch.float64), torch.zeros(len(index), dtype=torch.float64)
+    key_scale = one if memory.key_scale is None else memory.key_scale.double()
+    value_scale = one if memory.value_scale is None else memory.value_scale.double()
+    log_weight = zero if memory.log_weight is None else memory.log_weight.double()
+    logits = key_scale * (q @ pages.keys[kv_head, index].double().T) * SCALE + log_weight + pages.bias
+    remainder = torch.full((len(q), 1), memory.log_remainder + pages.bias, dtype=torch.float64)
+    values = value_scale[:, None] * pages.gate * pages.values[kv_head, index].double()
+    return torch.cat([logits, remainder], dim=1), torch.cat([values, torch.zeros(1, D, dtype=torch.float64)])
 
 
 def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory | None]]) -> float:
@@ -84,39 +112,14 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
 
     query = torch.cat(queries)
     key = torch.cat([k[len(k) - R :] for k, (R, _, _) in zip(keys, requests, strict=True)])
-    output = torch.cat([_self_attention(*qkv) for qkv in zip(queries, keys, values, strict=True)])
-    touched = []
-    for span in step.prefills:
-        pages = span.memory.bundle.layers[0]
-        memory_out, memory_lse = cpu.prefill_memory_attention(query[span.rows], pages, span.memory, SCALE)
-        lse = cpu.prefill_self_lse(query[span.rows], key[span.rows], kv_cache, span, SCALE)
-        remainder = span.memory.log_remainder if span.memory.has_remainder else None
-        output[span.rows] = merge_memory(
-            output[span.rows], lse, memory_out, memory_lse, pages.gate, pages.bias, remainder
-        ).double()
-        touched += list(range(span.rows.start, span.rows.stop))
-    for batch in step.decodes:
-        pages = batch.bundle.layers[0]
-        memory_out, memory_lse = cpu.decode_memory_attention(query[batch.rows], pages, batch, SCALE)
-        lse = cpu.decode_self_lse(query[batch.rows], kv_cache, batch, SCALE)
-        output[batch.rows] = merge_memory(
-            output[batch.rows], lse, memory_out, memory_lse, pages.gate, pages.bias, batch.log_remainder
-        ).double()
-        touched += torch.arange(len(query))[batch.rows].tolist()
-    expected_rows = [
-        row
-        for (R, _, memory), start in zip(requests, starts, strict=False)
-        if memory
-        for row in range(start, start + R)
-    ]
-    assert sorted(touched) == expected_rows
+    output = torch.cat([attention_with_memory(*qkv, None) for qkv in zip(queries, keys, values, strict=True)])
+    impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
+    impl.scale = SCALE
+    impl._add_memory(step, 0, query, key, kv_cache, output)
 
     worst = 0.0
     for (R, _, memory), start, q, k, v in zip(requests, starts, queries, keys, values, strict=False):
-        if memory is None:
-            expected = _self_attention(q, k, v)
-        else:
-            expected = attention_with_memory(q, k, v, memory.bundle.layers[0], memory, SCALE)
+        expected = attention_with_memory(q, k, v, memory)
         worst = max(worst, float((output[start : start + R] - expected).abs().max() / expected.abs().max()))
     return worst
 

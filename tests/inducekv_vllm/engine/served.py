@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -45,11 +44,16 @@ def handle(name: str = "m") -> MemoryRequest:
     return MemoryRequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")
 
 
-class Served:
-    """The engine with the bundle "sqrt" as its memory "m", on an event loop that lives as long as the tests."""
+async def last(stream: AsyncGenerator[Any, None]) -> Any:
+    """The last output: that of the finished request."""
+    return [output async for output in stream][-1]
 
-    def __init__(self, runner: asyncio.Runner, llm: AsyncLLM, memories: Memories) -> None:
-        self.run, self.llm, self.memories = runner.run, llm, memories
+
+class Served:
+    """The engine with the bundle "sqrt" as its memory "m"."""
+
+    def __init__(self, llm: AsyncLLM, memories: Memories) -> None:
+        self.llm, self.memories = llm, memories
         self.engine = TwoPassEngine(llm, memories, InduceKVConfig())
         self.plain = llm.generate
         self._count = 0
@@ -66,7 +70,7 @@ class Served:
         return self.engine.generate(prompt, SamplingParams(**settings), f"r{self._count}", lora_request=handle())
 
     async def answer(self, prompt: Any, **options: Any) -> Any:
-        return [output async for output in self.stream(prompt, **options)][-1]
+        return await last(self.stream(prompt, **options))
 
     async def nothing_is_left(self) -> None:
         """No request, key or slot on either side. The worker hears of finished requests in the next step."""
@@ -82,51 +86,30 @@ class Served:
     async def plain_answer(self) -> Any:
         prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
         self._count += 1
-        outputs = self.plain(prompt, SamplingParams(max_tokens=2, temperature=0), f"p{self._count}")
-        return [output async for output in outputs][-1]
+        return await last(self.plain(prompt, SamplingParams(max_tokens=2, temperature=0), f"p{self._count}"))
 
 
-@contextlib.contextmanager
-def serve_world(world: World) -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+@contextlib.asynccontextmanager
+async def serve_world(world: World) -> AsyncIterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-
-        async def start() -> tuple[AsyncLLM, MemoryIndex]:
-            llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(world.model),
-                    dtype="float32",
-                    max_model_len=256,
-                    max_num_seqs=4,
-                    enforce_eager=True,
-                    worker_cls=WORKER_CLS,
-                    additional_config={"inducekv": {}},
-                )
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(world.model),
+                dtype="float32",
+                max_model_len=256,
+                max_num_seqs=4,
+                enforce_eager=True,
+                worker_cls=WORKER_CLS,
+                additional_config={"inducekv": {}},
             )
-            path = str(world.paths["sqrt"])
-            memory = MemoryIndex.from_bundle(read_bundle(path), path)
-            (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
-            assert loaded["ok"], loaded
-            return llm, memory
-
-        llm, memory = runner.run(start())
-        patch.undo()
-        try:
-            yield Served(runner, llm, Memories(m=memory))
-        finally:
-            llm.shutdown()
-
-
-def on_the_engines_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test that has the fixture `served`; afterwards nothing may be left in the engine."""
-
-    @functools.wraps(test)
-    def run(*self: Any, served: Served, **fixtures: Any) -> None:
-        async def bounded() -> None:
-            await asyncio.wait_for(test(*self, served=served, **fixtures), 240)
-            await served.nothing_is_left()
-
-        served.run(bounded())
-
-    return run
+        )
+    try:
+        path = str(world.paths["sqrt"])
+        memory = MemoryIndex.from_bundle(read_bundle(path), path)
+        (loaded,) = await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
+        assert loaded["ok"], loaded
+        yield Served(llm, Memories(m=memory))
+    finally:
+        llm.shutdown()

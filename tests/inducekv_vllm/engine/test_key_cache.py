@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
 
-from inducekv_vllm.engine.key_cache import KeyCache
+from inducekv_vllm.engine.key_cache import KeyCache, KeyLookup
 from inducekv_vllm.page_terms import FloatArray
+
+pytestmark = pytest.mark.anyio
 
 
 class Computation:
@@ -33,24 +33,21 @@ class Computation:
         return np.full(2, self.value, dtype=np.float32)
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__name__ = test.__name__
-    return run
-
-
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-@in_loop
+async def begin(count: int, cache: KeyCache, compute: Computation) -> list[asyncio.Task[KeyLookup]]:
+    """Callers that all wait for the key of one prompt."""
+    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(count)]
+    await settle()
+    return callers
+
+
 async def test_one_computation_for_all_who_wait() -> None:
     cache, compute = KeyCache(4), Computation()
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(3)]
-    await settle()
+    callers = await begin(3, cache, compute)
     compute.release.set()
     lookups = await asyncio.gather(*callers)
     assert [lookup.source for lookup in lookups] == ["computed", "shared", "shared"]
@@ -58,7 +55,6 @@ async def test_one_computation_for_all_who_wait() -> None:
     assert (await cache.get(b"p", compute)).source == "cached"
 
 
-@in_loop
 async def test_it_begins_before_anything_else_runs() -> None:
     cache, compute = KeyCache(4), Computation()
     started: list[int] = []
@@ -74,11 +70,9 @@ async def test_it_begins_before_anything_else_runs() -> None:
     await task
 
 
-@in_loop
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
-    first, second, third = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(3))
-    await settle()
+    first, second, third = await begin(3, cache, compute)
     first.cancel()
     await settle()
     assert (compute.runs, compute.cancelled) == (2, 1)
@@ -88,11 +82,9 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     assert first.cancelled()
 
 
-@in_loop
 async def test_who_waits_may_leave() -> None:
     cache, compute = KeyCache(4), Computation()
-    first, second = (asyncio.create_task(cache.get(b"p", compute)) for _ in range(2))
-    await settle()
+    first, second = await begin(2, cache, compute)
     second.cancel()
     await settle()
     compute.release.set()
@@ -100,11 +92,9 @@ async def test_who_waits_may_leave() -> None:
     assert (compute.runs, compute.cancelled) == (1, 0)
 
 
-@in_loop
 async def test_when_all_leave_nothing_stays() -> None:
     cache, compute = KeyCache(4), Computation()
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
-    await settle()
+    callers = await begin(2, cache, compute)
     for caller in reversed(callers):
         caller.cancel()
     await settle()
@@ -114,11 +104,9 @@ async def test_when_all_leave_nothing_stays() -> None:
     assert (await cache.get(b"p", again)).source == "computed"
 
 
-@in_loop
 async def test_an_error_reaches_all_and_is_not_remembered() -> None:
     cache, compute = KeyCache(4), Computation(error=ValueError("too long"))
-    callers = [asyncio.create_task(cache.get(b"p", compute)) for _ in range(2)]
-    await settle()
+    callers = await begin(2, cache, compute)
     compute.release.set()
     for caller in callers:
         with pytest.raises(ValueError, match="too long"):
@@ -127,7 +115,6 @@ async def test_an_error_reaches_all_and_is_not_remembered() -> None:
     assert (await cache.get(b"p", compute)).source == "computed"
 
 
-@in_loop
 async def test_the_least_recently_used_key_goes_first() -> None:
     cache, compute = KeyCache(2), Computation()
     compute.release.set()
@@ -138,7 +125,6 @@ async def test_the_least_recently_used_key_goes_first() -> None:
     assert (await cache.get(b"b", compute)).source == "computed"
 
 
-@in_loop
 async def test_without_capacity_nothing_is_remembered() -> None:
     cache, compute = KeyCache(0), Computation()
     compute.release.set()

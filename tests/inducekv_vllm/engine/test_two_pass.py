@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,21 +24,21 @@ from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import InjectionSpec
 from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.engine.served import Memories, Served, handle, on_the_engines_loop
+from tests.inducekv_vllm.engine.served import Memories, Served, handle, last
+
+pytestmark = pytest.mark.anyio
 
 
-@on_the_engines_loop
 async def test_the_memory_is_used(served: Served) -> None:
     prompt = await served.render(seed=1)
     first, second = await served.answer(prompt), await served.answer(prompt)
-    plain = served.plain(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), "plain")
-    without = [output async for output in plain][-1]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    without = await last(served.plain(prompt, params, "plain"))
     assert first.outputs[0].token_ids == second.outputs[0].token_ids != without.outputs[0].token_ids
     # The prompt carries the image's data, which the engine received three times.
     assert all(item is not None for item in prompt["mm_kwargs"]["image"])
 
 
-@on_the_engines_loop
 async def test_equal_prompts_at_once_share_one_key_pass(served: Served) -> None:
     equal = [await served.render(seed=2) for _ in range(5)]
     traced = {"inducekv_trace": 1}
@@ -47,7 +48,6 @@ async def test_equal_prompts_at_once_share_one_key_pass(served: Served) -> None:
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
 
 
-@on_the_engines_loop
 async def test_cancelled_in_the_key_pass(served: Served) -> None:
     for wait in (0, 0, 0.001, 0.003, 0.01):
         task = asyncio.create_task(served.answer(await served.render(seed=3, text=f"yes {wait}")))
@@ -59,7 +59,6 @@ async def test_cancelled_in_the_key_pass(served: Served) -> None:
     await served.answer(await served.render(seed=3))  # its image does not count as cached in the engine
 
 
-@on_the_engines_loop
 async def test_requests_that_share_a_key_pass_survive_the_cancellation_of_the_first(served: Served) -> None:
     tasks = [asyncio.create_task(served.answer(await served.render(seed=4))) for _ in range(3)]
     await asyncio.sleep(0)
@@ -70,7 +69,6 @@ async def test_requests_that_share_a_key_pass_survive_the_cancellation_of_the_fi
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@on_the_engines_loop
 async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
     options = {"n": n, "temperature": 1.0, "max_tokens": 150}
     stream = served.stream(await served.render(seed=5), **options)
@@ -87,7 +85,6 @@ async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["dropped", "closed", "cancelled"])
-@on_the_engines_loop
 async def test_a_request_that_never_begins_ends_its_lease(served: Served, ending: str) -> None:
     prompt = {"type": "token", "prompt_token_ids": [5, 6]}
     stream = served.stream(prompt)
@@ -111,7 +108,6 @@ async def test_a_request_that_never_begins_ends_its_lease(served: Served, ending
     assert served.memories.leases == 0
 
 
-@on_the_engines_loop
 async def test_a_request_that_is_refused_has_no_lease(served: Served) -> None:
     for option in ({"inducekv_top_k": 13}, {"inducekv_topk": 1}):
         with pytest.raises(VLLMValidationError):
@@ -119,7 +115,6 @@ async def test_a_request_that_is_refused_has_no_lease(served: Served) -> None:
         assert served.memories.leases == 0
 
 
-@on_the_engines_loop
 async def test_refusals(served: Served) -> None:
     async def streamed() -> AsyncGenerator[Any, None]:
         yield {"prompt_token_ids": [1]}
@@ -222,14 +217,14 @@ class TestImageCaches:
                 gate.set()
         await asyncio.gather(*tasks)
 
-    def test_stay_in_step(self) -> None:
-        asyncio.run(asyncio.wait_for(self.scenario(), 10))
+    async def test_stay_in_step(self) -> None:
+        await self.scenario()
         assert list(self.sender._cache.order) == list(self.receiver._cache.order)
 
-    def test_would_part_without_care(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_would_part_without_care(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TwoPassEngine, "_sync_mm_lru", lambda self, prompt: None)
         with pytest.raises(MultiModalCacheMissError):
-            asyncio.run(asyncio.wait_for(self.scenario(), 10))
+            await self.scenario()
 
 
 class TestPromptIdentity:
@@ -259,15 +254,15 @@ class TestPromptIdentity:
         assert prompt_identity(later, None) == prompt_identity(self.PROMPT, None)  # type: ignore[arg-type]
 
     def test_the_salt_of_an_answer_covers_all_it_depends_on(self) -> None:
-        specs = [
-            InjectionSpec("d", (0, 1), (0.75, 0.25), True),
-            InjectionSpec("e", (0, 1), (0.75, 0.25), True),
-            InjectionSpec("d", (1, 0), (0.75, 0.25), True),
-            InjectionSpec("d", (0, 1), (0.5, 0.5), True),
-            InjectionSpec("d", (0, 1), (0.75, 0.25), False),
+        spec = InjectionSpec("d", (0, 1), (0.75, 0.25), True)
+        changes: list[dict[str, Any]] = [
+            {},
+            {"bundle": "e"},
+            {"entries": (1, 0)},
+            {"weights": (0.5, 0.5)},
+            {"remainder": False},
         ]
-        salts = [answer_pass_prompt(self.PROMPT, spec)["cache_salt"] for spec in specs]  # type: ignore[arg-type, typeddict-item]
-        salted = {**self.PROMPT, "cache_salt": "tenant"}
-        salts.append(answer_pass_prompt(salted, specs[0])["cache_salt"])  # type: ignore[arg-type, typeddict-item]
-        assert len(set(salts)) == len(salts)
+        salts = {answer_pass_prompt(self.PROMPT, replace(spec, **change))["cache_salt"] for change in changes}  # type: ignore[arg-type, typeddict-item]
+        salts.add(answer_pass_prompt({**self.PROMPT, "cache_salt": "tenant"}, spec)["cache_salt"])  # type: ignore[arg-type, typeddict-item]
+        assert len(salts) == 6
         assert "cache_salt" not in self.PROMPT

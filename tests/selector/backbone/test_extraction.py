@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract, extract_keys, pooling_matrices
 from selector.backbone.model import Backbone
-from selector.data.examples import read_task
+from selector.data.examples import Example
+from tests.selector.stream import stop
 
 
 def segments(T: int, m: int) -> list[list[int]]:
@@ -65,13 +64,12 @@ def brute_force_payload(backbone: Backbone, inputs: dict[str, Tensor], m: int) -
 
 
 @pytest.mark.parametrize("m", [8, 80])  # 80 exceeds the prompts' length
-def test_extraction_is_the_formula(backbone: Backbone, task_file: Path, m: int) -> None:
-    examples = read_task(task_file)[:5]
-    result = extract(backbone, examples, m, batch_size=2)
+def test_extraction_is_the_formula(backbone: Backbone, examples: list[Example], m: int) -> None:
+    result = extract(backbone, examples[:5], m, batch_size=2)
     assert result.keys.shape == (5, backbone.hidden_size)
     assert result.payload_keys.shape == (backbone.num_layers, 5, backbone.num_kv_heads, m, backbone.head_dim)
     assert result.payload_values.shape == result.payload_keys.shape
-    for number, example in enumerate(examples):
+    for number, example in enumerate(examples[:5]):
         inputs = backbone.encode_example(example)
         keys, values = brute_force_payload(backbone, inputs, m)
         torch.testing.assert_close(result.payload_keys[:, number].double(), keys, rtol=1e-4, atol=1e-5)
@@ -80,12 +78,11 @@ def test_extraction_is_the_formula(backbone: Backbone, task_file: Path, m: int) 
     torch.testing.assert_close(result.keys.norm(dim=1), torch.ones(5))
 
 
-def test_batch_size_changes_nothing(backbone: Backbone, task_file: Path) -> None:
-    examples = read_task(task_file)
-    alone, together = extract(backbone, examples, 4, batch_size=1), extract(backbone, examples, 4, batch_size=12)
+def test_batch_size_changes_nothing(backbone: Backbone, examples: list[Example]) -> None:
+    alone, together = (extract(backbone, examples, 4, batch_size=size) for size in (1, 12))
     torch.testing.assert_close(alone.keys, together.keys, rtol=0, atol=2e-6)
-    torch.testing.assert_close(alone.payload_keys, together.payload_keys, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(alone.payload_values, together.payload_values, rtol=1e-4, atol=1e-5)
+    for name in ("payload_keys", "payload_values"):
+        torch.testing.assert_close(getattr(alone, name), getattr(together, name), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(extract_keys(backbone, examples, batch_size=5), together.keys, rtol=0, atol=2e-6)
 
 
@@ -93,33 +90,30 @@ def num_hooks(backbone: Backbone) -> int:
     return sum(len(part._forward_hooks) for layer in backbone.attention_layers() for part in layer.modules())
 
 
-def test_hooks_are_gone_afterwards_and_float16_is_the_rounding(llava: Backbone, task_file: Path) -> None:
-    examples = read_task(task_file)[:2]
-    full = extract(llava, examples, 4)
-    half = extract(llava, examples, 4, payload_dtype=torch.float16)
+def test_hooks_are_gone_afterwards_and_float16_is_the_rounding(llava: Backbone, examples: list[Example]) -> None:
+    full = extract(llava, examples[:2], 4)
+    half = extract(llava, examples[:2], 4, payload_dtype=torch.float16)
     assert torch.equal(half.payload_keys, full.payload_keys.half())
     assert num_hooks(llava) == 0
 
 
-def test_an_interruption_leaves_no_hooks(llava: Backbone, task_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Backbone, inputs: dict[str, Tensor]) -> Tensor:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Backbone, "hidden_states", interrupt)
+def test_an_interruption_leaves_no_hooks(
+    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backbone, "hidden_states", stop)
     with pytest.raises(KeyboardInterrupt):
-        extract(llava, read_task(task_file)[:2], 4)
+        extract(llava, examples[:2], 4)
     assert num_hooks(llava) == 0
 
 
-def test_bad_settings(llava: Backbone, task_file: Path) -> None:
-    examples = read_task(task_file)[:1]
+def test_bad_settings(llava: Backbone, examples: list[Example]) -> None:
     with pytest.raises(ConfigError, match="payload_tokens"):
-        extract(llava, examples, 0)
+        extract(llava, examples[:1], 0)
     with pytest.raises(ConfigError, match="batch_size"):
-        extract(llava, examples, 4, batch_size=0)
+        extract(llava, examples[:1], 4, batch_size=0)
 
 
-def test_different_prompts_have_different_keys(backbone: Backbone, task_file: Path) -> None:
-    keys = extract_keys(backbone, read_task(task_file)).numpy()
+def test_different_prompts_have_different_keys(backbone: Backbone, examples: list[Example]) -> None:
+    keys = extract_keys(backbone, examples).numpy()
     similarity = keys @ keys.T
     assert (similarity[~np.eye(len(keys), dtype=bool)] < 0.999).all()

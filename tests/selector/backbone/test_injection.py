@@ -1,4 +1,4 @@
-"""Injection: by hand, by loops, by transformers' own cache, by finite differences.
+"""Injection: by loops, by transformers' own cache, by finite differences.
 
 `selector.backbone.injection` is what the server is held against, so it is held against other ways of computing the
 same thing, none of which share its code.
@@ -7,12 +7,11 @@ same thing, none of which share its code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,86 +27,31 @@ from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.routing import gated_prior
-from selector.data.examples import read_task
+from selector.data.examples import Example
+from selector.paper.calibration import leaf
+from tests.inducekv_vllm.bundles import random_bundle
 from tests.reference import reference_logprobs, terms_from_pages
+from tests.selector.backbone.memories import B, M, entries, every_setting, random_memory
+from tests.selector.conftest import in_float64, unit_vectors
 
-B, M = 5, 3  # entries, payload tokens
 ANSWER = [40, 71, 300, 112, 55, 226]
-
-
-def random_memory(
-    backbone: Backbone, weighting: Weighting, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> Memory:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    L, J, D = backbone.num_layers, backbone.num_kv_heads, backbone.head_dim
-    return Memory(
-        retrieval_keys=torch.nn.functional.normalize(draw(B, backbone.hidden_size), dim=1),
-        payload_keys=draw(L, B, J, M, D),
-        payload_values=draw(L, B, J, M, D),
-        temperature=torch.tensor(0.1, dtype=dtype),
-        value_gates=0.2 + 0.6 * draw(L).sigmoid(),
-        layer_bias=0.5 * draw(L),
-        weighting=weighting,
-    )
+all_settings = every_setting(top_k=2)
 
 
 @pytest.fixture(scope="module")
-def prompts(backbone: Backbone, task_file: Path) -> list[Inputs]:
-    return [backbone.encode_example(example) for example in read_task(task_file)[:3]]
+def prompts(backbone: Backbone, examples: list[Example]) -> list[Inputs]:
+    return [backbone.encode_example(example) for example in examples[:3]]
 
 
 def query_keys(backbone: Backbone, prompts: Sequence[Inputs]) -> Tensor:
     return torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
 
 
-SETTINGS: list[tuple[Weighting, dict[str, Any]]] = [
-    ("sqrt", {}),
-    ("sqrt", {"top_k": 2}),
-    ("sqrt", {"top_k": 2, "remainder": True}),
-    ("prior", {}),
-    ("prior", {"top_k": 2}),
-]
-all_settings = pytest.mark.parametrize(("weighting", "settings"), SETTINGS, ids=lambda value: str(value))
+def text_prompt(backbone: Backbone) -> Inputs:
+    return backbone.encode([{"role": "user", "content": [{"type": "text", "text": "yes"}]}], [])
 
 
 # Attention
-
-
-def test_one_head_by_hand() -> None:
-    """Two entries of one token, one token of the request, D = 2, all numbers written out."""
-    memory = Memory(
-        retrieval_keys=torch.zeros(2, 1),
-        payload_keys=torch.tensor([[[[[1.0, 0.0]]], [[[0.0, 2.0]]]]]),
-        payload_values=torch.tensor([[[[[10.0, 0.0]]], [[[0.0, 10.0]]]]]),
-        temperature=torch.tensor(1.0),
-        value_gates=torch.tensor([0.25]),
-        layer_bias=torch.tensor([-0.5]),
-        weighting="sqrt",
-    )
-    terms = Terms(
-        key_scale=torch.tensor([[0.6, 0.8]]),
-        log_weight=torch.tensor([[0.1, -0.2]]),
-        value_scale=torch.tensor([[0.7, 0.9]]),
-        log_remainder=torch.tensor([math.log(3)]),
-    )
-    query = torch.tensor([[[[1.5, -1.0]]]])
-    key, value = torch.tensor([[[[0.5, 0.5]]]]), torch.tensor([[[[1.0, 2.0]]]])
-    output = attend(query, key, value, torch.ones(1, 1, 1, dtype=torch.bool), 2.0, memory, terms, layer=0)
-
-    first = math.exp(0.6 * (1.5 * 1.0) * 2.0 + 0.1 - 0.5)
-    second = math.exp(0.8 * (-1.0 * 2.0) * 2.0 - 0.2 - 0.5)
-    rest = 3 * math.exp(-0.5)
-    own = math.exp((1.5 * 0.5 - 1.0 * 0.5) * 2.0)
-    total = first + second + rest + own
-    expected = [
-        (first * 0.7 * 0.25 * 10.0 + own * 1.0) / total,
-        (second * 0.9 * 0.25 * 10.0 + own * 2.0) / total,
-    ]
-    np.testing.assert_allclose(output.flatten().tolist(), expected, rtol=1e-6)
 
 
 def loop_attention(
@@ -139,12 +83,14 @@ def loop_attention(
     return output
 
 
-@all_settings
-def test_attention_by_loops(llava: Backbone, weighting: Weighting, settings: dict[str, Any]) -> None:
+def test_attention_by_loops(llava: Backbone) -> None:
+    """Of any terms, those of a retrieval or not; one entry is left out, and one request has no remainder."""
     torch.manual_seed(1)
-    memory = random_memory(llava, weighting)
+    memory = random_memory(llava, "sqrt")
     n, H, J, T, S, D = 2, 4, 2, 3, 6, llava.head_dim
-    terms = memory.terms(torch.nn.functional.normalize(torch.randn(n, llava.hidden_size), dim=1), **settings)
+    log_weight = torch.randn(n, B)
+    log_weight[0, 2] = -math.inf
+    terms = Terms(torch.rand(n, B), log_weight, torch.rand(n, B), torch.tensor([math.log(3), -math.inf]))
     query, key, value = torch.randn(n, H, T, D), torch.randn(n, J, S, D), torch.randn(n, J, S, D)
     visible = torch.ones(n, T, S, dtype=torch.bool).tril(S - T)
     visible[1, :, :2] = False  # padding on the left
@@ -155,30 +101,29 @@ def test_attention_by_loops(llava: Backbone, weighting: Weighting, settings: dic
 # Retrieval
 
 
+def served_terms(memory: Memory, query_keys: Tensor, settings: dict[str, Any]) -> Terms:
+    """The terms of requests with these query keys [n, d] as the plugin computes them."""
+    index = PrefixIndex(memory.retrieval_keys.numpy())
+    options = {"payload_tokens": M, "num_entries": B, "remainder": settings.get("remainder", False)}
+    pages = []
+    for key in query_keys.numpy():
+        retrieval = index.search(key, float(memory.temperature), settings.get("top_k"))
+        pages.append(page_terms(retrieval, memory.weighting, **options))
+    return terms_from_pages(pages, B)
+
+
 @all_settings
 def test_terms_are_those_of_the_served_retrieval(
-    llava: Backbone, prompts: list[Inputs], weighting: Weighting, settings: dict[str, Any]
+    llava: Backbone, weighting: Weighting, settings: dict[str, Any]
 ) -> None:
     memory = random_memory(llava, weighting)
-    keys = torch.nn.functional.normalize(torch.randn(4, llava.hidden_size, generator=torch.Generator().manual_seed(2)))
-    index = PrefixIndex(memory.retrieval_keys.numpy())
-    pages = [
-        page_terms(
-            index.search(key, float(memory.temperature), settings.get("top_k")),
-            weighting,
-            payload_tokens=M,
-            num_entries=B,
-            remainder=settings.get("remainder", False),
-        )
-        for key in keys.numpy()
-    ]
-    expected, found = terms_from_pages(pages, B), memory.terms(keys, **settings)
+    keys = unit_vectors(4, llava.hidden_size, seed=2)
+    expected, found = served_terms(memory, keys, settings), memory.terms(keys, **settings)
     left_out = expected.log_weight == -math.inf
     assert torch.equal(found.log_weight == -math.inf, left_out)
     for name in ("key_scale", "value_scale", "log_weight"):
-        torch.testing.assert_close(
-            getattr(found, name)[~left_out], getattr(expected, name)[~left_out], rtol=2e-5, atol=1e-6
-        )
+        ours, theirs = getattr(found, name)[~left_out], getattr(expected, name)[~left_out]
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(found.log_remainder, expected.log_remainder)
 
 
@@ -259,20 +204,17 @@ def test_top_k_with_remainder_is_weights_of_zero(backbone: Backbone, prompts: li
     torch.testing.assert_close(found, score(backbone, prompts[:1], [ANSWER], memory, in_place)[0], rtol=0, atol=1e-5)
 
 
-def test_prior_weighting_does_not_grow_with_the_memory(backbone: Backbone, prompts: list[Inputs]) -> None:
+@pytest.mark.parametrize(("weighting", "same"), [("prior", True), ("sqrt", False)])
+def test_prior_weighting_does_not_grow_with_the_memory(
+    backbone: Backbone, prompts: list[Inputs], weighting: Weighting, same: bool
+) -> None:
     """Every entry twice: the same weights by halves, and the same answer; the paper's form gives another one."""
-    for weighting, same in (("prior", True), ("sqrt", False)):
-        memory = random_memory(backbone, weighting)  # type: ignore[arg-type]
-        doubled = replace(
-            memory,
-            retrieval_keys=memory.retrieval_keys.repeat(2, 1),
-            payload_keys=memory.payload_keys.repeat(1, 2, 1, 1, 1),
-            payload_values=memory.payload_values.repeat(1, 2, 1, 1, 1),
-        )
-        key = backbone.retrieval_keys(prompts[0])
-        (once,) = score(backbone, prompts[:1], [ANSWER], memory, memory.terms(key))
-        (twice,) = score(backbone, prompts[:1], [ANSWER], doubled, doubled.terms(key))
-        assert torch.allclose(once, twice, rtol=0, atol=1e-5) is same
+    memory = random_memory(backbone, weighting)
+    doubled = entries(memory, [*range(B), *range(B)])
+    key = backbone.retrieval_keys(prompts[0])
+    (once,) = score(backbone, prompts[:1], [ANSWER], memory, memory.terms(key))
+    (twice,) = score(backbone, prompts[:1], [ANSWER], doubled, doubled.terms(key))
+    assert torch.allclose(once, twice, rtol=0, atol=1e-5) is same
 
 
 def test_no_memory_is_the_plain_model_to_the_bit(backbone: Backbone, prompts: list[Inputs]) -> None:
@@ -337,136 +279,109 @@ def test_generation_without_memory_is_transformers_own(backbone: Backbone, promp
     assert found.token_ids == expected[0, -8:].tolist()
 
 
-def test_generation_ends_after_the_end_token(llava: Backbone, prompts: list[Inputs]) -> None:
-    prompt = llava.encode([{"role": "user", "content": [{"type": "text", "text": "yes"}]}], [])
-    (free,) = generate(llava, [prompt], 8, ignore_eos=True)
-    eos = llava.model.generation_config.eos_token_id
-    try:
-        llava.model.generation_config.eos_token_id = free.token_ids[3]
-        (ended,) = generate(llava, [prompt], 8)
-    finally:
-        llava.model.generation_config.eos_token_id = eos
-    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
+def test_generation_ends_after_the_end_token(llava: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    (free,) = generate(llava, [text_prompt(llava)], 8, ignore_eos=True)
+    end = free.token_ids[3]
+    monkeypatch.setattr(llava.model.generation_config, "eos_token_id", end)
+    (ended,) = generate(llava, [text_prompt(llava)], 8)
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
     assert len(ended.logprobs) == len(ended.token_ids)
 
 
 def test_an_answer_may_hold_the_image_placeholders_number(backbone: Backbone, prompts: list[Inputs]) -> None:
-    image = backbone.model.config.image_token_id
-    answer = [40, image, 71]
-    (found,) = score(backbone, prompts[:1], [answer])
-    cache = DynamicCache(config=backbone.model.config.get_text_config())
-    logits = [backbone.model(**prompts[0], past_key_values=cache).logits[0, -1]]
-    position = prompts[0]["input_ids"].shape[1]
-    deltas = getattr(backbone.model.model, "rope_deltas", None)
-    for step, token in enumerate(answer[:2]):
-        at = torch.tensor([[position + step]])
-        positions = at if deltas is None else (at + deltas)[None].expand(3, 1, 1)
-        logits.append(
-            backbone.model(
-                input_ids=torch.tensor([[token]]),
-                attention_mask=torch.ones(1, position + step + 1, dtype=torch.int64),
-                position_ids=positions,
-                past_key_values=cache,
-            ).logits[0, -1]
-        )
-    expected = torch.stack(logits).log_softmax(-1)[torch.arange(3), answer]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    """As if transformers had generated it."""
+    answer = [40, backbone.model.config.image_token_id, 71]
+    length = prompts[0]["input_ids"].shape[1]
+    generated = backbone.model.generate(
+        **prompts[0],
+        max_new_tokens=3,
+        do_sample=False,
+        eos_token_id=None,
+        prefix_allowed_tokens_fn=lambda _, token_ids: [answer[len(token_ids) - length]],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert generated.sequences[0, length:].tolist() == answer
+    expected = torch.cat(generated.logits).log_softmax(-1)[torch.arange(3), answer]
+    torch.testing.assert_close(score(backbone, prompts[:1], [answer])[0], expected, rtol=0, atol=1e-5)
 
 
 # Gradients
 
 
-def in_float64(backbone: Backbone) -> None:
-    """transformers' RMS norms compute in float32 whatever the model's type: too coarse for finite differences."""
-    for module in backbone.model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def forward(x: Tensor, module: Any = module) -> Tensor:
-                normed: Tensor = x * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt() * module.weight
-                return normed
-
-            module.forward = forward  # type: ignore[assignment]
-
-
-PARAMETERS = ("temperature", "value_gates", "layer_bias", "payload_keys", "payload_values", "log_prior")
-
-
 @pytest.mark.parametrize("model", ["llava", "qwen3-vl"])
-@pytest.mark.parametrize("parameter", PARAMETERS)
 @all_settings
 def test_gradients_are_finite_differences(
     model_folders: dict[str, Path],
-    task_file: Path,
-    double: dict[str, tuple[Backbone, Inputs, Tensor]],
+    examples: list[Example],
     model: str,
-    parameter: str,
     weighting: Weighting,
     settings: dict[str, Any],
 ) -> None:
-    """Central differences in float64 along a random direction, against the gradient of the answer's log-probability."""
-    backbone, prompt, key = double[model]
-    memory = random_memory(backbone, weighting, dtype=torch.float64)
-    log_prior = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64).log()
-    value = log_prior if parameter == "log_prior" else getattr(memory, parameter)
+    """Central differences in float64 along random directions, against gradients of the answer's log-probability."""
+    backbone = in_float64(model_folders[model])
+    prompt = backbone.encode_example(examples[0])
+    key = backbone.retrieval_keys(prompt).double()
+    memory = random_memory(backbone, weighting, torch.float64)
+    names = ("temperature", "value_gates", "layer_bias", "payload_keys", "payload_values")
+    values = {name: getattr(memory, name) for name in names}
+    values["log_prior"] = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64).log()
 
-    def loss(changed: Tensor) -> Tensor:
-        prior, other = (
-            (changed, memory) if parameter == "log_prior" else (log_prior, replace(memory, **{parameter: changed}))
-        )
-        return score(backbone, [prompt], [ANSWER], other, other.terms(key, log_prior=prior, **settings))[0].sum()
+    def log_probability(values: dict[str, Tensor]) -> Tensor:
+        changed = replace(memory, **{name: values[name] for name in names})
+        terms = changed.terms(key, log_prior=values["log_prior"], **settings)
+        return score(backbone, [prompt], [ANSWER], changed, terms)[0].sum()
 
-    leaf = value.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf), leaf)
-    direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    step = 1e-5 * direction
-    with torch.no_grad():
-        difference = (loss(value + step) - loss(value - step)) / 2e-5
-    assert gradient.isfinite().all()
-    assert gradient.abs().max() > 1e-6
-    torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-8)
-
-
-@pytest.fixture(scope="module")
-def double(model_folders: dict[str, Path], task_file: Path) -> dict[str, tuple[Backbone, Inputs, Tensor]]:
-    loaded = {}
-    for name in ("llava", "qwen3-vl"):
-        backbone = Backbone.load(model_folders[name], dtype=torch.float64)
-        in_float64(backbone)
-        prompt = backbone.encode_example(read_task(task_file)[0])
-        loaded[name] = (backbone, prompt, backbone.retrieval_keys(prompt).double())
-    return loaded
+    leaves = {name: leaf(value) for name, value in values.items()}
+    gradients = torch.autograd.grad(log_probability(leaves), list(leaves.values()))
+    for (name, value), gradient in zip(values.items(), gradients, strict=True):
+        direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        up, down = value + 1e-5 * direction, value - 1e-5 * direction
+        with torch.no_grad():
+            difference = (log_probability(values | {name: up}) - log_probability(values | {name: down})) / 2e-5
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > 1e-6, name
+        torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-8)
 
 
 # Bundles
 
 
+@pytest.fixture(scope="module")
+def make_bundle(backbone: Backbone, examples: list[Example]) -> Callable[..., Bundle]:
+    """Makes a bundle of what is extracted from five examples; the first is of the task `tasks[0]`, and so on."""
+    chosen, layers = examples[3:8], backbone.num_layers
+    extraction = extract(backbone, chosen, M)
+
+    def make(tasks: str, **changes: Any) -> Bundle:
+        labelled = zip(chosen, tasks, strict=True)
+        return random_bundle(
+            retrieval_keys=extraction.keys,
+            payload_keys=extraction.payload_keys,
+            payload_values=extraction.payload_values,
+            value_gates=torch.full((layers,), 0.5),
+            layer_bias=torch.linspace(-1, 1, layers),
+            backbone=backbone.fingerprint,
+            entries=tuple(EntryRecord(id=e.id, task=task, source_digest=e.source_digest) for e, task in labelled),
+            **changes,
+        )
+
+    return make
+
+
 @all_settings
 def test_reference_logprobs_of_a_bundle(
-    backbone: Backbone, prompts: list[Inputs], task_file: Path, weighting: Weighting, settings: dict[str, Any]
+    backbone: Backbone,
+    prompts: list[Inputs],
+    make_bundle: Callable[..., Bundle],
+    weighting: Weighting,
+    settings: dict[str, Any],
 ) -> None:
-    examples = read_task(task_file)[3:8]
-    entries = extract(backbone, examples, M)
-    bundle = Bundle.create(
-        retrieval_keys=entries.keys,
-        payload_keys=entries.payload_keys,
-        payload_values=entries.payload_values,
-        temperature=0.07,
-        value_gates=torch.full((backbone.num_layers,), 0.5),
-        layer_bias=torch.linspace(-1, 1, backbone.num_layers),
-        backbone=backbone.fingerprint,
-        budget=B,
-        entries=tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples),
-        weighting=weighting,
-        recipe="build",
-        settings={},
-    )
-    found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, **settings)
+    bundle = make_bundle("ttttt", weighting=weighting)
     memory = Memory.from_bundle(bundle)
-    retrieval = PrefixIndex(bundle.retrieval_keys).search(
-        backbone.retrieval_keys(prompts[0])[0], float(bundle.temperature), settings.get("top_k")
-    )
-    page = page_terms(retrieval, weighting, payload_tokens=M, num_entries=B, remainder=settings.get("remainder", False))
-    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, terms_from_pages([page], B))
+    found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, **settings)
+    terms = served_terms(memory, backbone.retrieval_keys(prompts[0]), settings)
+    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -480,7 +395,7 @@ def random_gate(d: int, thresholds: Sequence[float], seed: int = 0) -> Gate:
 
 def test_the_torch_gate_decides_as_the_served_one() -> None:
     gate, entry_tasks = random_gate(6, (1.0, 0.5, 1.5)), "abcab"
-    queries = torch.nn.functional.normalize(torch.randn(200, 2, 6, generator=torch.Generator().manual_seed(1)), dim=2)
+    queries = unit_vectors(200, 2, 6, seed=1)
     rule = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
     is_open, log_prior = gated_prior(gate, entry_tasks, queries)
     assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))
@@ -511,56 +426,33 @@ def test_what_a_gate_refuses() -> None:
         gated_prior(gate, "abc", torch.zeros(1, 2, 6))
 
 
-def test_reference_logprobs_behind_a_gate(backbone: Backbone, prompts: list[Inputs], task_file: Path) -> None:
-    examples = read_task(task_file)[3:8]
-    entries = extract(backbone, examples, M)
+def test_reference_logprobs_behind_a_gate(
+    backbone: Backbone, prompts: list[Inputs], make_bundle: Callable[..., Bundle]
+) -> None:
     query = backbone.query_keys(prompts[0])  # [1, 2, d]
     towards = (query[0] * torch.tensor([[0.0], [1.0]])).half()  # [2, d], of margin 1 less the threshold
 
-    def bundle(thresholds: Sequence[float]) -> Bundle:
-        return Bundle.create(
-            retrieval_keys=entries.keys,
-            payload_keys=entries.payload_keys,
-            payload_values=entries.payload_values,
-            temperature=0.07,
-            value_gates=torch.full((backbone.num_layers,), 0.5),
-            layer_bias=torch.linspace(-1, 1, backbone.num_layers),
-            backbone=backbone.fingerprint,
-            budget=B,
-            entries=tuple(
-                EntryRecord(id=e.id, task="ab"[i % 2], source_digest=e.source_digest) for i, e in enumerate(examples)
-            ),
-            weighting="prior",
-            recipe="refined",
-            settings={},
-            gate=Gate(torch.stack([towards, towards]), torch.tensor(thresholds), ("a", "b")),
-        )
+    def gated_bundle(thresholds: Sequence[float]) -> Bundle:
+        gate = Gate(torch.stack([towards, towards]), torch.tensor(thresholds), ("a", "b"))
+        return make_bundle("ababa", weighting="prior", recipe="refined", gate=gate)
 
-    closed = reference_logprobs(backbone, bundle((1.1, 1.2)), prompts[0], ANSWER)
+    closed = reference_logprobs(backbone, gated_bundle((1.1, 1.2)), prompts[0], ANSWER)
     assert torch.equal(closed, score(backbone, prompts[:1], [ANSWER])[0])
     for thresholds, rows in (((0.9, 0.8), [1, 3]), ((0.8, 0.9), [0, 2, 4]), ((0.9, 1.1), [0, 2, 4])):
+        bundle = gated_bundle(thresholds)
+        alone = entries(Memory.from_bundle(bundle), rows)  # of the nearest task alone
         for top_k in (None, 1):
-            made = bundle(thresholds)
-            found = reference_logprobs(backbone, made, prompts[0], ANSWER, top_k=top_k)
-            # The same as a memory of that task's entries alone.
-            whole = Memory.from_bundle(made)
-            alone = replace(
-                whole,
-                retrieval_keys=whole.retrieval_keys[rows],
-                payload_keys=whole.payload_keys[:, rows],
-                payload_values=whole.payload_values[:, rows],
-            )
-            terms = alone.terms(query[:, 0], top_k=top_k)
-            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, terms)
+            found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, top_k=top_k)
+            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, alone.terms(query[:, 0], top_k=top_k))
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             assert (found - closed).abs().max() > 1e-3
 
 
-def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Backbone, task_file: Path) -> None:
+def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Backbone, examples: list[Example]) -> None:
     small = Backbone.load(model_folders["llava"], dtype=torch.bfloat16)
     memory = random_memory(llava, "sqrt")
     terms = memory.terms(torch.nn.functional.normalize(torch.ones(1, llava.hidden_size)))
-    prompt = llava.encode_example(read_task(task_file)[0])
+    prompt = llava.encode_example(examples[0])
     differences = [
         (score(small, [prompt], [ANSWER], *m)[0] - score(llava, [prompt], [ANSWER], *m)[0]).abs().max()
         for m in ((None, None), (memory, terms))
@@ -568,10 +460,10 @@ def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Bac
     assert differences[1] <= 3 * differences[0] + 1e-3
 
 
-def test_an_error_inside_ends_the_injection(llava: Backbone, prompts: list[Inputs]) -> None:
+def test_an_error_inside_ends_the_injection(llava: Backbone) -> None:
     memory = random_memory(llava, "sqrt")
     terms = memory.terms(torch.zeros(1, llava.hidden_size))
-    prompt = llava.encode([{"role": "user", "content": [{"type": "text", "text": "yes"}]}], [])
+    prompt = text_prompt(llava)
     plain = llava.model(**prompt).logits
     with pytest.raises(RuntimeError), injected(memory, terms):
         raise RuntimeError

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.model import Backbone, pool_query_keys
-from selector.data.examples import read_task
+from selector.data.examples import Example
 from tests.tiny_models import picture
 
 
@@ -22,54 +23,54 @@ def test_parameters_are_frozen(backbone: Backbone) -> None:
     assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
 
 
-def test_fingerprint_is_the_one_of_the_folder(backbone: Backbone, model_folders: dict[str, Path]) -> None:
-    assert backbone.fingerprint in [backbone_fingerprint(folder) for folder in model_folders.values()]
+def test_fingerprint_is_the_one_of_the_folder(backbone: Backbone) -> None:
+    assert backbone.fingerprint == backbone_fingerprint(backbone.model.config.name_or_path)
 
 
-def test_without_memory_it_is_the_plain_model(model_folders: dict[str, Path], task_file: Path) -> None:
-    for folder in model_folders.values():
-        backbone = Backbone.load(folder)
-        plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        batch = backbone.collate([backbone.encode_example(example) for example in read_task(task_file)[:3]])
-        assert torch.equal(backbone.model(**batch).logits, plain(**batch).logits)
-        assert torch.equal(
-            backbone.model.generate(**batch, max_new_tokens=4, do_sample=False),
-            plain.generate(**batch, max_new_tokens=4, do_sample=False),
-        )
+def test_without_memory_it_is_the_plain_model(backbone: Backbone, examples: list[Example]) -> None:
+    plain = AutoModelForImageTextToText.from_pretrained(backbone.model.config.name_or_path, dtype=torch.float32)
+    batch = backbone.collate([backbone.encode_example(example) for example in examples[:3]])
+    assert torch.equal(backbone.model(**batch).logits, plain(**batch).logits)
+    ours, theirs = (m.generate(**batch, max_new_tokens=4, do_sample=False) for m in (backbone.model, plain))
+    assert torch.equal(ours, theirs)
 
 
-def test_the_prefix_holds_the_question_and_never_the_answer(backbone: Backbone, task_file: Path) -> None:
-    example = read_task(task_file)[1]
-    inputs = backbone.encode_example(example)
+def test_the_prefix_holds_the_question_and_never_the_answer(backbone: Backbone, examples: list[Example]) -> None:
+    inputs = backbone.encode_example(examples[1])
     text = backbone.processor.tokenizer.decode(inputs["input_ids"][0])
     assert "How many squares" in text
     assert text.endswith("<|im_start|>assistant\n")
-    assert example.answer not in text
+    assert examples[1].answer not in text
     assert int((inputs["input_ids"] == backbone.model.config.image_token_id).sum()) > 1
     assert inputs["attention_mask"].all()
 
 
-def test_retrieval_key_is_the_normalised_mean_of_the_last_hidden_states(backbone: Backbone, task_file: Path) -> None:
-    inputs = backbone.encode_example(read_task(task_file)[0])
-    hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states[-1][0].double()  # [T, d], after the norm
-    mean = hidden.mean(dim=0)
+def assert_is_mean(key: Tensor, hidden: Tensor) -> None:
+    """The key [d] is the normalised mean of hidden states [T, d]."""
+    mean = hidden.double().mean(dim=0)
+    torch.testing.assert_close(key.double(), mean / mean.norm(), rtol=0, atol=1e-6)
+
+
+def test_retrieval_key_is_the_normalised_mean_of_the_last_hidden_states(
+    backbone: Backbone, examples: list[Example]
+) -> None:
+    inputs = backbone.encode_example(examples[0])
     key = backbone.retrieval_keys(inputs)
-    assert key.shape == (1, backbone.hidden_size)
-    assert key.dtype == torch.float32
-    torch.testing.assert_close(key[0].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+    assert (key.shape, key.dtype) == ((1, backbone.hidden_size), torch.float32)
+    assert_is_mean(key[0], backbone.model(**inputs, output_hidden_states=True).hidden_states[-1][0])  # after the norm
 
 
-def test_the_second_part_of_a_query_key_is_the_mean_over_text_tokens(backbone: Backbone, task_file: Path) -> None:
-    inputs = backbone.encode_example(read_task(task_file)[0])
+def test_the_second_part_of_a_query_key_is_the_mean_over_text_tokens(
+    backbone: Backbone, examples: list[Example]
+) -> None:
+    inputs = backbone.encode_example(examples[0])
     is_text = inputs["input_ids"][0] != backbone.model.config.image_token_id  # [T] bool
     assert 1 < int(is_text.sum()) < len(is_text) - 1
     assert torch.equal(backbone.text_mask(inputs)[0], is_text)
-    mean = backbone.hidden_states(inputs)[0][is_text].double().mean(dim=0)
     keys = backbone.query_keys(inputs)
-    assert keys.shape == (1, 2, backbone.hidden_size)
-    assert keys.dtype == torch.float32
+    assert (keys.shape, keys.dtype) == ((1, 2, backbone.hidden_size), torch.float32)
     assert torch.equal(keys[:, 0], backbone.retrieval_keys(inputs))
-    torch.testing.assert_close(keys[0, 1].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+    assert_is_mean(keys[0, 1], backbone.hidden_states(inputs)[0][is_text])
     assert (keys[0, 0] - keys[0, 1]).abs().max() > 1e-2
 
 
@@ -86,21 +87,20 @@ def test_a_prefix_of_placeholders_alone_has_a_text_part_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_change_keys(backbone: Backbone, task_file: Path, side: str) -> None:
-    prompts = [backbone.encode_example(example) for example in read_task(task_file)[:4]]
+def test_padding_does_not_change_keys(backbone: Backbone, examples: list[Example], side: str) -> None:
+    prompts = [backbone.encode_example(example) for example in examples[:4]]
     assert len({prompt["input_ids"].shape[1] for prompt in prompts}) > 1
     alone = torch.cat([backbone.query_keys(prompt) for prompt in prompts])
     together = backbone.query_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-6)
 
 
-def test_bfloat16_is_summed_in_float32(model_folders: dict[str, Path], task_file: Path) -> None:
+def test_bfloat16_is_summed_in_float32(model_folders: dict[str, Path], examples: list[Example]) -> None:
     backbone = Backbone.load(model_folders["llava"], dtype=torch.bfloat16)
-    inputs = backbone.encode_example(read_task(task_file)[0])
+    inputs = backbone.encode_example(examples[0])
     hidden = backbone.hidden_states(inputs)
     assert hidden.dtype == torch.bfloat16
-    mean = hidden[0].double().mean(dim=0)
-    torch.testing.assert_close(backbone.retrieval_keys(inputs)[0].double(), mean / mean.norm(), rtol=0, atol=1e-6)
+    assert_is_mean(backbone.retrieval_keys(inputs)[0], hidden[0])
 
 
 def test_messages_and_images_that_do_not_fit(llava: Backbone) -> None:

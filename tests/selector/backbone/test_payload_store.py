@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import resource
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import Extraction, extract
 from selector.backbone.model import Backbone
 from selector.backbone.payload_store import PayloadStore
 from selector.backbone.scoring import Questions, Scorer
 from selector.backbone.tiled_attention import tiled_attention
-from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from selector.paper.calibration import Calibration, leaf
 from selector.paper.candidate_pool import CandidatePool
 from selector.paper.objective import Objective
+from selector.runtime.phases import status_bytes
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
+from tests.selector.stream import SELECT, Stream, kill_when
 
 M = 3
-
-
-@pytest.fixture(scope="module")
-def examples(task_file: Path) -> list[Example]:
-    return read_task(task_file)
+COUNT, LONG = 160, 512  # candidates and payload tokens of a pool that is large beside everything else
+POOL_BYTES = 2 * 3 * COUNT * 2 * LONG * 64 * 2  # keys and values; layers, KV heads, head size and bytes of float16
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +41,10 @@ def previous(llava: Backbone, examples: list[Example]) -> Bundle:
     return build_bundle(llava, examples[:2], BuildSettings(budget=4, payload_tokens=M))
 
 
-def open_pool(folder: Path, backbone: Backbone, count: int, previous: Bundle | None = None) -> PayloadStore:
+def open_pool(folder: Path, backbone: Backbone, count: int, previous: Bundle | None = None, m: int = M) -> PayloadStore:
     total = count + (previous.num_entries if previous else 0)
-    return PayloadStore.open(
-        folder, (backbone.num_layers, total, backbone.num_kv_heads, M, backbone.head_dim), previous
-    )
+    shape = (backbone.num_layers, total, backbone.num_kv_heads, m, backbone.head_dim)
+    return PayloadStore.open(folder, shape, previous)
 
 
 def in_memory(backbone: Backbone, examples: list[Example]) -> Extraction:
@@ -71,23 +66,6 @@ def test_a_pool_on_disk_is_the_pool_in_memory(
         assert (ours.records, ours.num_previous) == (theirs.records, theirs.num_previous)
         for name in ("keys", "payload_keys", "payload_values"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
-
-
-def test_losses_and_gradients_over_the_mapped_pool_are_those_in_memory(
-    llava: Backbone, examples: list[Example], tmp_path: Path
-) -> None:
-    pool = open_pool(tmp_path / "pool", llava, len(examples))
-    results = []
-    for extraction in (extract(llava, examples, M, batch_size=4, store=pool), in_memory(llava, examples)):
-        candidates = CandidatePool.join(None, extraction, examples)
-        questions = Questions(examples[:3], extraction.keys[:3])
-        objective = Objective(Scorer(llava), candidates, questions, questions, 3, "sqrt", 8, 0)
-        variables = leaf(torch.full((12,), 0.25, dtype=torch.float64)), leaf(Calibration.initial(3).phi)
-        with tiled_attention(llava):
-            loss = objective.current_loss(*variables, (0,))
-            results.append((loss, *torch.autograd.grad(loss, variables)))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_finished_pool_is_not_made_again(
@@ -121,6 +99,50 @@ def test_a_pool_that_is_not_whole_is_made_again(
     assert torch.equal(extract(llava, examples, M, store=pool).payload_values, expected)
 
 
+def candidates_of(examples: list[Example], backbone: Backbone, folder: Path | None) -> CandidatePool:
+    """Long ones, in `folder` or in memory."""
+    pool = open_pool(folder, backbone, len(examples), m=LONG) if folder else None
+    extraction = extract(backbone, examples, LONG, payload_dtype=torch.float16, store=pool)
+    return CandidatePool.join(None, extraction, examples)
+
+
+def loss_and_gradients(backbone: Backbone, candidates: CandidatePool, examples: list[Example]) -> list[Any]:
+    """Under all candidates with equal weights; the gradients by the weights and by the calibration."""
+    questions = Questions(examples[:2], candidates.keys[:2])
+    objective = Objective(Scorer(backbone), candidates, questions, questions, 4, "sqrt", 2, 0)
+    weights = leaf(torch.full((len(candidates),), 4 / len(candidates), dtype=torch.float64))
+    phi = leaf(Calibration.initial(backbone.num_layers).phi)
+    with tiled_attention(backbone):
+        loss = objective.current_loss(weights, phi, (0,))
+        gradients = torch.autograd.grad(loss, (weights, phi))
+    return [tensor.tolist() for tensor in (loss, *gradients)]
+
+
+def measure(model: Path, task: Path, folder: Path | None, limit: int | None) -> tuple[int, list[Any]]:
+    """What a pool in `folder`, or in memory, adds to this process's peak of memory; and numbers that it leads to.
+
+    With a limit the system refuses more than so many bytes of private memory beyond what a first small pool has needed;
+    maps of files are no private memory.
+    """
+    torch.set_num_threads(1)
+    backbone, examples = Backbone.load(model), read_task(task)
+    many = [replace(examples[number % len(examples)], id=f"c{number}") for number in range(COUNT)]
+    # What loading and the first passes allocate is not the pool's.
+    loss_and_gradients(backbone, candidates_of(many[:16], backbone, folder and folder / "first"), many)
+    if limit:
+        allowed = status_bytes("VmData") + limit
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    before = status_bytes("VmHWM")
+    candidates = candidates_of(many, backbone, folder and folder / "all")
+    taken = candidates.take(torch.arange(0, COUNT, COUNT // 8))
+    growth = status_bytes("VmHWM") - before
+    assert candidates.payload_keys.nbytes + candidates.payload_values.nbytes == POOL_BYTES
+    digest = hashlib.sha256()
+    for tensor in (taken.keys, taken.payload_keys, taken.payload_values):
+        digest.update(tensor.numpy().tobytes())
+    return growth, [digest.hexdigest(), *loss_and_gradients(backbone, candidates, many)]
+
+
 def test_it_takes_less_memory_than_it_has_bytes(
     model_folders: dict[str, Path], task_file: Path, tmp_path: Path
 ) -> None:
@@ -129,29 +151,18 @@ def test_it_takes_less_memory_than_it_has_bytes(
     Extraction and the shortlist by the process's peak, in which the system counts what is mapped; the pass over all
     candidates by a limit on private memory, in which it does not.
     """
-    count, m, shortlist, limit = 160, 512, 8, 35 * 2**20
-    (tmp_path / "pools").mkdir()
+    limit = 35 * 2**20
+    assert limit < 0.3 * POOL_BYTES
 
-    def measure(*arguments: object) -> dict[str, Any]:
-        run = [
-            sys.executable,
-            "-m",
-            "tests.selector.backbone.payload_store_memory",
-            str(model_folders["llava"]),
-            str(task_file),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*run, *map(str, arguments)], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def in_a_process(*arguments: Any) -> tuple[int, list[Any]]:
+        with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+            return executor.submit(measure, model_folders["llava"], task_file, *arguments).result()
 
-    on_disk, in_ram = measure(tmp_path / "pools", count, m, shortlist, limit), measure("-", count, m, shortlist)
-    assert on_disk["pool_bytes"] == in_ram["pool_bytes"] == 2 * 3 * count * 2 * m * 64 * 2
-    assert limit < 0.3 * on_disk["pool_bytes"]
-    assert in_ram["growth_bytes"] > 0.8 * in_ram["pool_bytes"]
-    assert on_disk["growth_bytes"] < 0.25 * on_disk["pool_bytes"]
-    assert on_disk["digest"] == in_ram["digest"]
-    assert on_disk["loss_and_gradient"] == in_ram["loss_and_gradient"]
+    growth_on_disk, numbers_on_disk = in_a_process(tmp_path, limit)
+    growth_in_memory, numbers_in_memory = in_a_process(None, None)
+    assert growth_in_memory > 0.8 * POOL_BYTES
+    assert growth_on_disk < 0.25 * POOL_BYTES
+    assert numbers_on_disk == numbers_in_memory
 
 
 @pytest.fixture
@@ -195,29 +206,11 @@ def test_a_bad_example_leaves_no_pool(llava: Backbone, examples: list[Example], 
     assert not pool.folder.exists()
 
 
-def test_killed_while_it_extracts_it_ends_with_the_same_digest(
-    model_folders: dict[str, Path], task_file: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "next.safetensors"
-    arguments = [
-        *("--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output), "--full-pool"),
-        *("--recipe", "paper"),
-        *("--budget", "3", "--payload-tokens", "256", "--iterations", "1", "--inner-steps", "1"),
-        *("--beta", "0.5", "--gamma", "0.1", "--batch-size", "1"),
-    ]
-    pool = tmp_path / ".next.safetensors.progress" / "pool"
-    run = [sys.executable, "-m", "selector.cli.select", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (pool / "payload_values.f16").exists() and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -> None:
+    options = ("--payload-tokens", "256", "--iterations", "1", "--batch-size", "1")
+    pool = stream.progress("colours") / "pool"
+    kill_when((pool / "payload_values.f16").exists, SELECT, *stream.arguments("colours", *options))
     assert pool.exists()
     assert not (pool / "query_keys.safetensors").exists(), "it was killed too late"
-    assert main(arguments) == 0
-    resumed = read_bundle(output).digest
-    output.unlink()
-    assert main(arguments) == 0
-    assert read_bundle(output).digest == resumed
+    assert stream.update("colours", *options).digest == stream.update("colours", *options).digest
     assert not pool.parent.exists()

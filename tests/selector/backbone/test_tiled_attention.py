@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,16 @@ from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend
 from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import attend_tiled, memory_attention, tiled_attention
-from selector.data.examples import read_task
+from selector.data.examples import Example
 from selector.paper.calibration import leaf
+from tests.selector.backbone.memories import every_setting, random_memory
+from tests.selector.conftest import in_float64
 
 Attend = Callable[..., Tensor]
 n, H, J, T, S, D, d, N, m, L = 3, 4, 2, 5, 7, 16, 12, 40, 3, 2
-VARIABLES = (
-    "query",
-    "key",
-    "value",
-    "retrieval_keys",
-    "payload_keys",
-    "payload_values",
-    "temperature",
-    "value_gates",
-    "layer_bias",
-    "log_prior",
-)
-SETTINGS: list[tuple[Weighting, dict[str, Any]]] = [
-    ("sqrt", {}),
-    ("sqrt", {"top_k": 9}),
-    ("sqrt", {"top_k": 9, "remainder": True}),
-    ("prior", {}),
-    ("prior", {"top_k": 9}),
-]
-all_settings = pytest.mark.parametrize(("weighting", "settings"), SETTINGS, ids=lambda value: str(value))
+OF_MEMORY = ("retrieval_keys", "payload_keys", "payload_values", "temperature", "value_gates", "layer_bias")
+VARIABLES = ("query", "key", "value", *OF_MEMORY, "log_prior")
+all_settings = every_setting(top_k=9)
 
 
 def case(dtype: torch.dtype, variables: tuple[str, ...] = VARIABLES, zeros: int = 0) -> dict[str, Tensor]:
@@ -78,15 +64,7 @@ def visibility() -> Tensor:
 
 def run(function: Attend, inputs: dict[str, Tensor], weighting: Weighting, **settings: Any) -> Tensor:
     """Attention of layer 1: [n, T, H, D]."""
-    memory = Memory(
-        inputs["retrieval_keys"],
-        inputs["payload_keys"],
-        inputs["payload_values"],
-        inputs["temperature"],
-        inputs["value_gates"],
-        inputs["layer_bias"],
-        weighting,
-    )
+    memory = Memory(**{name: inputs[name] for name in OF_MEMORY}, weighting=weighting)
     terms = memory.terms(inputs["query_keys"], log_prior=inputs["log_prior"], **settings)
     return function(inputs["query"], inputs["key"], inputs["value"], visibility(), D**-0.5, memory, terms, 1)
 
@@ -99,9 +77,12 @@ def gradients(function: Attend, inputs: dict[str, Tensor], weighting: Weighting,
     return {"output": output.detach(), **dict(zip(variables, found, strict=True))}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.isfinite().all()
-    return float((found - expected).norm() / expected.norm())
+def assert_near(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor], tolerance: float) -> None:
+    """Relative to the norm of each tensor."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].isfinite().all(), name
+        assert (found[name] - expected[name]).norm() / expected[name].norm() <= tolerance, name
 
 
 @pytest.fixture(params=[2**19, 1200, 1], ids=["one tile", "uneven tiles", "an entry a tile"])
@@ -117,9 +98,8 @@ def test_tiles_give_the_outputs_and_gradients_of_the_reference(
 ) -> None:
     expected = gradients(attend, case(dtype), weighting, **settings)
     found = gradients(attend_tiled, case(dtype), weighting, **settings)
-    assert found.keys() == expected.keys() == {"output", *VARIABLES}
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    assert max(errors.values()) <= tolerance, errors
+    assert set(expected) == {"output", *VARIABLES}
+    assert_near(found, expected, tolerance)
 
 
 @all_settings
@@ -127,9 +107,7 @@ def test_concatenation_gives_the_outputs_and_gradients_of_the_reference(
     weighting: Weighting, settings: dict[str, Any]
 ) -> None:
     expected = gradients(attend, case(torch.float64), weighting, **settings)
-    found = gradients(attend_concatenated, case(torch.float64), weighting, **settings)
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    assert max(errors.values()) <= 1e-12, errors
+    assert_near(gradients(attend_concatenated, case(torch.float64), weighting, **settings), expected, 1e-12)
 
 
 @pytest.mark.parametrize("weighting", ["sqrt", "prior"])
@@ -138,8 +116,7 @@ def test_entries_of_selection_weight_zero_are_exact(weighting: Weighting) -> Non
     variables = tuple(name for name in VARIABLES if name != "log_prior")
     expected = gradients(attend, case(torch.float64, variables, zeros=11), weighting)
     found = gradients(attend_tiled, case(torch.float64, variables, zeros=11), weighting)
-    for name, gradient in expected.items():
-        assert relative_error(found[name], gradient) <= 1e-12, name
+    assert_near(found, expected, 1e-12)
     used = found["payload_values"][1].flatten(1).abs().sum(dim=1) > 0
     assert used.tolist() == [False] * 11 + [True] * (N - 11)
 
@@ -148,8 +125,8 @@ def test_entries_of_selection_weight_zero_are_exact(weighting: Weighting) -> Non
 def test_a_single_gradient_is_as_good_as_all_of_them(variable: str) -> None:
     expected = gradients(attend, case(torch.float64), "sqrt")[variable]
     found = gradients(attend_tiled, case(torch.float64, (variable,)), "sqrt")
-    assert found.keys() == {"output", variable}
-    assert relative_error(found[variable], expected) <= 1e-12
+    del found["output"]
+    assert_near(found, {variable: expected}, 1e-12)
 
 
 def test_nothing_that_grows_with_the_entries_is_kept_for_the_backward_pass() -> None:
@@ -181,52 +158,32 @@ def test_a_request_whose_entries_are_all_left_out_sees_itself_alone() -> None:
     assert all(gradient.isfinite().all() and (gradient[1] == 0).all() for gradient in found)
 
 
-def test_a_whole_model_scores_alike_with_either(backbone: Backbone, task_file: Path) -> None:
+def test_a_whole_model_scores_alike_with_either(backbone: Backbone, examples: list[Example]) -> None:
     """Several layers, images, padding: the gradient reaches the calibration through every later layer.
 
-    In float64, as a float32 model's own gradients are 1e-5 away from the truth in either way of computing attention;
-    that transformers' RMS norms round to float32 even then leaves 1e-7.
+    In float64, as a float32 model's own gradients are 1e-5 away from the truth in either way of computing attention.
     """
-    precise = Backbone.load(backbone.model.config.name_or_path, dtype=torch.float64)
-    examples = read_task(task_file)[:3]
-    prompts = [precise.encode_example(example) for example in examples]
-    answers = [precise.processor.tokenizer(e.answer, add_special_tokens=False)["input_ids"] for e in examples]
+    precise = in_float64(Path(backbone.model.config.name_or_path))
+    prompts = [precise.encode_example(example) for example in examples[:3]]
+    answers = [precise.processor.tokenizer(e.answer, add_special_tokens=False)["input_ids"] for e in examples[:3]]
     keys = torch.cat([precise.retrieval_keys(prompt) for prompt in prompts])
-    memory = _whole_memory(precise)
-    variables = [memory.temperature, memory.value_gates, memory.payload_values]
+    memory = random_memory(precise, "sqrt", torch.float64)
+    leaves = {name: leaf(getattr(memory, name)) for name in ("temperature", "value_gates", "payload_values")}
+    memory = replace(memory, **leaves)
 
-    def losses() -> list[Tensor]:
+    def loss_and_gradients() -> dict[str, Tensor]:
         loss = -torch.cat(score(precise, prompts, answers, memory, memory.terms(keys))).sum()
-        return [loss.detach(), *torch.autograd.grad(loss, variables)]
+        by_name = zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)
+        return {"loss": loss.detach(), **dict(by_name)}
 
-    expected = losses()
+    expected = loss_and_gradients()
     with tiled_attention(precise):
-        found = losses()
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) <= 1e-7
+        assert_near(loss_and_gradients(), expected, 1e-7)
 
 
-def test_without_memory_it_is_the_untouched_model(backbone: Backbone, task_file: Path) -> None:
-    prompt = backbone.encode_example(read_task(task_file)[0])
+def test_without_memory_it_is_the_untouched_model(backbone: Backbone, examples: list[Example]) -> None:
+    prompt = backbone.encode_example(examples[0])
     expected = backbone.hidden_states(prompt)
     with tiled_attention(backbone):
         assert torch.equal(backbone.hidden_states(prompt), expected)
     assert torch.equal(backbone.hidden_states(prompt), expected)
-
-
-def _whole_memory(backbone: Backbone) -> Memory:
-    generator = torch.Generator().manual_seed(2)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    layers, heads, size = backbone.num_layers, backbone.num_kv_heads, backbone.head_dim
-    return Memory(
-        retrieval_keys=torch.nn.functional.normalize(draw(6, backbone.hidden_size), dim=1),
-        payload_keys=draw(layers, 6, heads, m, size),
-        payload_values=leaf(draw(layers, 6, heads, m, size)),
-        temperature=leaf(torch.tensor(0.1, dtype=torch.float64)),
-        value_gates=leaf(0.2 + 0.6 * draw(layers).sigmoid()),
-        layer_bias=0.5 * draw(layers),
-        weighting="sqrt",
-    )

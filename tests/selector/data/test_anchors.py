@@ -16,7 +16,8 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.anchors import AnchorStore, examples_digest
 from selector.data.choice import AnchorPolicy, choose_anchors
 from selector.data.examples import Example, read_task
-from tests.selector.conftest import record, write_task
+from tests.selector.conftest import record, unit_vectors, write_task
+from tests.selector.stream import full_disk
 
 
 @pytest.fixture
@@ -30,36 +31,40 @@ def tasks(tmp_path: Path) -> list[list[Example]]:
     return made
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> AnchorStore:
+    return AnchorStore(tmp_path / "anchors")
+
+
 def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
     for number, examples in enumerate(tasks):
         store.append(examples, run=f"run {number}", policy="random", seed=0)
 
 
-def test_what_was_appended_is_read_back_in_the_order_of_the_stream(tmp_path: Path, tasks: list[list[Example]]) -> None:
-    store = AnchorStore(tmp_path / "anchors")
+def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
+    tmp_path: Path, store: AnchorStore, tasks: list[list[Example]]
+) -> None:
     assert store.tasks() == ()
     assert store.read() == []
     fill(store, tasks)
     shutil.rmtree(tmp_path / "colours")  # the store has copies of its own
-    found = AnchorStore(tmp_path / "anchors").read()
+    found = AnchorStore(store.folder).read()
     assert examples_digest(found) == examples_digest([*tasks[0], *tasks[1]])
-    assert len(list((tmp_path / "anchors" / "0000" / "images").iterdir())) == 3
-    files = [path for path in (tmp_path / "anchors").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert len(list((store.folder / "0000" / "images").iterdir())) == 3
+    files = [path for path in store.folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     assert store.bytes() == sum(path.stat().st_size for path in files)
-    assert not list((tmp_path / "anchors").rglob("*.tmp"))
+    assert not list(store.folder.rglob("*.tmp"))
 
 
-def test_appending_twice_by_the_same_run_changes_nothing(tmp_path: Path, tasks: list[list[Example]]) -> None:
-    store = AnchorStore(tmp_path / "anchors")
+def test_appending_twice_by_the_same_run_changes_nothing(store: AnchorStore, tasks: list[list[Example]]) -> None:
     fill(store, tasks)
-    before = (tmp_path / "anchors" / "manifest.json").read_bytes()
+    before = (store.folder / "manifest.json").read_bytes()
     fill(store, tasks)
-    assert (tmp_path / "anchors" / "manifest.json").read_bytes() == before
+    assert (store.folder / "manifest.json").read_bytes() == before
     assert [example.task for example in store.read(except_run="run 1")] == ["colours"] * 4
 
 
-def test_another_run_may_not_add_a_task_again(tmp_path: Path, tasks: list[list[Example]]) -> None:
-    store = AnchorStore(tmp_path / "anchors")
+def test_another_run_may_not_add_a_task_again(store: AnchorStore, tasks: list[list[Example]]) -> None:
     fill(store, tasks)
     with pytest.raises(ConfigError, match="already has anchors of the task 'counts', made by another run"):
         store.append(tasks[1], run="another", policy="random", seed=0)
@@ -67,11 +72,10 @@ def test_another_run_may_not_add_a_task_again(tmp_path: Path, tasks: list[list[E
 
 
 @pytest.mark.parametrize("damage", ["answer", "picture", "removed"])
-def test_damage_is_noticed(tmp_path: Path, tasks: list[list[Example]], damage: str) -> None:
-    store = AnchorStore(tmp_path / "anchors")
+def test_damage_is_noticed(store: AnchorStore, tasks: list[list[Example]], damage: str) -> None:
     fill(store, tasks)
-    lines = tmp_path / "anchors" / "0001" / "examples.jsonl"
-    pictures = sorted((tmp_path / "anchors" / "0001" / "images").iterdir())
+    lines = store.folder / "0001" / "examples.jsonl"
+    pictures = sorted((store.folder / "0001" / "images").iterdir())
     if damage == "answer":
         lines.write_text(lines.read_text().replace("answer 2", "answer 9"))
     elif damage == "picture":
@@ -83,58 +87,55 @@ def test_damage_is_noticed(tmp_path: Path, tasks: list[list[Example]], damage: s
 
 
 def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
-    tmp_path: Path, tasks: list[list[Example]]
+    store: AnchorStore, tasks: list[list[Example]]
 ) -> None:
-    store = AnchorStore(tmp_path / "anchors")
-    for examples, number in ((tasks[0], 0), (tasks[1], 1)):
+    for number, examples in enumerate(tasks):
         # What SIGKILL between the folder and the manifest leaves behind.
-        module._write_examples(tmp_path / "anchors" / f"{number:04d}", examples[:2])
+        module._write_examples(store.folder / f"{number:04d}", examples[:2])
         assert len(store.tasks()) == number
         store.append(examples, run=f"run {number}", policy="random", seed=0)
         assert len(store.read()) == 4 * (number + 1)
 
 
 def test_a_full_disk_leaves_the_store_as_it_was(
-    tmp_path: Path, tasks: list[list[Example]], monkeypatch: pytest.MonkeyPatch
+    store: AnchorStore, tasks: list[list[Example]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = AnchorStore(tmp_path / "anchors")
-    store.append(tasks[0], run="run 0", policy="random", seed=0)
-
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "replace_file", full)
+    fill(store, tasks[:1])
+    monkeypatch.setattr(module, "replace_file", full_disk)
     with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
         store.append(tasks[1], run="run 1", policy="random", seed=0)
     assert len(store.read()) == 4
-    assert not (tmp_path / "anchors" / "0001").exists()
+    assert not (store.folder / "0001").exists()
 
 
-def test_a_folder_of_other_things_is_no_store(tmp_path: Path, tasks: list[list[Example]]) -> None:
+def test_a_folder_of_other_things_is_no_store(tmp_path: Path, store: AnchorStore) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(TaskDataError, match="not an anchor store"):
         AnchorStore(tmp_path).tasks()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "manifest.json").write_text(json.dumps({"format_version": 2}))
+    store.folder.mkdir()
+    (store.folder / "manifest.json").write_text(json.dumps({"format_version": 2}))
     with pytest.raises(TaskDataError, match="manifest of the anchors cannot be read"):
-        AnchorStore(tmp_path / "other").tasks()
+        store.tasks()
 
 
 def many(answers: list[str]) -> list[Example]:
     return [Example(f"e{i}", "t", (), (), answer, f"digest {i}") for i, answer in enumerate(answers)]
 
 
-def test_all_policies_choose_distinct_rows_and_follow_the_seed() -> None:
+@pytest.mark.parametrize("policy", get_args(AnchorPolicy))
+def test_a_policy_chooses_distinct_rows_and_follows_the_seed(policy: AnchorPolicy) -> None:
     examples = many([str(i % 5) for i in range(50)])
-    keys = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    keys = unit_vectors(50, 8)
     losses = [float((7 * i) % 50) for i in range(50)]
-    for policy in get_args(AnchorPolicy):
-        chosen = choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
-        assert chosen == sorted(set(chosen)) == choose_anchors(examples, 12, policy, 0, keys=keys, losses=losses)
-        assert len(chosen) == 12
-        assert choose_anchors(examples, 99, policy, 0, keys=keys, losses=losses) == list(range(50))
-        if policy != "hard":
-            assert chosen != choose_anchors(examples, 12, policy, 1, keys=keys, losses=losses)
+
+    def choose(count: int, seed: int) -> list[int]:
+        return choose_anchors(examples, count, policy, seed, keys=keys, losses=losses)
+
+    chosen = choose(12, seed=0)
+    assert chosen == sorted(set(chosen)) == choose(12, seed=0)
+    assert len(chosen) == 12
+    assert choose(99, seed=0) == list(range(50))
+    assert policy == "hard" or chosen != choose(12, seed=1)
 
 
 def test_stratified_balances_the_answers() -> None:

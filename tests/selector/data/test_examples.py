@@ -94,12 +94,8 @@ def test_transparency_lies_on_white_and_rotation_is_applied(tmp_path: Path) -> N
     assert (turned.size, turned.mode) == ((2, 4), "RGB")
 
 
-def bad(**changes: Any) -> dict[str, Any]:
-    return record(1) | changes
-
-
 def with_image(reference: Any) -> dict[str, Any]:
-    return bad(messages=[{"role": "user", "content": [{"type": "image", "image": reference}]}])
+    return record(1, messages=[{"role": "user", "content": [{"type": "image", "image": reference}]}])
 
 
 @pytest.mark.parametrize(
@@ -108,19 +104,19 @@ def with_image(reference: Any) -> dict[str, Any]:
         ('{"id": ', "malformed JSON"),
         ("[1]", "expected a JSON object, found list"),
         ("[" * 100000, "malformed JSON"),
-        (bad(id=""), "'id' must be a non-empty string"),
-        (bad(id=None), "'id' must be a non-empty string, found None"),
-        (bad(task=3), "'task' must be a non-empty string, found 3"),
-        (bad(answer=None), "'answer' must be a string"),
-        (bad(messages=[]), "'messages' must be a non-empty list"),
-        (bad(messages="hello"), "'messages' must be a non-empty list"),
-        (bad(messages=[{"role": "judge", "content": "x"}]), "'role'"),
-        (bad(messages=["hello"]), "'role'"),
-        (bad(messages=[{"role": "user", "content": 5}]), "'content'"),
-        (bad(messages=[{"role": "user", "content": [{"type": "audio"}]}]), "content part"),
-        (bad(messages=[{"role": "user", "content": ["x"]}]), "content part"),
-        (bad(messages=[{"role": "assistant", "content": "x"}]), "last message must be the user's"),
-        (bad(id="e0"), "'e0' occurs more than once"),
+        (record(1, id=""), "'id' must be a non-empty string"),
+        (record(1, id=None), "'id' must be a non-empty string, found None"),
+        (record(1, task=3), "'task' must be a non-empty string, found 3"),
+        (record(1, answer=None), "'answer' must be a string"),
+        (record(1, messages=[]), "'messages' must be a non-empty list"),
+        (record(1, messages="hello"), "'messages' must be a non-empty list"),
+        (record(1, messages=[{"role": "judge", "content": "x"}]), "'role'"),
+        (record(1, messages=["hello"]), "'role'"),
+        (record(1, messages=[{"role": "user", "content": 5}]), "'content'"),
+        (record(1, messages=[{"role": "user", "content": [{"type": "audio"}]}]), "content part"),
+        (record(1, messages=[{"role": "user", "content": ["x"]}]), "content part"),
+        (record(1, messages=[{"role": "assistant", "content": "x"}]), "last message must be the user's"),
+        (record(1, id="e0"), "'e0' occurs more than once"),
         (with_image("images/none.png"), "images/none.png does not exist"),
         (with_image("https://example.org/x.png"), "does not exist"),
         (with_image("train.jsonl"), "not a readable image"),

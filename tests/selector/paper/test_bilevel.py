@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.paper.bilevel import Losses, SelectionProblem, SelectionState, iterate, outer_step, select
+from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step, select
 from selector.paper.calibration import Calibration, fit
 from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
+from tests.selector.conftest import unit_vectors
 
 N, LAYERS, BUDGET = 10, 2, 3
 SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)
+NORMALIZED = SETTINGS.model_copy(update={"step_rule": "normalized"})
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,11 @@ class Analytic:
 
 
 def coverage() -> Coverage:
-    keys = torch.randn(N, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return Coverage.of_keys(torch.nn.functional.normalize(keys, dim=1), BUDGET)
+    return Coverage.of_keys(unit_vectors(N, 6, dtype=torch.float64), BUDGET)
 
 
-def problem(
-    losses: Losses | None = None,
-    settings: SelectionSettings = SETTINGS,
-    beta: float = 0.3,
-    gamma: float = 0.1,
-    has_anchors: bool = True,
-) -> SelectionProblem:
-    return SelectionProblem(losses or Analytic(), coverage(), settings, beta, gamma, has_anchors)
+def problem(scale: float = 1.0, **changes: Any) -> SelectionProblem:
+    return replace(SelectionProblem(Analytic(scale), coverage(), SETTINGS, 0.3, 0.1, has_anchors=True), **changes)
 
 
 def start() -> SelectionState:
@@ -63,9 +59,7 @@ def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
     kept: list[SelectionState] = []
     whole = select(problem(), start(), after_iteration=kept.append)
-    resumed = select(problem(), kept[6])
-    again = select(problem(), start())
-    for other in (resumed, again):
+    for other in (select(problem(), kept[6]), select(problem(), start())):
         assert torch.equal(whole.weights, other.weights)
         assert torch.equal(whole.calibration.phi, other.calibration.phi)
         assert whole.history == other.history
@@ -90,16 +84,12 @@ def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
         loss = Analytic().current_loss(weights, fitted.phi, (0, 4))
         return float(loss + 0.3 * Analytic().anchor_loss(weights, fitted.phi, (0, 4)))
 
-    h, identity = 1e-5, torch.eye(N, dtype=torch.float64)
-    expected = torch.tensor(
-        [
-            (after_inner_steps(state.weights + h * e) - after_inner_steps(state.weights - h * e)) / (2 * h)
-            for e in identity
-        ],
-        dtype=torch.float64,
-    )
+    w, h = state.weights, 1e-5
+    steps = h * torch.eye(N, dtype=torch.float64)
+    slopes = [(after_inner_steps(w + step) - after_inner_steps(w - step)) / (2 * h) for step in steps]
+    expected = torch.tensor(slopes, dtype=torch.float64)
     moved = iterate(problem(settings=settings, gamma=0.0), state).weights
-    torch.testing.assert_close(moved, outer_step(state.weights, expected, settings), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(moved, outer_step(w, expected, settings), rtol=1e-7, atol=1e-9)
     alternating = settings.model_copy(update={"hypergradient": "alternating"})
     partial = iterate(problem(settings=alternating, gamma=0.0), state)
     assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
@@ -126,33 +116,30 @@ def test_a_single_level_update_steps_w_and_phi_along_one_gradient() -> None:
 
 
 def test_without_anchors_beta_changes_nothing() -> None:
-    one = select(problem(has_anchors=False), start())
-    other = select(problem(beta=7.0, has_anchors=False), start())
+    one, other = (select(problem(beta=beta, has_anchors=False), start()) for beta in (0.3, 7.0))
     assert torch.equal(one.weights, other.weights)
     assert one.history[-1].anchors is None
 
 
 def test_a_steep_loss_collapses_under_the_plain_step_and_not_under_the_normalized_one() -> None:
-    plain = select(problem(losses=Analytic(scale=50), has_anchors=False), start())
+    plain = select(problem(scale=50, has_anchors=False), start())
     assert plain.collapsed(BUDGET)
     assert plain.history[-1].support < BUDGET
-    settings = SETTINGS.model_copy(update={"step_rule": "normalized"})
-    normalized = select(problem(losses=Analytic(scale=50), settings=settings, has_anchors=False), start())
+    normalized = select(problem(scale=50, settings=NORMALIZED, has_anchors=False), start())
     assert not normalized.collapsed(BUDGET)
     assert len(normalized.selected(BUDGET)) == BUDGET
 
 
 def test_a_normalized_step_moves_no_weight_by_more_than_its_share_of_the_uniform_weight() -> None:
-    settings = SETTINGS.model_copy(update={"step_rule": "normalized"})
     gradient = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 1e6
-    moved = outer_step(start().weights, gradient, settings)
+    moved = outer_step(start().weights, gradient, NORMALIZED)
     assert float((moved - start().weights).abs().max()) == pytest.approx(0.1 * BUDGET / N)
-    assert torch.equal(outer_step(start().weights, torch.ones(N).double(), settings), start().weights)
+    assert torch.equal(outer_step(start().weights, torch.ones(N).double(), NORMALIZED), start().weights)
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
     with pytest.raises(TaskDataError, match="not finite in iteration 0"):
-        select(problem(losses=Analytic(scale=float("nan")), has_anchors=False), start())
+        select(problem(scale=float("nan"), has_anchors=False), start())
 
 
 @pytest.mark.parametrize(

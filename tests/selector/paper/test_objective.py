@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from inducekv_vllm.errors import TaskDataError
-from selector.backbone.extraction import extract
+from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer, batch_rows
 from selector.backbone.tiled_attention import tiled_attention
-from selector.data.examples import Example, read_task
+from selector.data.examples import Example
 from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step
 from selector.paper.calibration import Calibration, fit, leaf
 from selector.paper.candidate_pool import CandidatePool
@@ -26,45 +24,26 @@ from selector.paper.settings import SelectionSettings
 from selector.update.build import build_bundle
 from selector.update.coverage import Coverage
 from selector.update.settings import BuildSettings
+from tests.selector.conftest import in_float64
 
 BUDGET, M = 3, 2
 
 
 @pytest.fixture(scope="module")
-def examples(task_file: Path) -> list[Example]:
-    return read_task(task_file)
-
-
-@pytest.fixture(scope="module")
 def precise(model_folders: dict[str, Path]) -> Backbone:
-    """In float64 throughout, for finite differences: transformers' RMS norms would round to float32."""
-    backbone = Backbone.load(model_folders["llava"], dtype=torch.float64)
-
-    def in_float64(norm: Any, hidden: Tensor) -> Tensor:
-        return norm.weight * hidden * (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-
-    norms = [module for module in backbone.model.modules() if type(module).__name__.endswith("RMSNorm")]
-    assert norms
-    for norm in norms:
-        norm.forward = functools.partial(in_float64, norm)
-    return backbone
+    return in_float64(model_folders["llava"])
 
 
 def make_objective(backbone: Backbone, examples: list[Example], dtype: torch.dtype = torch.float32) -> Objective:
     """Six candidates, three current examples, two anchors."""
     extraction = extract(backbone, examples[:6], M, payload_dtype=torch.float16)
     pool = CandidatePool.join(None, extraction, examples[:6])
-    pool = replace(
-        pool,
-        keys=pool.keys.to(dtype),
-        payload_keys=pool.payload_keys.to(dtype),
-        payload_values=pool.payload_values.to(dtype),
-    )
+    precise = {name: getattr(pool, name).to(dtype) for name in ("keys", "payload_keys", "payload_values")}
     return Objective(
         scorer=Scorer(backbone),
-        pool=pool,
+        pool=replace(pool, **precise),
         current=Questions(examples[:3], extraction.keys[:3].to(dtype)),
-        anchors=Questions(examples[6:8], extract(backbone, examples[6:8], M).keys.to(dtype)),
+        anchors=Questions(examples[6:8], extract_keys(backbone, examples[6:8]).to(dtype)),
         budget=BUDGET,
         weighting="sqrt",
         batch_size=8,
@@ -109,9 +88,8 @@ def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
             current, anchors = objective.current_loss(weights, phi, (0, 2)), objective.anchor_loss(weights, phi, (0, 2))
         return float(current + 0.5 * anchors)
 
-    h = 1e-5
-    steps = h * torch.eye(6, dtype=torch.float64)
-    gradient = torch.tensor([(end(state.weights + e) - end(state.weights - e)) / (2 * h) for e in steps]).double()
+    steps = 1e-5 * torch.eye(6, dtype=torch.float64)
+    gradient = torch.tensor([(end(state.weights + e) - end(state.weights - e)) / 2e-5 for e in steps]).double()
     torch.testing.assert_close(moved, outer_step(state.weights, gradient, settings), rtol=0, atol=1e-8)
     alternating = settings.model_copy(update={"hypergradient": "alternating"})
     partial = iterate(SelectionProblem(objective, coverage, alternating, 0.5, 0.0, True), state).weights
@@ -156,12 +134,12 @@ def test_the_previous_memory_stands_first_in_the_pool(llava: Backbone, examples:
     previous = build_bundle(llava, examples[:2], BuildSettings(budget=4, payload_tokens=M))
     current = extract(llava, examples[2:5], M, payload_dtype=torch.float16)
     pool = CandidatePool.join(previous, current, examples[2:5])
-    assert [record.id for record in pool.records] == [example.id for example in examples[:5]]
+    assert [record.id for record in pool.records] == ["e0", "e1", "e2", "e3", "e4"]
     assert pool.num_previous == 2
     assert torch.equal(pool.payload_values[:, :2], previous.payload_values)
     assert torch.equal(pool.keys[2:].half(), current.keys.half())
     some = pool.take(torch.tensor([1, 3, 4]))
-    assert [record.id for record in some.records] == [examples[i].id for i in (1, 3, 4)]
+    assert [record.id for record in some.records] == ["e1", "e3", "e4"]
     assert some.num_previous == 1
     assert torch.equal(some.payload_keys[:, 1], pool.payload_keys[:, 3])
 

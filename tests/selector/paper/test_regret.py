@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -49,16 +50,38 @@ def coverage_rounds(seed: int) -> list[Surrogate]:
     return rounds
 
 
-def play(rounds: list[Surrogate], step: float) -> tuple[list[Tensor], float]:
+@dataclass(frozen=True)
+class Game:
     """Projected online gradient descent: the points played, and the largest gradient met."""
-    w = torch.full((N,), BUDGET / N, dtype=torch.float64)
-    played, largest = [], 0.0
-    for _, gradient in rounds:
-        played.append(w)
-        g = gradient(w)
-        largest = max(largest, float(g.norm()))
-        w = project(w - step * g, BUDGET)
-    return played, largest
+
+    rounds: list[Surrogate]
+    step: float
+    seed: int
+    played: list[Tensor]
+    loss: float  # of the points played, over all rounds
+    largest: float
+
+    @classmethod
+    def play(cls, rounds: list[Surrogate], step: float, seed: int = 0) -> Game:
+        w = torch.full((N,), BUDGET / N, dtype=torch.float64)
+        played, loss, largest = [], 0.0, 0.0
+        for value, gradient in rounds:
+            played.append(w)
+            loss += value(w)
+            g = gradient(w)
+            largest = max(largest, float(g.norm()))
+            w = project(w - step * g, BUDGET)
+        return cls(rounds, step, seed, played, loss, largest)
+
+    def regret(self, path: Sequence[Tensor]) -> float:
+        """Against a comparator that moves along `path`."""
+        return self.loss - sum(value(u) for (value, _), u in zip(self.rounds, path, strict=True))
+
+    def static_bound(self) -> float:
+        return DIAMETER**2 / (2 * self.step) + self.step * self.largest**2 * ROUNDS / 2
+
+
+SURROGATES = {"linear": linear_rounds, "quadratic": quadratic_rounds, "coverage": coverage_rounds}
 
 
 def comparators(seed: int, count: int) -> list[Tensor]:
@@ -68,66 +91,45 @@ def comparators(seed: int, count: int) -> list[Tensor]:
     return [*(BUDGET * torch.eye(N, dtype=torch.float64)), *inside]
 
 
-surrogates = pytest.mark.parametrize("make", [linear_rounds, quadratic_rounds, coverage_rounds])
-steps = pytest.mark.parametrize("step", [0.001, 0.02, 0.1, 0.5])
+@pytest.fixture(params=itertools.product(SURROGATES, [0.001, 0.02, 0.1, 0.5], range(3)), ids=str)
+def game(request: pytest.FixtureRequest) -> Game:
+    kind, step, seed = request.param
+    return Game.play(SURROGATES[kind](seed), step, seed)
 
 
-@surrogates
-@steps
-@pytest.mark.parametrize("seed", range(3))
-def test_static_regret_keeps_its_bound(make: Callable[[int], list[Surrogate]], step: float, seed: int) -> None:
-    rounds = make(seed)
-    played, largest = play(rounds, step)
-    bound = DIAMETER**2 / (2 * step) + step * largest**2 * ROUNDS / 2
-    loss = sum(value(w) for (value, _), w in zip(rounds, played, strict=True))
-    for u in comparators(seed, 20):
-        assert loss - sum(value(u) for value, _ in rounds) <= bound
+def test_static_regret_keeps_its_bound(game: Game) -> None:
+    for u in comparators(game.seed, 20):
+        assert game.regret([u] * ROUNDS) <= game.static_bound()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_static_regret_with_the_best_step_grows_with_the_root_of_the_rounds(seed: int) -> None:
     rounds = linear_rounds(seed)
     largest = max(float(gradient(torch.zeros(N).double()).norm()) for _, gradient in rounds)
-    played, _ = play(rounds, DIAMETER / (largest * math.sqrt(ROUNDS)))
-    loss = sum(value(w) for (value, _), w in zip(rounds, played, strict=True))
-    best = min(sum(value(u) for value, _ in rounds) for u in comparators(seed, 20))
-    assert 0 < loss - best <= DIAMETER * largest * math.sqrt(ROUNDS)
+    game = Game.play(rounds, DIAMETER / (largest * math.sqrt(ROUNDS)))
+    regret = max(game.regret([u] * ROUNDS) for u in comparators(seed, 20))
+    assert 0 < regret <= DIAMETER * largest * math.sqrt(ROUNDS)
 
 
-@surrogates
-@steps
-@pytest.mark.parametrize("seed", range(3))
-def test_dynamic_regret_keeps_the_bound_of_its_proof(
-    make: Callable[[int], list[Surrogate]], step: float, seed: int
-) -> None:
+def test_dynamic_regret_keeps_the_bound_of_its_proof(game: Game) -> None:
     """Eq. dyn_bound_intermediate, the proof's bound with its constants, for comparators that move."""
-    rounds = make(seed)
-    played, largest = play(rounds, step)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(game.seed)
     drift = torch.randn(ROUNDS, N, dtype=torch.float64, generator=generator).cumsum(0) * 0.05
     moving = [project(point, BUDGET) for point in drift]
-    greedy = [BUDGET * torch.eye(N, dtype=torch.float64)[int(gradient(w).argmin())]
-              for (_, gradient), w in zip(rounds, played, strict=True)]  # fmt: skip
+    vertices = BUDGET * torch.eye(N, dtype=torch.float64)
+    slopes = [gradient(w) for (_, gradient), w in zip(game.rounds, game.played, strict=True)]
+    greedy = [vertices[int(slope.argmin())] for slope in slopes]
     for path in (moving, greedy):
         length = sum(float((after - before).norm()) for before, after in itertools.pairwise(path))
-        bound = (
-            DIAMETER**2 / (2 * step)
-            + 3 * DIAMETER * length / (2 * step)
-            + step * largest**2 * ROUNDS / 2
-            + largest * length
-        )
-        regret = sum(value(w) - value(u) for (value, _), w, u in zip(rounds, played, path, strict=True))
-        assert regret <= bound
+        bound = game.static_bound() + 3 * DIAMETER * length / (2 * game.step) + game.largest * length
+        assert game.regret(path) <= bound
 
 
 def test_the_static_bound_can_fail_for_a_comparator_outside_the_simplex() -> None:
     """The check is no tautology: against a point with more budget the same inequality does not hold."""
     rounds = [(lambda w: -float(w.sum()), lambda w: -torch.ones(N).double()) for _ in range(ROUNDS)]
-    played, largest = play(rounds, 0.1)
-    bound = DIAMETER**2 / 0.2 + 0.1 * largest**2 * ROUNDS / 2
-    outside = torch.full((N,), 10.0, dtype=torch.float64)
-    regret = sum(value(w) - value(outside) for (value, _), w in zip(rounds, played, strict=True))
-    assert regret > bound
+    game = Game.play(rounds, 0.1)
+    assert game.regret([torch.full((N,), 10.0, dtype=torch.float64)] * ROUNDS) > game.static_bound()
 
 
 @pytest.mark.parametrize("seed", range(10))

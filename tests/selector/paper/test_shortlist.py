@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from selector.paper.shortlist import QUERIES, at_random, nearest, query_rows
-
-
-def unit(n: int, d: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+from tests.selector.conftest import unit_vectors
 
 
 def by_loops(keys: Tensor, queries: Tensor, count: int) -> list[int]:
@@ -31,18 +26,18 @@ def by_loops(keys: Tensor, queries: Tensor, count: int) -> list[int]:
 @pytest.mark.parametrize("count", [1, 5, 20, 59])
 @pytest.mark.parametrize("num_queries", [1, 4, 30])
 def test_it_is_the_ranking_by_best_rank(count: int, num_queries: int) -> None:
-    keys, queries = unit(60, 8, 0), unit(num_queries, 8, 1)
+    keys, queries = unit_vectors(60, 8), unit_vectors(num_queries, 8, seed=1)
     assert nearest(keys, queries, count).tolist() == by_loops(keys, queries, count)
 
 
 def test_every_query_finds_its_nearest_candidate() -> None:
-    keys, queries = unit(200, 8, 0), unit(10, 8, 1)
+    keys, queries = unit_vectors(200, 8), unit_vectors(10, 8, seed=1)
     chosen = set(nearest(keys, queries, 10).tolist())
     assert {int(row) for row in (queries @ keys.T).argmax(dim=1)} <= chosen
 
 
 def test_a_shortlist_as_long_as_the_pool_is_the_pool() -> None:
-    keys = unit(7, 4, 0)
+    keys = unit_vectors(7, 4)
     assert nearest(keys, keys[:2], 7).tolist() == nearest(keys, keys[:2], 99).tolist() == list(range(7))
     assert at_random(7, 99, 0).tolist() == list(range(7))
 

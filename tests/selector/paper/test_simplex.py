@@ -1,4 +1,4 @@
-"""The budget simplex: against bisection, against brute force, against the definition of a projection."""
+"""The budget simplex, against bisection; what is in use, and what is kept."""
 
 from __future__ import annotations
 
@@ -44,14 +44,6 @@ def test_a_far_away_point_loses_no_precision() -> None:
 def test_points_of_the_simplex_stay() -> None:
     inside = project(draw(40), 8.0)
     torch.testing.assert_close(project(inside, 8.0), inside, rtol=0, atol=1e-12)
-
-
-def test_no_point_of_the_simplex_is_nearer() -> None:
-    """The variational inequality: <point - projection, u - projection> <= 0 for every u of the simplex."""
-    point, total = draw(30, 2.0), 5.0
-    projected = project(point, total)
-    vertices = total * torch.eye(30, dtype=torch.float64)
-    assert (((vertices - projected) @ (point - projected)) <= 1e-9).all()
 
 
 def test_the_support_shrinks_to_one_entry_when_one_is_far_ahead() -> None:

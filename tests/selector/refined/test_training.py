@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.backbone.extraction import extract
+from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
-from selector.data.examples import read_task
+from selector.data.examples import Example
 from selector.refined.losses import restrict, subset_of_step
 from selector.refined.muon import Muon
 from selector.refined.settings import RefinedSettings
@@ -28,11 +29,10 @@ EXACT = RefinedSettings(steps=4, batch_size=3, precision="float32")
 
 
 @pytest.fixture(scope="module")
-def problem(llava: Backbone, task_file: Path) -> TrainingProblem:
-    """Four entries of eight examples: the last two are the new task's, and may be trained."""
-    examples = read_task(task_file)[:8]
+def problem(llava: Backbone, examples: list[Example]) -> TrainingProblem:
+    """Four entries, eight questions: the last two entries are the new task's, and may be trained."""
     entries = extract(llava, examples[:4], 2)
-    keys = extract(llava, examples, 2).keys
+    questions = Questions(examples[:8], extract_keys(llava, examples[:8]))
     memory = Memory(
         entries.keys,
         entries.payload_keys,
@@ -44,10 +44,9 @@ def problem(llava: Backbone, task_file: Path) -> TrainingProblem:
     )
     prior = torch.full((8, 4), -math.inf)
     prior[:, 2:] = 0.0
-    trainable = torch.tensor([False, False, True, True])
-    current = RoutedQuestions(Questions(examples, keys), prior)
+    trainable, nested = torch.tensor([False, False, True, True]), torch.ones(1, 4, dtype=torch.bool)
     return TrainingProblem(
-        Scorer(llava), memory, trainable, current, None, None, False, torch.ones(1, 4, dtype=torch.bool)
+        Scorer(llava), memory, trainable, RoutedQuestions(questions, prior), None, None, False, nested
     )
 
 
@@ -64,7 +63,7 @@ def anchored(problem: TrainingProblem) -> TrainingProblem:
     )
 
 
-def of_new_task(memory: Memory, **changed: torch.Tensor) -> Memory:
+def of_new_task(memory: Memory, **changed: Tensor) -> Memory:
     """The last two entries alone, with what is changed."""
     own = {"payload_keys": memory.payload_keys[:, 2:], "payload_values": memory.payload_values[:, 2:]}
     return replace(memory, retrieval_keys=memory.retrieval_keys[2:], **(own | changed))
@@ -105,8 +104,7 @@ def test_the_loss_falls_and_only_what_may_change_does(problem: TrainingProblem, 
 
 
 def test_the_calibration_is_trained_where_it_is_asked_for(problem: TrainingProblem) -> None:
-    calibrated = replace(problem, calibrate=True)
-    refined = stepped(calibrated).memory()
+    refined = stepped(replace(problem, calibrate=True)).memory()
     assert refined.layer_bias.all()
     assert refined.temperature.item() != pytest.approx(0.07, rel=1e-6)
     assert (refined.value_gates != 0.5).all()
@@ -134,21 +132,19 @@ def test_a_step_is_muons_on_the_mean_loss(problem: TrainingProblem) -> None:
 
 
 def test_the_calibration_takes_torchs_adamw(problem: TrainingProblem) -> None:
-    calibrated = replace(problem, calibrate=True)
     bias = torch.zeros(problem.scorer.backbone.num_layers, requires_grad=True)
     adamw = torch.optim.AdamW([bias], lr=CALIBRATION_RATE, weight_decay=0.0)
     questions = problem.current.questions
     memory = of_new_task(problem.memory, layer_bias=bias)
     problem.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean().backward()
     adamw.step()
-    training = stepped(calibrated, changed(EXACT, batch_size=8))
+    training = stepped(replace(problem, calibrate=True), changed(EXACT, batch_size=8))
     assert torch.allclose(training.parameters["layer_bias"], bias, atol=1e-5)
 
 
 def test_a_teacher_that_is_the_memory_itself_teaches_nothing_yet(anchored: TrainingProblem) -> None:
     record = stepped(anchored).history[0]
     assert record.distillation == pytest.approx(0, abs=1e-5)
-    assert record.anchors is not None
     assert record.anchors > 0
 
 
@@ -157,12 +153,9 @@ def test_distillation_pulls_the_answers_towards_the_teachers(anchored: TrainingP
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(anchored.memory.payload_values.shape, generator=generator)
     disturbed = replace(anchored.memory, payload_values=anchored.memory.payload_values + noise)
-    settings = changed(EXACT, steps=30, batch_size=8, distillation=100.0)
-    training = trained(replace(anchored, memory=disturbed), settings, tmp_path / "progress", rate=0.15)
-    first, last = training.history[0].distillation, training.history[-1].distillation
-    assert first is not None
-    assert last is not None
-    assert last < first / 2
+    settings = changed(EXACT, steps=8, batch_size=8, distillation=100.0)
+    history = trained(replace(anchored, memory=disturbed), settings, tmp_path / "progress").history
+    assert history[-1].distillation < history[0].distillation / 2
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
@@ -184,41 +177,32 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
 
 
 @pytest.mark.parametrize(
-    ("tensors", "progress", "message"),
+    ("kept", "added", "progress", "message"),
     [
-        ({}, {}, "payload_keys"),
-        ({"payload_keys": torch.zeros(7)}, {}, "payload_keys must be"),
-        ({"stray": torch.zeros(1)}, {}, "payload_keys"),
-        (None, {}, "'history'"),
-        (None, {"history": [{"colour": 1}], "step": 1}, "colour"),
-        (None, {"history": [], "step": "many"}, "many"),
+        ("nothing", {}, {}, "payload_keys"),
+        ("nothing", {"parameters.payload_keys": torch.zeros(7)}, {}, "payload_keys must be"),
+        ("nothing", {"parameters.stray": torch.zeros(1)}, {}, "payload_keys"),
+        ("parameters", {}, None, "muon's state"),
+        ("", {}, {}, "'history'"),
+        ("", {}, {"history": [{"colour": 1}], "step": 1}, "colour"),
+        ("", {}, {"history": [], "step": "many"}, "many"),
     ],
 )
 def test_damaged_progress_is_named(
     problem: TrainingProblem,
     tmp_path: Path,
-    tensors: dict[str, torch.Tensor] | None,
-    progress: dict[str, Any],
+    kept: str,
+    added: dict[str, Tensor],
+    progress: dict[str, Any] | None,
     message: str,
 ) -> None:
-    """`tensors` None stands for those of a good file."""
+    """A good file with only the tensors whose names begin with `kept`, some `added`, and other progress if not None."""
     folder = checkpoint(tmp_path / "progress")
     train(Training(problem, EXACT, LEARNING_RATE), folder, "one", until=1)
-    good = folder.read("one")
-    assert good is not None
-    saved = good[0] if tensors is None else {f"parameters.{name}": tensor for name, tensor in tensors.items()}
-    folder.write("one", saved, progress)
+    tensors, good_progress = folder.read("one")
+    saved = {name: tensor for name, tensor in tensors.items() if name.startswith(kept)}
+    folder.write("one", saved | added, good_progress if progress is None else progress)
     with pytest.raises(ConfigError, match=rf"one\.safetensors: the progress is damaged.*{message}"):
-        train(Training(problem, EXACT, LEARNING_RATE), folder, "one")
-
-
-def test_progress_without_the_optimizers_state_is_damaged(problem: TrainingProblem, tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "progress")
-    train(Training(problem, EXACT, LEARNING_RATE), folder, "one", until=1)
-    good = folder.read("one")
-    assert good is not None
-    folder.write("one", {name: tensor for name, tensor in good[0].items() if name.startswith("parameters")}, good[1])
-    with pytest.raises(ConfigError, match=r"damaged.*muon's state"):
         train(Training(problem, EXACT, LEARNING_RATE), folder, "one")
 
 

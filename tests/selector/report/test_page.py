@@ -1,4 +1,4 @@
-"""The page, taken apart by an HTML parser: what is on it, what is left out, and that nothing on it runs or loads."""
+"""The page, taken apart by a parser: what is on it, what is left out, and that nothing on it runs or loads."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import base64
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from selector.cli.outputs import report_path
-from selector.cli.select import main
 from selector.report.page import render_html
+from tests.selector.stream import PAPER, REFINED, Stream, without_plots
 
-VOID = {"meta", "img"}
 HISTOGRAM = {"counts": [0, 3, 7, 0], "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
 DIVERSITY = {
     "logdet": -12.5,
@@ -27,6 +25,9 @@ DIVERSITY = {
     "cosine_quantiles": {"0.05": -0.2, "0.5": 0.1, "0.95": 0.4},
     "cosine_histogram": HISTOGRAM,
 }
+CALIBRATION = {"temperature": 0.07, "value_gate": 0.5}
+ITERATION = CALIBRATION | {"anchors": 3.0, "coverage": 20.0, "support": 30, "effective": 20.5}
+STEP = CALIBRATION | {"anchors": None, "distillation": 0.5}
 # Every section the refined recipe can report; the numbers are told apart by their digits.
 FULL: dict[str, Any] = {
     "recipe": "refined",
@@ -38,19 +39,7 @@ FULL: dict[str, Any] = {
         {"beta": 0.3, "gamma": 0.0, "validation_nll": 2.25},
         {"beta": 0.3, "gamma": 0.05, "validation_nll": 2.125},
     ],
-    "history": [
-        {
-            "objective": 9.0 - step,
-            "current": 5.0 - step,
-            "anchors": 3.0,
-            "coverage": 20.0,
-            "temperature": 0.07,
-            "value_gate": 0.5,
-            "support": 30,
-            "effective": 20.5,
-        }
-        for step in range(3)
-    ],
+    "history": [ITERATION | {"objective": 9.0 - step, "current": 5.0 - step} for step in range(3)],
     "calibration": {"temperature": 0.0625, "value_gates": [0.5, 0.75], "layer_bias": [-1.0, 0.0]},
     "rounding": {
         "selected": 8,
@@ -77,18 +66,7 @@ FULL: dict[str, Any] = {
             {"learning_rate": 0.001, "validation_nll": 1.75, "validation_accuracy": 0.3125},
             {"learning_rate": 0.01, "validation_nll": 1.5, "validation_accuracy": None},
         ],
-        "history": [
-            {
-                "step": 10 * step,
-                "current": 4.0 - step,
-                "anchors": None,
-                "distillation": 0.5,
-                "temperature": 0.07,
-                "value_gate": 0.5,
-                "layer_bias": -0.1 * step,
-            }
-            for step in range(3)
-        ],
+        "history": [STEP | {"step": 10 * s, "current": 4.0 - s, "layer_bias": -0.1 * s} for s in range(3)],
     },
     "memory_bytes": 2048,
     "validation_nll": {"no_memory": 4.0, "relaxed": 2.5, "deployed": 3.0, "rounding_gap": 0.5},
@@ -115,75 +93,47 @@ SECTIONS = {
 }
 
 
-class Page(HTMLParser):
-    """Reads a page; fails where a tag is not closed in its place."""
+class Page:
+    """A page, read as XML once its void tags are closed: this fails where another tag is not closed in its place."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.sections: list[str] = []
-        self.addresses: list[str] = []  # of anything a browser could fetch
-        self.plots: dict[str, ElementTree.Element] = {}  # by their alternative text
-        self.rows: list[list[str]] = []
-        self.chosen: list[list[str]] = []
-        self.summary, self.verdict, self.text = "", "", ""
-        self.blocks: list[str] = []  # figures, tables, the paragraph and sections, in their order
-        self.feed(text)
-        self.close()
-        assert not self.open
+    def __init__(self, html: str) -> None:
+        root = ElementTree.fromstring(re.sub(r"<((?:meta|img) [^>]*)>", r"<\1/>", html))
+        nodes = list(root.iter())
+        assert not any(name.startswith("on") for node in nodes for name in node.attrib), "no scripts"
+        self.tags = {node.tag for node in nodes}
+        # Figures, tables, the paragraph and sections, in their order.
+        self.blocks = [node.tag for node in nodes if node.tag in ("figure", "table", "p", "section")]
+        self.sections = [node.attrib["id"] for node in root.iter("section")]
+        # Of anything a browser could fetch.
+        fetching = ("src", "href", "srcset", "action", "data")
+        self.addresses = [node.attrib[name] for node in nodes for name in fetching if name in node.attrib]
+        self.rows = [[text(cell) for cell in row] for row in root.iter("tr")]
+        self.chosen = [[text(cell) for cell in row] for row in root.iter("tr") if row.get("class") == "chosen"]
+        self.text = text(root.find("body"))
+        summary = next(node for node in root.iter("p") if "summary" in node.get("class", ""))
+        self.summary, self.verdict = text(summary), summary.attrib["class"].removeprefix("summary ")
+        # By their alternative text.
+        self.plots = {node.attrib["alt"]: ElementTree.fromstring(image(node)) for node in root.iter("img")}
+        assert len(self.plots) == len(list(root.iter("img")))
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attributes}
-        assert not any(name.startswith("on") for name in found), "no scripts"
-        self.tags.add(tag)
-        if tag in ("figure", "table", "p", "section"):
-            self.blocks.append(tag)
-        self.addresses += [found[name] for name in ("src", "href", "srcset", "action", "data") if name in found]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "section":
-            self.sections.append(found["id"])
-        if tag == "img":
-            kind, data = found["src"].split(",", 1)
-            assert kind == "data:image/svg+xml;base64"
-            assert found["alt"] not in self.plots
-            self.plots[found["alt"]] = ElementTree.fromstring(base64.b64decode(data))
-        if tag == "tr":
-            self.rows.append([])
-            if found.get("class") == "chosen":
-                self.chosen.append(self.rows[-1])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        if tag == "p" and "summary" in found.get("class", ""):
-            self.verdict = found["class"].removeprefix("summary ")
 
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def text(node: ElementTree.Element) -> str:
+    return "".join(node.itertext())
 
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
-            self.text += data
-        if self.open[-1:] in (["td"], ["th"]):
-            self.rows[-1][-1] += data
-        if self.open[-1:] == ["p"] and not self.sections:
-            self.summary += data
+
+def image(node: ElementTree.Element) -> bytes:
+    kind, data = node.attrib["src"].split(",", 1)
+    assert kind == "data:image/svg+xml;base64"
+    return base64.b64decode(data)
 
 
 def page(report: dict[str, Any]) -> Page:
     return Page(render_html(report))
 
 
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are made fast, each plot an empty image."""
-    image = "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-    for name in ("bars", "curves", "histogram"):
-        monkeypatch.setattr(f"selector.report.page.{name}", lambda *_: image)
-
-
 def words(plot: ElementTree.Element) -> list[str]:
     """The texts of a plot: labels of axes, series and bars."""
-    return ["".join(node.itertext()) for node in plot.iter("{http://www.w3.org/2000/svg}text")]
+    return [text(node) for node in plot.iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.fixture(scope="module")
@@ -212,22 +162,20 @@ def test_a_full_report_has_every_section_and_explains_every_plot(full: Page) -> 
         assert any(unit in word for word in drawn for unit in measured), title
 
 
+@without_plots()
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_section_without_numbers_is_left_out(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_without_numbers_is_left_out(section: str) -> None:
     used = SECTIONS[section]
     only = {name: FULL[name] for name in used}
     expected = [name for name, sources in SECTIONS.items() if set(sources) & set(used)]
     assert section in expected
-    without_plots(monkeypatch)
     assert page(only).sections == expected
     assert page(dict.fromkeys(FULL) | only).sections == expected
 
 
 def test_a_report_of_almost_nothing() -> None:
     bare = page({"recipe": "paper"})
-    assert bare.sections == []
-    assert bare.blocks == ["p"]
-    assert bare.verdict == "open"
+    assert (bare.sections, bare.blocks, bare.verdict) == ([], ["p"], "open")
     assert "does not compare" in bare.summary
 
 
@@ -240,9 +188,8 @@ def test_the_summary_states_whether_the_memory_helps_and_by_how_much(full: Page)
     assert "answered right: 50.0% with it, 25.0% without, 25.0 percentage points more" in full.summary
 
 
-def test_the_summary_admits_that_the_memory_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_plots(monkeypatch)
-
+@without_plots()
+def test_the_summary_admits_that_the_memory_does_not_help() -> None:
     def with_losses(without: float, bundled: float, **more: Any) -> Page:
         return page({"recipe": "paper", "validation_nll": {"no_memory": without, "deployed": bundled}} | more)
 
@@ -293,8 +240,8 @@ def test_plots_show_the_reports_numbers(full: Page) -> None:
     assert "anchors, NLL (nats)" not in refined  # there were none
 
 
-def test_a_collapse_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_plots(monkeypatch)
+@without_plots()
+def test_a_collapse_is_reported() -> None:
     assert "Collapsed" not in page({"rounding": FULL["rounding"]}).text
     assert "Collapsed" in page({"rounding": FULL["rounding"] | {"collapsed": True}}).text
 
@@ -320,10 +267,10 @@ def test_names_are_text_wherever_they_stand(name: str, full: Page) -> None:
     report["phases"][0]["name"] = name
     report["settings"]["weighting"] = name
     report["pool"][name] = 3
-    text = render_html(report)
-    parsed = Page(text)
+    rendered = render_html(report)
+    parsed = Page(rendered)
     expected = name.replace("a\x00b\x1b\ud800c\nd", "a\ufffdb\ufffd\ufffdc\ufffdd")
-    assert text.encode()
+    assert rendered.encode()
     assert [expected, "0", "8"] in parsed.rows
     assert ["weighting", expected] in parsed.rows
     assert f"Memory report: {expected} recipe" in parsed.text
@@ -368,9 +315,7 @@ def test_nothing_is_fetched_and_nothing_runs(full: Page, html: str) -> None:
     assert all(address.startswith("data:image/svg+xml;base64,") for address in full.addresses)
     assert not full.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
     assert "default-src 'none'" in html
-    assert "http://" not in html
-    assert "https://" not in html
-    assert "url(" not in html
+    assert not [text for text in ("http://", "https://", "url(") if text in html]
     for plot in full.plots.values():
         for node in plot.iter():
             assert not node.tag.endswith(("script", "image", "foreignObject"))
@@ -386,14 +331,16 @@ def test_the_same_report_gives_the_same_page_in_another_process(html: str) -> No
     assert not again.stderr
 
 
-def test_the_report_of_a_real_run(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "next.safetensors"
-    settings = ("--recipe", "paper", "--budget", "3", "--payload-tokens", "2", "--beta", "0.5")
-    settings += ("--iterations", "2", "--inner-steps", "1")
-    arguments = ["--model", str(model_folders["llava"]), "--task", str(task_file), "--output", str(output), *settings]
-    assert main(arguments) == 0
-    report = json.loads(report_path(output).read_text())
-    real = page(report)
+def real_page(stream: Stream, *options: str) -> tuple[Page, dict[str, Any]]:
+    """The page that an update writes, and its report."""
+    replace(stream, options=options, plots=True).update("colours")
+    html = (stream.folder / "colours.report.html").read_text()
+    assert html.startswith("<!DOCTYPE html>")
+    return Page(html), stream.report("colours")
+
+
+def test_the_page_of_a_real_run(stream: Stream) -> None:
+    real, report = real_page(stream, *PAPER, "--beta", "0.5")
     missing = {"relevance-gate", "refinement"}
     assert real.sections == [section for section in SECTIONS if section not in missing]
     assert "3 entries of 1 task" in real.summary
@@ -401,4 +348,12 @@ def test_the_report_of_a_real_run(model_folders: dict[str, Path], task_file: Pat
     loss = report["validation_nll"]
     assert real.verdict == ("better" if loss["deployed"] < loss["no_memory"] else "worse")
     assert [row[1] for row in real.chosen] == [f"{report['settings']['gamma']:.4g}"]
+    assert ["digest", report["digest"]] in real.rows
+
+
+def test_the_page_of_a_real_refined_run(stream: Stream) -> None:
+    real, report = real_page(stream, *REFINED)
+    missing = {"selection-losses", "rounding", "search"}
+    assert real.sections == [section for section in SECTIONS if section not in missing]
+    assert ["colours", "0", "4"] in real.rows
     assert ["digest", report["digest"]] in real.rows

@@ -2,210 +2,359 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
-from selector.cli.select import main
+from selector.backbone.payload_store import PayloadStore
+from selector.backbone.scoring import Questions, Scorer
+from selector.cli.select import main as select
 from selector.data.anchors import AnchorStore
-from selector.data.examples import read_task
-from selector.runtime import distributed
+from selector.data.examples import Example, read_task
+from selector.runtime.distributed import (
+    all_reduce_sum,
+    barrier,
+    in_step,
+    is_main,
+    leave,
+    merge_rows,
+    process_group,
+    rank,
+    replicated,
+    shard,
+    summed,
+    together,
+    world_size,
+)
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.selector.conftest import record, write_task
+from tests.selector.stream import ENVIRONMENT, FIXED, PAPER, REFINED, SELECT, Stream, kill_when, without_plots
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 # Batches are split unevenly: five examples, and one anchor, which leaves a process without any.
-SETTINGS = ("--budget", "4", "--payload-tokens", "2", "--iterations", "8", "--inner-steps", "2", "--full-pool")
-FIXED = ("--beta", "0.5", "--gamma", "0.1", "--batch-size", "5", "--anchors-per-task", "3", "--allow-worse")
+SPLIT = ("--budget", "4", "--batch-size", "5", "--anchors-per-task", "3", "--iterations", "8", "--inner-steps", "2")
+# Trained in float32: AdamW divides by the root of what it has seen, so rounding grows faster than elsewhere.
+REFINED_SPLIT = (*REFINED, "--recipe", "refined", "--budget", "3", "--batch-size", "5", "--precision", "float32")
 # Of float32 sums in another order and matrix products of another shape, after 8 outer and 16 inner steps that feed on
 # each other; relative. Found: 2e-7.
 TOLERANCE = 1e-5
 ONE_STEP_OF_FLOAT16 = 2**-10  # should another number of threads move what is rounded to float16
 
-
-def environment() -> dict[str, str]:
-    return os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    run = [*TORCHRUN, *arguments]
-    return subprocess.run(run, env=environment(), capture_output=True, text=True)
+Ended = subprocess.CompletedProcess[str]
+MakeStream = Callable[[str], Stream]
 
 
-class Stream:
-    """A second task's update, with a previous memory and anchors of the first task, in a folder for each run."""
-
-    def __init__(self, folder: Path, model: Path, task: Path, previous: Path) -> None:
-        self.folder, self.model, self.task, self.previous = folder, model, task, previous
-
-    def arguments(self, name: str) -> list[str]:
-        (self.folder / name).mkdir(exist_ok=True)
-        return [
-            *("--model", str(self.model), "--task", str(self.task), "--previous", str(self.previous)),
-            *("--output", str(self.output(name)), "--anchors", str(self.anchors(name)), *SETTINGS, *FIXED),
-        ]
-
-    def output(self, name: str) -> Path:
-        return self.folder / name / "next.safetensors"
-
-    def anchors(self, name: str) -> Path:
-        store = self.folder / name / "anchors"
-        if not store.exists():
-            examples = read_task(self.task.parent.parent / "first" / "train.jsonl")[:1]
-            AnchorStore(store).append(examples, run="earlier", policy="random", seed=0)
-        return store
-
-    def report(self, name: str) -> dict[str, Any]:
-        return json.loads((self.folder / name / "next.report.json").read_text())
+def torchrun(*arguments: str) -> Ended:
+    run = [sys.executable, "-m", *TORCHRUN, *arguments]
+    return subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory, llava: Backbone, model_folders: dict[str, Path]) -> Stream:
-    folder = tmp_path_factory.mktemp("stream")
-    records = [record(number, id=f"s{number}", task="counts", answer=f"{number} of them") for number in range(11)]
-    first = write_task(folder / "first", [record(number) for number in range(3)])
-    second = write_task(folder / "second", records)
-    previous = folder / "previous.safetensors"
-    bundle = build_bundle(llava, read_task(first), BuildSettings(budget=4, payload_tokens=2))
-    write_bundle(bundle, previous)
-    return Stream(folder, model_folders["llava"], second, previous)
+def make_stream(
+    tmp_path_factory: pytest.TempPathFactory, llava: Backbone, model_folders: dict[str, Path], tasks: dict[str, Path]
+) -> MakeStream:
+    """A second task's update, with a previous memory and an anchor of the first task, in a folder of its own."""
+    root = tmp_path_factory.mktemp("distributed")
+    first, previous = read_task(tasks["colours"])[:3], root / "previous.safetensors"
+    write_bundle(build_bundle(llava, first, BuildSettings(budget=4, payload_tokens=2)), previous)
+
+    def make(name: str) -> Stream:
+        anchors = root / name / "anchors"
+        anchors.parent.mkdir()
+        AnchorStore(anchors).append(first[:1], run="earlier", policy="random", seed=0)
+        options = (*PAPER, *FIXED, *SPLIT, "--previous", str(previous), "--anchors", str(anchors))
+        return Stream(anchors.parent, model_folders["llava"], tasks, options)
+
+    return make
+
+
+def refined(stream: Stream) -> Stream:
+    """The refined recipe, without a previous memory."""
+    return replace(stream, options=(*REFINED_SPLIT, "--seed", "3"))
 
 
 @pytest.fixture(scope="module")
-def alone(stream: Stream) -> Bundle:
-    """What one process makes."""
-    assert main(stream.arguments("alone")) == 0
-    return read_bundle(stream.output("alone"))
+def alone(make_stream: MakeStream) -> Stream:
+    """What one process makes: "counts" by the paper's recipe, "places" by the refined one."""
+    stream = make_stream("alone")
+    stream.update("counts")
+    refined(stream).update("places")
+    return stream
 
 
 @pytest.fixture(scope="module")
-def shared(stream: Stream) -> tuple[Bundle, subprocess.CompletedProcess[str]]:
-    """What two make."""
-    done = torchrun("selector.cli.select", *stream.arguments("shared"))
-    assert done.returncode == 0, done.stderr
-    return read_bundle(stream.output("shared")), done
-
-
-def test_two_processes_make_the_memory_of_one(
-    stream: Stream, alone: Bundle, shared: tuple[Bundle, subprocess.CompletedProcess[str]]
-) -> None:
-    bundle = shared[0]
-    assert bundle.metadata.entries == alone.metadata.entries
-    assert bundle.metadata.settings == alone.metadata.settings
-    for name, tensor in alone.tensors().items():
-        tolerance = ONE_STEP_OF_FLOAT16 if tensor.dtype == torch.float16 else TOLERANCE
-        torch.testing.assert_close(bundle.tensors()[name], tensor, rtol=tolerance, atol=TOLERANCE)
-    ours, theirs = stream.report("shared"), stream.report("alone")
-    for one, other in zip(ours["history"], theirs["history"], strict=True):
-        assert one == pytest.approx(other, rel=TOLERANCE)
-    assert ours["validation_nll"] == pytest.approx(theirs["validation_nll"], rel=TOLERANCE)
-    assert ours["history"][-1]["temperature"] != pytest.approx(0.07, rel=10 * TOLERANCE), "nothing was fitted"
-    assert [task.digest for task in AnchorStore(stream.anchors("shared")).tasks()] == [
-        task.digest for task in AnchorStore(stream.anchors("alone")).tasks()
-    ]
-
-
-def test_two_processes_refine_as_one_does(stream: Stream, model_folders: dict[str, Path]) -> None:
-    """Trained in float32: AdamW divides by the root of what it has seen, so rounding grows faster than elsewhere."""
-    settings = ("--recipe", "refined", "--budget", "3", "--payload-tokens", "2", "--steps", "4", "--batch-size", "5")
-    rest = ("--learning-rate", "0.05", "--precision", "float32", "--allow-worse", "--seed", "3")
-    bundles = []
-    for name in ("refined-alone", "refined-shared"):
-        (stream.folder / name).mkdir()
-        output = stream.folder / name / "next.safetensors"
-        data = ("--model", str(model_folders["llava"]), "--task", str(stream.task), "--output", str(output))
-        if name == "refined-alone":
-            assert main([*data, *settings, *rest]) == 0
-        else:
-            done = torchrun("selector.cli.select", *data, *settings, *rest)
-            assert done.returncode == 0, done.stderr
-        bundles.append(read_bundle(output))
-    alone, shared = bundles
-    assert shared.metadata.entries == alone.metadata.entries
-    for name in ("retrieval_keys", "gate_keys"):
-        torch.testing.assert_close(shared.tensors()[name], alone.tensors()[name], rtol=ONE_STEP_OF_FLOAT16, atol=1e-5)
-    for name in ("temperature", "value_gates", "layer_bias", "gate_thresholds"):
-        torch.testing.assert_close(shared.tensors()[name], alone.tensors()[name], rtol=1e-4, atol=1e-4)
-    for name in ("payload_keys", "payload_values"):
-        torch.testing.assert_close(shared.tensors()[name], alone.tensors()[name], rtol=1e-2, atol=1e-3)
-
-
-def test_only_the_main_process_speaks(stream: Stream, shared: tuple[Bundle, subprocess.CompletedProcess[str]]) -> None:
-    bundle, done = shared
-    assert done.stdout == (
-        f"{stream.output('shared')}: 4 entries, "
-        + ", ".join(f"{task} ({count})" for task, count in stream.report("shared")["composition"]["after"].items())
-        + f", digest {bundle.digest}\n"
-    )
-    assert {path.name for path in stream.output("shared").parent.iterdir()} == {
-        "next.safetensors",
-        "next.report.json",
-        "next.report.html",
-        "anchors",
+def shared(make_stream: MakeStream, task_file: Path) -> tuple[Stream, Ended]:
+    """The same by two processes, which check more together before, and are refused an update afterwards."""
+    stream = make_stream("shared")
+    commands = {
+        "paper": stream.arguments("counts"),
+        "refined": refined(stream).arguments("places"),
+        "refused": make_stream("refused").arguments("counts", "--budget", "2"),
     }
+    data = (str(stream.model), str(task_file), str(stream.folder), json.dumps(commands))
+    return stream, torchrun(__name__, *data)
 
 
-def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
-    stream: Stream, shared: tuple[Bundle, subprocess.CompletedProcess[str]]
-) -> None:
-    """Its processes die with it, so that the next ones meet nobody."""
-    arguments = stream.arguments("killed")
-    progress = stream.output("killed").with_name(".next.safetensors.progress")
-    run = [*TORCHRUN, "selector.cli.select", *arguments]
-    with subprocess.Popen(run, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not list(progress.glob("beta-*.safetensors")) and process.poll() is None:
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+@pytest.fixture(scope="module")
+def resumed(make_stream: MakeStream) -> tuple[Stream, Ended]:
+    """By two processes that were killed, and started again."""
+    stream = make_stream("killed")
+    progress, arguments = stream.progress("counts"), (SELECT, *stream.arguments("counts"))
+    kill_when(lambda: list(progress.glob("beta-*.safetensors")), *TORCHRUN, *arguments)
     time.sleep(1)
     state = {path.name: path.stat().st_mtime_ns for path in progress.iterdir()}
     time.sleep(1)
     assert {path.name: path.stat().st_mtime_ns for path in progress.iterdir()} == state, "a process is still writing"
-    assert not stream.output("killed").exists()
-    done = torchrun("selector.cli.select", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("resuming an earlier run") == 1
-    assert read_bundle(stream.output("killed")).digest == shared[0].digest
+    assert not stream.output("counts").exists()
+    return stream, torchrun(*arguments)
 
 
-def test_an_error_is_printed_once_and_ends_all(stream: Stream) -> None:
-    arguments = stream.arguments("refused")
-    done = torchrun("selector.cli.select", *arguments, "--budget", "2")
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("inducekv-select: error: ")]
-    assert errors == [
-        "inducekv-select: error: the budget of 2 is below the 3 entries of the previous tasks",
-    ]
-    assert not stream.output("refused").exists()
+def assert_both_print(ended: Ended, event: str) -> None:
+    for process in range(2):
+        assert f"process {process}: {event}\n" in ended.stdout, ended.stderr
 
 
-def test_what_two_processes_check_together(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
-    done = torchrun(
-        "tests.selector.runtime.distributed_checks", str(model_folders["llava"]), str(task_file), str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"process {number}: all checks passed" for number in range(2)]
+def test_two_processes_make_the_memory_of_one(alone: Stream, shared: tuple[Stream, Ended]) -> None:
+    stream, ended = shared
+    assert_both_print(ended, "paper ended with 0")
+    ours, theirs = stream.bundle("counts"), alone.bundle("counts")
+    assert ours.metadata.entries == theirs.metadata.entries
+    assert ours.metadata.settings == theirs.metadata.settings
+    for name, tensor in theirs.tensors().items():
+        tolerance = ONE_STEP_OF_FLOAT16 if tensor.dtype == torch.float16 else TOLERANCE
+        torch.testing.assert_close(ours.tensors()[name], tensor, rtol=tolerance, atol=TOLERANCE)
+    report, expected = stream.report("counts"), alone.report("counts")
+    for measured, measured_alone in zip(report["history"], expected["history"], strict=True):
+        assert measured == pytest.approx(measured_alone, rel=TOLERANCE)
+    assert report["validation_nll"] == pytest.approx(expected["validation_nll"], rel=TOLERANCE)
+    assert report["history"][-1]["temperature"] != pytest.approx(0.07, rel=10 * TOLERANCE), "nothing was fitted"
+    anchors, anchors_alone = (AnchorStore(made.folder / "anchors").tasks() for made in (stream, alone))
+    assert [task.digest for task in anchors] == [task.digest for task in anchors_alone]
+
+
+def test_two_processes_refine_as_one_does(alone: Stream, shared: tuple[Stream, Ended]) -> None:
+    stream, ended = shared
+    assert_both_print(ended, "refined ended with 0")
+    ours, theirs = stream.bundle("places"), alone.bundle("places")
+    assert ours.metadata.entries == theirs.metadata.entries
+    for rtol, atol, names in [
+        (ONE_STEP_OF_FLOAT16, 1e-5, ("retrieval_keys", "gate_keys")),
+        (1e-4, 1e-4, ("temperature", "value_gates", "layer_bias", "gate_thresholds")),
+        (1e-2, 1e-3, ("payload_keys", "payload_values")),
+    ]:
+        for name in names:
+            torch.testing.assert_close(ours.tensors()[name], theirs.tensors()[name], rtol=rtol, atol=atol)
+
+
+def test_an_error_is_printed_once_and_ends_all(shared: tuple[Stream, Ended]) -> None:
+    stream, ended = shared
+    assert_both_print(ended, "refused ended with 2")
+    assert ended.returncode != 0
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("inducekv-select: error: ")]
+    assert errors == ["inducekv-select: error: the budget of 2 is below the 3 entries of the previous tasks"]
+    assert not list((stream.folder.parent / "refused").glob("*.safetensors"))
+
+
+def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
+    resumed: tuple[Stream, Ended], shared: tuple[Stream, Ended]
+) -> None:
+    """Its processes die with it, so that the next ones meet nobody."""
+    stream, ended = resumed
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("resuming an earlier run") == 1
+    assert stream.bundle("counts").digest == shared[0].bundle("counts").digest
+
+
+def test_only_the_main_process_prints_and_writes(resumed: tuple[Stream, Ended]) -> None:
+    stream, ended = resumed
+    tasks = ", ".join(f"{task} ({count})" for task, count in stream.report("counts")["composition"]["after"].items())
+    digest = stream.bundle("counts").digest
+    assert ended.stdout == f"{stream.output('counts')}: 4 entries, {tasks}, digest {digest}\n"
+    expected = {"counts.safetensors", "counts.report.json", "counts.report.html", "anchors"}
+    assert {path.name for path in stream.folder.iterdir()} == expected
 
 
 def test_without_torchrun_nothing_happens() -> None:
-    with distributed.process_group():
-        assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
-        assert distributed.shard([1, 2, 3]) == [1, 2, 3]
-        assert distributed.in_step([1, 2]) == [[1], [2]]
+    with process_group():
+        assert (rank(), world_size(), is_main()) == (0, 1, True)
+        assert shard([1, 2, 3]) == [1, 2, 3]
+        assert in_step([1, 2]) == [[1], [2]]
         tensor = torch.ones(2, requires_grad=True)
-        assert distributed.replicated(tensor)[0] is tensor
-        assert distributed.summed(tensor) is tensor
-        distributed.merge_rows([tensor])
-        distributed.barrier()
+        assert replicated(tensor)[0] is tensor
+        assert summed(tensor) is tensor
+        merge_rows([tensor])
+        barrier()
     assert tensor.tolist() == [1, 1]
+
+
+# What two processes do and check together: torchrun runs this file as a module.
+
+
+def check_sums() -> None:
+    assert world_size() == 2
+    assert is_main() == (rank() == 0)
+    assert shard([4, 5, 6]) == ([4, 6] if rank() == 0 else [5])
+    assert in_step([4, 5, 6]) == ([[4], [6]] if rank() == 0 else [[5], []])
+    total = torch.tensor([1.0 + rank(), 10.0])
+    all_reduce_sum([total])
+    assert total.tolist() == [3.0, 20.0]
+
+
+def check_rows_are_merged_to_the_bit() -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        rows = torch.zeros(2, 2, dtype=dtype)
+        rows[rank()] = torch.tensor([-0.0, 0.1 + rank()], dtype=dtype)
+        merge_rows([rows, torch.empty(0, dtype=dtype)])
+        expected = torch.tensor([[-0.0, 0.1], [-0.0, 1.1]], dtype=dtype)
+        assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
+
+
+def check_gradients_of_any_order() -> None:
+    """Two unrolled gradient steps, and the gradient through them, with one process's part and the other's."""
+    w = torch.tensor([1.0, 0.8, 0.6], dtype=torch.float64, requires_grad=True)
+    phi = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+
+    def term(w: Tensor, phi: Tensor, row: int) -> Tensor:
+        return (w[row] ** 3 * phi[0] ** 2).exp().log1p()
+
+    def whole(w: Tensor, phi: Tensor) -> Tensor:
+        return torch.stack([term(w, phi, row) for row in range(3)]).sum()
+
+    def split(w: Tensor, phi: Tensor) -> Tensor:
+        w, phi = replicated(w, phi)
+        return summed(torch.stack([term(w, phi, row) for row in shard(range(3))]).sum())
+
+    def hypergradient(loss) -> Tensor:
+        moved = phi
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(loss(w, moved), moved, create_graph=True)
+            moved = moved - 0.1 * gradient
+        return torch.autograd.grad(loss(w, moved), w)[0]
+
+    torch.testing.assert_close(split(w, phi), whole(w, phi), rtol=1e-14, atol=0)
+    torch.testing.assert_close(hypergradient(split), hypergradient(whole), rtol=1e-13, atol=0)
+
+
+def check_an_error_of_one_is_an_error_of_all() -> None:
+    def fail(culprit: int) -> None:
+        with together():
+            if rank() == culprit:
+                raise TaskDataError(f"example 'é' of process {culprit}")
+
+    for culprit in range(2):
+        with pytest.raises(TaskDataError, match=f"^example 'é' of process {culprit}$"):
+            fail(culprit)
+    with together():
+        pass
+
+
+def open_pool(backbone: Backbone, count: int, folder: Path) -> PayloadStore:
+    shape = (backbone.num_layers, count, backbone.num_kv_heads, 2, backbone.head_dim)
+    return PayloadStore.open(folder, shape, None)
+
+
+def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    """In memory and on disk, with an uneven number of batches."""
+    entries, keys = extract(backbone, examples, 2, batch_size=5), extract_keys(backbone, examples, batch_size=5)
+    for start in range(0, len(examples), 5):
+        rows = slice(start, start + 5)
+        inputs = backbone.collate([backbone.encode_example(example) for example in examples[rows]])
+        assert torch.equal(entries.query_keys[rows], backbone.query_keys(inputs))
+        assert torch.equal(keys[rows], backbone.retrieval_keys(inputs))
+    pool = open_pool(backbone, len(examples), folder / "pool")
+    on_disk = extract(backbone, examples, 2, batch_size=5, store=pool)
+    assert torch.equal(on_disk.query_keys, entries.query_keys)
+    assert torch.equal(on_disk.payload_keys, entries.payload_keys.half())
+    assert torch.equal(on_disk.payload_values, entries.payload_values.half())
+    assert entries.payload_keys.abs().amin(dim=(0, 2, 3, 4)).gt(0).all()  # every entry was filled in
+
+
+def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    """It is in the second process's batch; the pool is gone afterwards."""
+    broken = [*examples[:3], replace(examples[3], images=(folder / "missing.png",))]
+    pool = open_pool(backbone, 4, folder / "broken")
+    with pytest.raises(TaskDataError, match=r"missing\.png"):
+        extract(backbone, broken, 2, batch_size=2, store=pool)
+    barrier()
+    assert not pool.folder.exists()
+
+
+def check_a_full_disk_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    """Only the main process takes the space."""
+    with pytest.raises(ConfigError, match="cannot keep the candidates' payloads here"):
+        PayloadStore.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
+    barrier()
+    assert not (folder / "too large").exists()
+
+
+def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
+    scorer = Scorer(backbone, batch_size=5)
+    found = scorer.mean_loss(Questions(examples, torch.zeros(len(examples), backbone.hidden_size)))
+    with torch.no_grad():
+        alone = [float(scorer.losses(examples[start : start + 5]).double().sum()) for start in (0, 5, 10)]
+    torch.testing.assert_close(found, sum(alone) / len(examples), rtol=1e-12, atol=0)
+
+
+CHECKS = (
+    check_sums,
+    check_rows_are_merged_to_the_bit,
+    check_gradients_of_any_order,
+    check_an_error_of_one_is_an_error_of_all,
+)
+CHECKS_OF_A_MODEL = (
+    check_extraction_is_that_of_one_process,
+    check_a_bad_example_ends_both,
+    check_a_full_disk_ends_both,
+    check_the_mean_loss_is_that_of_one_process,
+)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *CHECKS_OF_A_MODEL], ids=lambda check: check.__name__)
+def test_what_two_processes_check_together(shared: tuple[Stream, Ended], check: Callable[..., None]) -> None:
+    assert_both_print(shared[1], check.__name__)
+
+
+def main() -> NoReturn:
+    """What each process does. It prints the name of every check that has passed, and how the commands have ended.
+
+    The arguments are a model folder, task data, an empty folder, and a JSON object: arguments of `inducekv-select` by a
+    name. The commands run in this order, and the process ends with the last one's status.
+    """
+    model, task, folder, commands = sys.argv[1:]
+    with process_group():
+        given = (Backbone.load(model), read_task(Path(task)), Path(folder))
+        for check in (*CHECKS, *CHECKS_OF_A_MODEL):
+            check(*(given if check in CHECKS_OF_A_MODEL else ()))
+            announce(check.__name__)
+        # The commands work in this group, not in one of their own.
+        no_group = mock.patch("selector.runtime.distributed.process_group", contextlib.nullcontext)
+        with no_group, without_plots():
+            for name, arguments in json.loads(commands).items():
+                status = select(arguments)
+                announce(f"{name} ended with {status}")
+    leave(status)
+
+
+def announce(event: str) -> None:
+    """In one write: the other process prints to the same place."""
+    sys.stdout.write(f"process {rank()}: {event}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

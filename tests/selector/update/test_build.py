@@ -14,9 +14,10 @@ from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract
 from selector.backbone.model import Backbone
 from selector.data.choice import k_center
-from selector.data.examples import read_task
+from selector.data.examples import Example
 from selector.update.build import build_bundle, choose
 from selector.update.settings import BuildSettings
+from tests.selector.conftest import unit_vectors
 
 SETTINGS = BuildSettings(budget=4, payload_tokens=3, batch_size=5)
 
@@ -26,17 +27,15 @@ def changed(**values: Any) -> BuildSettings:
 
 
 @pytest.mark.parametrize("policy", ["random", "k-center"])
-def test_the_same_seed_gives_the_same_digest(llava: Backbone, task_file: Path, policy: Any) -> None:
-    examples = read_task(task_file)
-    settings = changed(policy=policy)
-    bundle = build_bundle(llava, examples, settings)
-    assert build_bundle(llava, examples, settings).digest == bundle.digest
-    others = {build_bundle(llava, examples, changed(policy=policy, seed=seed)).digest for seed in range(1, 5)}
-    assert bundle.digest not in others
+def test_the_same_seed_gives_the_same_digest(llava: Backbone, examples: list[Example], policy: Any) -> None:
+    digests = [build_bundle(llava, examples, changed(policy=policy, seed=s)).digest for s in (0, 0, 1, 2, 3, 4)]
+    assert digests[0] == digests[1]
+    assert digests[0] not in digests[2:]
 
 
-def test_entries_are_the_extraction_of_the_chosen_examples(backbone: Backbone, task_file: Path, tmp_path: Path) -> None:
-    examples = read_task(task_file)
+def test_entries_are_the_extraction_of_the_chosen_examples(
+    backbone: Backbone, examples: list[Example], tmp_path: Path
+) -> None:
     bundle = build_bundle(backbone, examples, changed(weighting="prior"))
     by_id = {example.id: example for example in examples}
     chosen = [by_id[entry.id] for entry in bundle.metadata.entries]
@@ -55,24 +54,21 @@ def test_entries_are_the_extraction_of_the_chosen_examples(backbone: Backbone, t
     assert read_bundle(tmp_path / "m.safetensors").digest == bundle.digest
 
 
-def test_a_small_task_is_kept_whole(llava: Backbone, task_file: Path) -> None:
-    examples = read_task(task_file)[:3]
+def test_a_small_task_is_kept_whole(llava: Backbone, examples: list[Example]) -> None:
     for policy in ("random", "k-center"):
-        settings = changed(policy=policy)
-        bundle = build_bundle(llava, examples, settings)
-        assert [entry.id for entry in bundle.metadata.entries] == ["e0", "e1", "e2"]
-        assert bundle.metadata.budget == 4
+        metadata = build_bundle(llava, examples[:3], changed(policy=policy)).metadata
+        assert [entry.id for entry in metadata.entries] == ["e0", "e1", "e2"]
+        assert metadata.budget == 4
 
 
-def test_random_choices_cover_everything(llava: Backbone, task_file: Path) -> None:
-    examples = read_task(task_file)
+def test_random_choices_cover_everything(llava: Backbone, examples: list[Example]) -> None:
     chosen = [choose(llava, examples, changed(seed=seed)) for seed in range(30)]
     assert set().union(*chosen) == set(range(12))
     assert all(len(set(rows)) == 4 and rows == sorted(rows) for rows in chosen)
 
 
 def test_k_center_takes_the_farthest_each_time() -> None:
-    keys = torch.nn.functional.normalize(torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    keys = unit_vectors(30, 6)
     chosen = k_center(keys, 8, first=11)
     assert chosen[0] == 11
     for step in range(1, 8):
@@ -82,7 +78,7 @@ def test_k_center_takes_the_farthest_each_time() -> None:
 
 def test_k_center_covers_within_twice_the_optimum() -> None:
     """The greedy traversal's known guarantee, against all choices of three of ten keys."""
-    keys = torch.nn.functional.normalize(torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), dim=1).double()
+    keys = unit_vectors(10, 4, seed=1).double()
 
     def radius(rows: Any) -> float:
         return float(torch.cdist(keys, keys[list(rows)]).amin(dim=1).max())
