@@ -22,6 +22,127 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
+from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.page_terms import Weighting
+from selector.backbone.extraction import extract
+from selector.backbone.generation import score
+from selector.backbone.model import Backbone
+from tests.inducekv_vllm.bundles import remade
+from tests.reference import reference_logprobs
+
+TOLERANCE = 1e-4  # on every token's log-probability, float32
+NEW_TOKENS = 16
+# Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
+# tests, and a server's worker in the process of its engine.
+FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+QUESTIONS = (
+    "What colour is the circle?",
+    "How many squares are there?",
+    "Is the red triangle left of the blue one? Answer with one word.",
+    "yes no 1 2 3",
+    "Answer in a sentence. The picture shows two green stars and a yellow ring. How many stars are there?",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question about one random image."""
+
+    image: Image.Image
+    question: str
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """For the chat template in transformers."""
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.question}]}]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """In OpenAI's format, for vLLM."""
+        buffer = io.BytesIO()
+        self.image.save(buffer, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [
+        Prompt(Image.fromarray(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
+        for i in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, its reference, and bundles extracted with it."""
+
+    model: Path
+    backbone: Backbone
+    bundles: dict[str, Bundle]
+    paths: dict[str, Path]
+
+
+def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens: int = 6) -> World:
+    """Bundles "sqrt" and "prior" of the same entries, "other" of different ones; gates and biases differ by layer."""
+    backbone = Backbone.load(model)
+    bundles, paths = {}, {}
+    weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
+    for seed, (name, weighting) in enumerate(weightings.items()):
+        prefixes = prompts(num_entries, seed=100 if name != "other" else 200)
+        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: [p.image]) for p in prefixes]
+        extraction = extract(backbone, examples, payload_tokens)
+        bundles[name] = Bundle.create(
+            retrieval_keys=extraction.keys,
+            payload_keys=extraction.payload_keys,
+            payload_values=extraction.payload_values,
+            temperature=0.07,
+            value_gates=torch.linspace(0.3, 0.9, backbone.num_layers),
+            layer_bias=torch.linspace(-0.5, 0.5, backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=num_entries,
+            entries=tuple(EntryRecord(id=str(i), task=name, source_digest=f"{seed}-{i}") for i in range(num_entries)),
+            weighting=weighting,
+            recipe="build",
+            settings={},
+        )
+        paths[name] = folder / f"{name}.safetensors"
+        write_bundle(bundles[name], paths[name])
+    return World(model, backbone, bundles, paths)
+
+
+def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
+    """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
+
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its keys are the least-norm keys
+    with margin 0.5 for that task and -0.5 for the others. Both parts of a query key count.
+    """
+    backbone, ungated = world.backbone, world.bundles["prior"]
+    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in questions])  # [N, 2, d]
+    names = ("a", "b")
+    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
+    solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
+    gate = Gate(solved.T.reshape(2, 2, -1), torch.zeros(2), names)
+    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(ungated.metadata.entries))
+    bundle = remade(ungated, entries=entries, recipe="refined", gate=gate, **changes)
+    assert bundle.gate is not None
+    # Rounding to float16 changes no decision, and neither part alone decides.
+    stored = torch.einsum("npd,cpd->nc", keys, bundle.gate.keys.float())
+    torch.testing.assert_close(stored, margins, rtol=0, atol=0.25)
+    assert all(bundle.gate.keys[:, part].norm() > 0.1 for part in (0, 1))
+    return bundle
+
+
+@contextmanager
+def engine(
+    model: Path, *, memory: bool = True, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[LLM]:
+    """A real vLLM engine on the CPU, ended afterwards; `memory=False` starts vLLM without the plugin."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
+    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options}
+    if memory:
         ours = {"worker_cls": WORKER_CLS, "scheduler_cls": SCHEDULER_CLS, "additional_config": {"inducekv": {}}}
         options = ours | options
     with pytest.MonkeyPatch.context() as patch:

@@ -77,11 +77,6 @@ def test_what_is_refused(changes: dict[str, Any], problem: str) -> None:
         decoupled_bundle(**changes)
 
 
-def test_a_gate_refuses_sqrt_weighting() -> None:
-    with pytest.raises(BundleError, match='another weighting than "sqrt"'):
-        random_gated_bundle(weighting="sqrt")
-
-
 def test_the_activation_of_a_request() -> None:
     tasks: dict[str, Any] = {"a": "generation", "b": "text"}
     metadata = random_gated_bundle(form="decoupled", activations=tasks).metadata

@@ -13,6 +13,7 @@ from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from server.demo import CHECKPOINT
+from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -32,21 +33,12 @@ Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]
 
 def decoupled(merged: Bundle, activation: Activation, weighting: str = "uniform", scale: float = 6.0) -> Bundle:
     """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
-    L = merged.num_layers
-    return Bundle.create(
-        retrieval_keys=merged.retrieval_keys,
-        payload_keys=merged.payload_keys,
+    return remade(
+        merged,
         payload_values=scale * merged.payload_values,
-        temperature=0.07,
-        value_gates=torch.linspace(-0.5, 1.5, L),
-        layer_bias=torch.linspace(-1.0, 0.5, L),
-        backbone=merged.metadata.backbone,
-        budget=merged.metadata.budget,
-        entries=merged.metadata.entries,
-        weighting=weighting,  # type: ignore[arg-type]
-        recipe="refined",
-        settings={},
-        gate=merged.gate,
+        value_gates=torch.linspace(-0.5, 1.5, merged.num_layers),
+        layer_bias=torch.linspace(-1.0, 0.5, merged.num_layers),
+        weighting=weighting,
         form="decoupled",
         activations=dict.fromkeys(merged.metadata.tasks, activation),
     )

@@ -32,6 +32,7 @@ from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.injection import Memory, attend_decoupled
+from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, engine, greedy, served_logprobs
 from tests.tiny_models import save_tiny_text_model
 
@@ -150,16 +151,8 @@ def test_parity_and_merged_memory_is_refused(config: Any, tmp_path: Path) -> Non
         offline = MemoryLLM(llm)
         for bundle in (None, *case.bundles.values()):
             assert max(deviations(case, offline, bundle, tmp_path / "bundle.safetensors")) <= TOLERANCE
-        merged = Bundle.create(
-            **{name: t for name, t in case.bundles["prompt"].tensors().items() if name != "value_gates"},
-            value_gates=torch.ones(L),
-            **{
-                name: getattr(case.bundles["prompt"].metadata, name)
-                for name in ("backbone", "budget", "entries", "recipe", "settings")
-            },
-            weighting="prior",
-        )
-        write_bundle(merged, tmp_path / "merged.safetensors")
+        merged = {"form": "merged", "activations": {}, "weighting": "prior", "value_gates": torch.ones(L)}
+        write_bundle(remade(case.bundles["prompt"], **merged), tmp_path / "merged.safetensors")
         with pytest.raises(CapacityError, match="merged memory needs full attention in every layer"):
             offline.load_bundle(tmp_path / "merged.safetensors")
 

@@ -12,7 +12,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
-from server.launcher import DEFAULT_HOST, WORKER_CLS, UsageError, main, plugin_list
+from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list
 from tests.inducekv_vllm.bundles import random_bundle
 
 
@@ -35,7 +35,7 @@ def additional(arguments: list[str]) -> dict:
 class TestArguments:
     def test_of_a_plain_start(self, bundle: Path) -> None:
         arguments = handed("MODEL", "--memory", f"a={bundle}", f"--memory=b={bundle}", "--port", "1", "-tp", "2")
-        ours = ["--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS]
+        ours = ["--host", DEFAULT_HOST, "--worker-cls", WORKER_CLS, "--scheduler-cls", SCHEDULER_CLS]
         assert arguments[:-2] == ["MODEL", *ours, "--port", "1", "-tp", "2"]
         assert additional(arguments) == {"inducekv": {"bundles": {"a": str(bundle), "b": str(bundle)}}}
 
@@ -59,16 +59,18 @@ class TestArguments:
             assert merged["other"] == 1
             assert merged["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
 
-    def test_a_users_worker_is_kept(self) -> None:
-        arguments = handed("MODEL", "--worker-cls", "my.Worker")
-        assert WORKER_CLS not in arguments
-        assert "my.Worker" in arguments
+    @pytest.mark.parametrize(("flag", "ours"), [("--worker-cls", WORKER_CLS), ("--scheduler-cls", SCHEDULER_CLS)])
+    def test_a_users_class_is_kept(self, flag: str, ours: str) -> None:
+        arguments = handed("MODEL", flag, "my.Class")
+        assert ours not in arguments
+        assert "my.Class" in arguments
 
     def test_a_config_file(self, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
         file.write_text("model: MODEL\nhost: 127.0.0.2\nadditional_config: {other: 1}\n")
         arguments = handed("--config", str(file), "--memory-top-k", "2")
-        assert arguments[:4] == ["--worker-cls", WORKER_CLS, "--config", str(file)]
+        ours = ["--worker-cls", WORKER_CLS, "--scheduler-cls", SCHEDULER_CLS]
+        assert arguments[:6] == [*ours, "--config", str(file)]
         assert additional(arguments) == {"other": 1, "inducekv": {"bundles": {}, "top_k": 2}}
 
     def test_the_demo_stands_in_for_a_model(

@@ -29,7 +29,7 @@ CONDITIONS = [("sqrt", None, False), ("sqrt", 2, False), ("sqrt", 2, True), ("pr
 def _bundle(dtype: torch.dtype, weighting: Weighting, seed: int) -> ResidentBundle:
     rng = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(J, B * m, D, generator=rng).to(dtype) for _ in range(2))
-    return ResidentBundle(f"digest-{seed}", B, m, weighting, (LayerPages(keys, values, gate=0.7, bias=-0.4),))
+    return ResidentBundle(f"digest-{seed}", B, m, weighting, "merged", (LayerPages(keys, values, gate=0.7, bias=-0.4),))
 
 
 def _memory(bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int) -> RequestMemory:

@@ -9,6 +9,7 @@ from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBun
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.slots import NO_MEMORY, SlotTable
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.page_terms import Form
 
 
 def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> None:
@@ -58,31 +59,37 @@ def test_invariants_hold_under_random_use() -> None:
         table.check()
 
 
-def _memory() -> RequestMemory:
+def _memory(form: Form = "merged") -> RequestMemory:
     layer = LayerPages(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), gate=1.0, bias=0.0)
-    bundle = ResidentBundle("digest", num_entries=2, payload_tokens=1, weighting="prior", layers=(layer,))
+    bundle = ResidentBundle("digest", num_entries=2, payload_tokens=1, weighting="prior", form=form, layers=(layer,))
     return RequestMemory(bundle, None, None, None, None, float("-inf"))
 
 
-def test_rows_find_their_memory_by_their_first_block() -> None:
-    requests = MemoryOfRequests(num_blocks=8, capacity=3, device=torch.device("cpu"))
-    first, second = _memory(), _memory()
-    requests.start("a", 3, "x", first)
-    requests.start("b", 5, None, None)
-    requests.start("c", 7, "y", second)
-    assert requests.of_rows(torch.tensor([7, 5, 3])) == [second, None, first]
-    assert requests.of_rows(torch.tensor([5])) is None
+def test_requests_find_their_memory_by_form() -> None:
+    requests = MemoryOfRequests(capacity=3)
+    first, second, decoupled = _memory(), _memory(), _memory("decoupled")
+    requests.start("a", "x", first, 0)
+    requests.start("c", "y", second, 0)
+    requests.start("d", "z", decoupled, 7)
+    assert requests.of_requests(["c", "b", "a", "d"], "merged") == [second, None, first, None]
+    assert requests.of_requests(["c", "b", "a", "d"], "decoupled") == [None, None, None, decoupled]
+    assert requests.of_requests(["b", "d"], "merged") is None
+    assert [requests.first_active(request) for request in "abd"] == [0, 0, 7]
 
 
-def test_a_block_that_changes_hands_leaves_no_memory_behind() -> None:
-    requests = MemoryOfRequests(num_blocks=8, capacity=3, device=torch.device("cpu"))
-    memory = _memory()
-    requests.start("a", 3, "x", memory)
-    requests.pause(["a"])  # preempted: its block goes to a request without memory
-    requests.start("b", 3, None, None)
-    assert requests.of_rows(torch.tensor([3])) is None
-    requests.place("a", 4)  # resumed elsewhere
-    assert requests.of_rows(torch.tensor([3, 4])) == [None, memory]
+def test_a_preempted_request_gives_its_slot_back_until_it_resumes() -> None:
+    requests = MemoryOfRequests(capacity=1)
+    memory, other = _memory(), _memory()
+    requests.start("a", "x", memory, 0)
+    requests.pause(["a"])
+    assert requests.of_requests(["a"], "merged") is None
+    requests.start("b", "y", other, 0)
+    with pytest.raises(CapacityError, match="all 1 memory slots"):
+        requests.resume("a")
+    requests.finish(["b"])
+    requests.resume("a")
+    requests.resume("plain")  # a request without memory
+    assert requests.of_requests(["a", "b", "plain"], "merged") == [memory, None, None]
     requests.finish(["a", "b"])
     assert requests.slots.used == 0
-    assert requests.of_rows(torch.tensor([4])) is None
+    assert requests.of_requests(["a"], "merged") is None
