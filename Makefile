@@ -53,7 +53,7 @@ lint: setup
 # One thread for each process, those that the tests start included.
 test: export OMP_NUM_THREADS := 1
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run

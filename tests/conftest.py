@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from tests.inducekv_vllm.engine.served import Served
@@ -14,9 +16,19 @@ if TYPE_CHECKING:
     from tests.server.launch import Adapted
 
 
-# Fixtures that start an engine or a server, and the group of the tests that use them.
-GROUPS = {"server": "servers", "adapted": "servers", "served": "engine"}
-# Groups that take a minute or longer begin first, so that no worker is left with one of them at the end.
+# Files whose tests share a server or an engine, and the name of that group.
+GROUPS = {
+    "tests/benchmarks/test_continual_http.py": "servers",
+    "tests/server/test_bundles.py": "servers",
+    "tests/server/test_gate.py": "servers",
+    "tests/server/test_isolation.py": "servers",
+    "tests/server/test_lora.py": "servers",
+    "tests/server/test_openai_routes.py": "servers",
+    "tests/server/test_selected_bundle.py": "servers",
+    "tests/inducekv_vllm/engine/test_two_pass.py": "engine",
+    "tests/server/test_registry.py": "engine",
+}
+# Groups and files that take a minute or longer begin first, so that no worker is left with one of them at the end.
 LONGEST = (
     "servers",
     "tests/benchmarks/test_continual_smoke.py",
@@ -28,15 +40,20 @@ LONGEST = (
 )
 
 
-def group_of(item: pytest.Item) -> str:
-    """The tests of a group run in one pytest-xdist worker: those of a file, or all that share an engine or a server."""
-    fixtures = getattr(item, "fixturenames", ())
-    return next((group for name, group in GROUPS.items() if name in fixtures), item.nodeid.partition("::")[0])
+def group_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return GROUPS.get(file, file)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    # Not in pytest_collection_modifyitems: pytest-xdist has read the marks by then.
-    item.add_marker(pytest.mark.xdist_group(group_of(item)))
+class GroupScheduling(LoadFileScheduling):
+    """The tests of a group run in one worker. (The marks of `--dist loadgroup` have no effect in pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected by marker.
     """
     order = {group: position for position, group in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(group_of(item), len(LONGEST)))
+    items.sort(key=lambda item: order.get(group_of(item.nodeid), len(LONGEST)))
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     skip_slow = pytest.mark.skip(reason="slow; select it with -m slow")
     for item in items:

@@ -18,7 +18,7 @@ from tests.inducekv_vllm.parity import TOLERANCE, World, largest_deviation, prom
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_of
 
 # Many samples of many tokens each: a handful of such requests keeps a server with few KV blocks busy for seconds.
-SLOW: dict[str, Any] = {"n": 6, "temperature": 1.0, "seed": 1, "max_tokens": 150}
+SLOW: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 1, "max_tokens": 150}
 
 
 def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
@@ -75,7 +75,7 @@ def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
 
 
 def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
-    questions = prompts(6, seed=14)
+    questions = prompts(4, seed=14)
     with bundles.loaded("moving", world.paths["other"]):
         streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in questions]
         assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200

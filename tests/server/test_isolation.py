@@ -19,7 +19,7 @@ from tests.server.http import TRACED, Bundles, ask, tokens_and_logprobs, trace_o
 pytestmark = pytest.mark.anyio
 
 MODELS = ("base", "sqrt", "prior", "moving")
-NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 40
+NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 24
 NUM_KEEPERS = 4
 Job = tuple[str, int]  # the model and the number of the prompt
 
