@@ -19,7 +19,9 @@ def measure(url: str, methods: list[Method], rounds: int) -> dict[str, dict[str,
     processing.
     """
     by_method: dict[str, dict[str, list[float]]] = {}
-    traced = [method for method in methods if method.name == BASE_METHOD or method.name.startswith("memory_")]
+    traced = [
+        method for method in methods if method.name == BASE_METHOD or method.name.startswith(("memory_", "decoupled_"))
+    ]
     with httpx.Client(base_url=url, timeout=REQUEST_SECONDS) as client:
         for _ in range(rounds):
             for method in traced:

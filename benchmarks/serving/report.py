@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from benchmarks.serving.load import Block
-from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT
+from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT, decoupled_name
 
 Measured = dict[int, dict[str, list[Block]]]  # concurrency -> method -> its blocks, one a round
 
@@ -19,6 +19,9 @@ Measured = dict[int, dict[str, list[Block]]]  # concurrency -> method -> its blo
 TARGETS = (
     ("TTFT, 64 entries", "ttft_ms", "memory_B64_all", BASE_METHOD, 2.5),
     ("TPOT, 64 entries", "tpot_ms", "memory_B64_all", BASE_METHOD, 1.25),
+    ("TTFT, decoupled, acting on the generation", "ttft_ms", decoupled_name("generation"), BASE_METHOD, 1.25),
+    ("TTFT, decoupled, acting on the text", "ttft_ms", decoupled_name("text"), BASE_METHOD, 1.4),
+    ("TPOT, decoupled", "tpot_ms", decoupled_name("generation"), BASE_METHOD, 1.15),
     ("TTFT, 256 entries against the longer prompt", "ttft_ms", "memory_B256_all", LONGER_PROMPT, 0.5),
 )
 

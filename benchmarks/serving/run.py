@@ -2,7 +2,7 @@
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
 targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
-`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke).
+`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; with its number, if the prompts have other than 256 tokens).
 """
 
 from __future__ import annotations
@@ -28,14 +28,26 @@ from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
 from benchmarks.serving.load import Block, chat_body, send_requests
-from benchmarks.serving.methods import BUDGETS, PAYLOAD_TOKENS, Method, bundle_name, make_methods
+from benchmarks.serving.methods import (
+    BUDGETS,
+    DECOUPLED_BUDGET,
+    PAYLOAD_TOKENS,
+    PROMPT_TOKENS,
+    Method,
+    bundle_name,
+    decoupled_name,
+    make_methods,
+)
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from server.demo import CHECKPOINT
 
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
 SEED, MODEL_SEED = 11, 0
+REPORTED = ("model", "dtype", "weighting", "prompt_tokens", "output_tokens", "smoke")
 
 
 def main() -> int:
@@ -46,16 +58,17 @@ def main() -> int:
         model = resolve_model(args.model, work)
         tasks = write_exemplars(work)
         bundles = build_bundles(model, tasks, args.weighting, work)
+        bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
         prompts = PromptMaker(model, read_exemplars(tasks), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            methods = make_methods(prompts, base_name(url), context, args.output_tokens)
+            methods = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
             measured = measure(url, methods, args, console)
             parts = breakdown.measure(url, methods, args.rounds)
     result = {
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
-        **{name: getattr(args, name) for name in ("model", "dtype", "weighting", "output_tokens", "smoke")},
+        **{name: getattr(args, name) for name in REPORTED},
         "retrieval_ms": retrieval.measure(),
         "breakdown_ms": parts,
         "concurrency": report.tabulate(measured),
@@ -66,7 +79,7 @@ def main() -> int:
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}.json"
+        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}_{args.prompt_tokens}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -80,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="must include 1")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each method at concurrency 1")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--smoke", action="store_true", help="one short round: shows that it runs, measures nothing")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the server, last of all")
@@ -133,6 +147,23 @@ def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[
         command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
         command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
         subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
+    return bundles
+
+
+def decouple(merged: Path, work: Path) -> dict[str, Path]:
+    """The entries of a merged bundle as decoupled memory, with each activation: its costs do not depend on values."""
+    bundle = read_bundle(merged)
+    facts = ("backbone", "budget", "entries", "recipe", "settings")
+    bundles = {decoupled_name(activation): work / f"{activation}.safetensors" for activation in ACTIVATIONS}
+    for activation, path in zip(ACTIVATIONS, bundles.values(), strict=True):
+        decoupled = Bundle.create(
+            **bundle.tensors(),
+            **{name: getattr(bundle.metadata, name) for name in facts},
+            weighting="uniform",
+            form="decoupled",
+            activations=dict.fromkeys(bundle.metadata.tasks, activation),
+        )
+        write_bundle(decoupled, path)
     return bundles
 
 

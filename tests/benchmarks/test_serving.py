@@ -88,9 +88,10 @@ def test_ratios_are_against_the_untouched_model_of_the_same_concurrency() -> Non
 @pytest.mark.parametrize(("ttft", "met"), [(0.249, True), (0.251, False)])
 def test_targets_are_judged(ttft: float, met: bool) -> None:
     blocks = {"none": block(0.1), "memory_B64_all": block(ttft), "memory_B256_all": block(1), "longer_prompt": block(3)}
+    blocks |= {"decoupled_B64_generation": block(0.12), "decoupled_B64_text": block(0.15)}
     reached = report.check_targets(report.tabulate({1: {name: [one] for name, one in blocks.items()}})["1"])
-    assert [target["met"] for target in reached] == [met, True, True]
-    assert reached[2]["reached"] == pytest.approx(1 / 3)
+    assert [target["met"] for target in reached] == [met, True, True, False, True, True]
+    assert reached[-1]["reached"] == pytest.approx(1 / 3)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,9 @@ def test_the_length_is_what_the_model_sees(prompts: PromptMaker) -> None:
 
 def test_replay_fills_the_context_and_stays_inside_it(prompts: PromptMaker) -> None:
     context, output = 4096, 32
-    replay = {m.name: m for m in methods.make_methods(prompts, "base", context, output)}[methods.PROMPT_REPLAY]
+    replay = {m.name: m for m in methods.make_methods(prompts, "base", context, output, methods.PROMPT_TOKENS)}[
+        methods.PROMPT_REPLAY
+    ]
     for _ in range(3):
         assert 0.85 * context < prompts.length(replay.messages()) + output <= context
 
@@ -145,6 +148,7 @@ def test_the_whole_benchmark_runs_and_ends_in_one_json_line() -> None:
     result = json.loads(lines[-1])
     rows = result["concurrency"]["1"]
     memories = ["memory_B64_all", "memory_B64_top8", "memory_B256_all", "memory_B256_top8"]
+    memories += [f"decoupled_B64_{activation}" for activation in ("prompt", "text", "generation")]
     assert list(rows) == ["none", *memories, "longer_prompt", "prompt_replay"]
     lengths = {name: row["prompt_tokens"] for name, row in rows.items()}
     assert lengths["none"] == lengths["memory_B64_all"] == lengths["memory_B256_top8"] == methods.PROMPT_TOKENS
