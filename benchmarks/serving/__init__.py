@@ -3,8 +3,8 @@
 - `none`              the base model's name: the request as vLLM serves it without memory
 - `memory_B{64,256}`  a bundle of B entries, all of them in attention
 - `..._top8`          the same bundle, the 8 nearest entries only
-- `decoupled_B64_*`   64 entries as decoupled memory that acts on the `prompt`, on the `text` after the picture, or on the
-                      `generation` alone
+- `decoupled_B64_*`   64 entries as decoupled memory, acting on the `prompt`, the `text` after the picture, or the
+                      `generation`
 - `longer_prompt`     no memory, the prompt longer by 2048 tokens: what 256 entries of 8 tokens would cost as text
 - `prompt_replay`     no memory, the same exemplars as chat turns with their pictures, as many as the context takes
 

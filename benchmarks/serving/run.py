@@ -2,7 +2,7 @@
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
 targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
-`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke), or `..._TOKENS.json` if the prompts have not 256 tokens.
+`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of another length).
 """
 
 from __future__ import annotations
