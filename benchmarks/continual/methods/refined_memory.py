@@ -8,11 +8,11 @@ from typing import ClassVar
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext, Trials
 from benchmarks.continual.methods.query_keys import QueryKeyCache
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES
-from selector.refined.settings import Allocation, Calibrate, Gating, RefinedSettings
+from selector.refined.settings import ActivationChoice, Allocation, Calibrate, Gating, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -68,7 +68,19 @@ class Unrefined(Refined):
     learning_rate: float | None = LEARNING_RATES[0]  # of no step
 
 
+@dataclass(frozen=True)
+class Decoupled(Refined):
+    """Decoupled memory, all of a task's entries alike; from where it acts is chosen on the validation split."""
+
+    name: str = "refined_decoupled"
+    weighting: Weighting = "uniform"
+    calibrate: Calibrate = "never"
+    form: Form = "decoupled"
+    activation: ActivationChoice = "search"
+
+
 ABLATIONS = (
+    Decoupled(),
     # Every question gets memory, and all entries compete by the prefix key, in training too.
     Refined("refined_no_gate", gate="none"),
     # Gate and routing from the prefix mean alone.

@@ -49,6 +49,7 @@ ABLATIONS: Mapping[str, Ablation] = {
     "fixed_calibration": Ablation("paper", "no inner calibration (fixed temperature and gates)", "paper"),
     "paper_no_gates": Ablation("paper", "no value gates", "paper"),
     "paper_uniform": Ablation("paper", "uniform weights", "paper"),
+    "refined_decoupled": Ablation("refined", "decoupled memory", "refined"),
     "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
     "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
     "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
