@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
+from . import cpu_lora
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
 from .attention.decoupled import DecoupledStep, active_rows, attach
 from .attention.pages import RequestMemory, ResidentBundle
@@ -76,6 +77,8 @@ class InduceKVWorker(CPUWorker):
     # ---- start -------------------------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if cpu_lora.groups_adapters(self.vllm_config):
+            cpu_lora.install()
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         model.register_forward_pre_hook(self._find_active_rows)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
@@ -22,7 +23,9 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
-from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
+from inducekv_vllm.adapters import read_adapter
+from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
+from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
@@ -42,8 +45,14 @@ RELEASE_DELAY_S = 0.05
 class _Version:
     memory: MemoryIndex
     resident_bytes: int
+    task_adapters: dict[str, LoRARequest]  # by task
     names: set[str] = field(default_factory=set)
     active: int = 0  # leases
+
+
+def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
+    """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
+    return Path(memory.path).parent / record.path
 
 
 class BundleRegistry:
@@ -77,7 +86,7 @@ class BundleRegistry:
             self._check_adapter(name, memory)
             version = self._versions.get(memory.digest)
             if version is None:
-                version = _Version(memory, await self._make_resident(memory))
+                version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
                 self._versions[memory.digest] = version
             try:
                 self._check_name(name, replace)  # an adapter may have taken it in the meantime
@@ -137,6 +146,30 @@ class BundleRegistry:
             raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
         return int(answers[0]["bytes"])
 
+    async def _load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
+        """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""
+        adapters: dict[str, LoRARequest] = {}
+        try:
+            for record in memory.metadata.task_adapters:
+                adapters[record.task] = LoRARequest(
+                    # The prefix cache tells adapters apart by name.
+                    lora_name=f"inducekv-{record.digest}",
+                    lora_int_id=self._models.lora_id_counter.inc(1),
+                    lora_path=str(adapter_folder(memory, record)),
+                )
+                await self._client.add_lora(adapters[record.task])
+        except Exception as error:
+            await self._unload(memory.digest, adapters)
+            task = list(adapters)[-1]
+            raise UnsupportedModel(f"bundle {name!r}: cannot load the adapter of task {task!r}: {error}") from error
+        return adapters
+
+    async def _unload(self, digest: str, adapters: dict[str, LoRARequest]) -> None:
+        for adapter in adapters.values():
+            with contextlib.suppress(NotImplementedError):
+                await self._client.remove_lora(adapter.lora_int_id)
+        await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
+
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_name(self, name: str, replace: bool) -> None:
@@ -156,13 +189,37 @@ class BundleRegistry:
 
     def _check_adapter(self, name: str, memory: MemoryIndex) -> None:
         lora_on = self._client.vllm_config.lora_config is not None
-        if memory.adapter is None and lora_on:
+        if memory.metadata.task_adapters:
+            self._check_task_adapters(name, memory)
+        elif memory.adapter is None and lora_on and not groups_adapters(self._client.vllm_config):
             raise UnsupportedModel(
                 f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
                 "without one"
             )
         if memory.adapter is not None:
             self._adapter(name, memory.adapter)
+
+    def _check_task_adapters(self, name: str, memory: MemoryIndex) -> None:
+        config = self._client.vllm_config.lora_config
+        if config is None:
+            raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")
+        if not groups_adapters(self._client.vllm_config):
+            raise UnsupportedModel(
+                f"bundle {name!r} sends tasks to LoRA adapters, which vLLM on CPUs mixes up with other requests of a "
+                "batch (vllm-project/vllm#48421) unless the server runs with --enforce-eager"
+            )
+        for record in memory.metadata.task_adapters:
+            folder = adapter_folder(memory, record)
+            if record.rank > config.max_lora_rank:
+                raise UnsupportedModel(
+                    f"bundle {name!r}: the adapter of task {record.task!r} has rank {record.rank}, "
+                    f"the server's --max-lora-rank is {config.max_lora_rank}"
+                )
+            if (digest := read_adapter(folder).digest) != record.digest:
+                raise BundleError(
+                    f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
+                    f"was made with: expected digest {record.digest:.12}, found {digest:.12}"
+                )
 
     def _adapter(self, name: str, adapter: str) -> LoRARequest:
         request = self._models.lora_requests.get(adapter)
@@ -185,7 +242,9 @@ class BundleRegistry:
         """
         version = self._version(name)
         adapter = version.memory.adapter
-        lease = Lease(version.memory, self._adapter(name, adapter) if adapter is not None else None)
+        lease = Lease(
+            version.memory, self._adapter(name, adapter) if adapter is not None else None, version.task_adapters
+        )
         version.active += 1
         try:
             yield lease
@@ -215,7 +274,7 @@ class BundleRegistry:
                 return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
             try:
-                await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
+                await self._unload(digest, version.task_adapters)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not unload memory bundle %.12s: %r", digest, error)
 
@@ -246,6 +305,7 @@ class BundleRegistry:
             name=name,
             path=self._models.lora_requests[name].lora_path,
             entries=memory.num_entries,
+            task_adapters={task: adapter.lora_path for task, adapter in version.task_adapters.items()},
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
             file_bytes=memory.file_bytes,

@@ -38,6 +38,7 @@ class MemoryBundleCard(BaseModel):
     form: str
     weighting: str
     activations: dict[str, str]  # by task; empty for merged memory
+    task_adapters: dict[str, str]  # the folders of LoRA adapters, by task
     tasks: dict[str, int]  # entries by task
     gate_tasks: list[str] | None  # the tasks of the relevance gate; null without a gate
     file_bytes: int

@@ -25,7 +25,6 @@ from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 
 SERVED_NAME = "untouched"
-LORA_WORKER_CLS = "benchmarks.continual.lora_worker.LoraWorker"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
@@ -89,7 +88,7 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
         raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {LORA_RANKS[-1]} at most")
     served = min(r for r in LORA_RANKS if r >= rank)
     flags = ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", str(max(2, needs.jobs))]
-    return [*flags, "--worker-cls", LORA_WORKER_CLS], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:

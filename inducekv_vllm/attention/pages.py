@@ -50,7 +50,7 @@ class ResidentBundle:
 
         def tokens(payload: Tensor) -> Tensor:  # [B, J, m, D] -> [J of this rank, B m, D]
             of_rank = payload[:, heads].to(device=device, dtype=dtype)
-            return of_rank.transpose(0, 1).reshape(-1, B * m, D).contiguous()
+            return of_rank.transpose(0, 1).reshape(of_rank.shape[1], B * m, D).contiguous()
 
         layers = tuple(
             LayerPages(

@@ -29,6 +29,17 @@ class EntryRecord(BaseModel):
     source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
 
 
+class AdapterRecord(BaseModel):
+    """The LoRA adapter that answers a task's requests in place of memory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = Field(min_length=1)
+    path: str = Field(min_length=1)  # its folder, absolute or relative to the bundle's
+    digest: str = Field(min_length=1)  # see `inducekv_vllm.adapters`
+    rank: int = Field(ge=1)
+
+
 class BackboneFingerprint(BaseModel):
     """The properties that must match between the model a memory was extracted from and the model that serves it."""
 
@@ -61,7 +72,7 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: int = Field(ge=1)  # the maximum number of entries
     payload_tokens: int = Field(ge=1)  # m
-    entries: tuple[EntryRecord, ...] = Field(min_length=1)  # [B]
+    entries: tuple[EntryRecord, ...]  # [B]; at least one, unless there are task adapters
     weighting: Weighting
     recipe: str  # the recipe that made the memory; "build" is extraction only
     settings: dict[str, Any]  # the recipe's settings, JSON values only
@@ -70,13 +81,14 @@ class BundleMetadata(BaseModel):
     gate_tasks: tuple[str, ...] = ()  # [C], the tasks of the relevance gate; empty without a gate
     form: Form = "merged"
     activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
+    task_adapters: tuple[AdapterRecord, ...] = ()  # of the tasks that have no entries; decoupled form only
     digest: str = ""  # see `bundle_digest`
 
     @model_serializer(mode="wrap")
     def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit the fields that a format version does not have, so that its files and digests do not change."""
         fields: dict[str, Any] = serialize(self)
-        for version, name in ((2, "gate_tasks"), (3, "form"), (3, "activations")):
+        for version, name in ((2, "gate_tasks"), (3, "form"), (3, "activations"), (3, "task_adapters")):
             if self.format_version < version:
                 fields.pop(name, None)
         return fields
@@ -90,7 +102,11 @@ class BundleMetadata(BaseModel):
         """From where memory acts on a request that the gate sends to `task`; None for a bundle without a gate."""
         if self.form == "merged":
             return "prompt"
-        return earliest(self.activations.values()) if task is None else self.activations[task]
+        return earliest(self.activations.values()) if task is None else self.activations.get(task, "prompt")
+
+    def adapter_of(self, task: str | None) -> AdapterRecord | None:
+        """The adapter that answers a request of this task, if it has one."""
+        return next((record for record in self.task_adapters if record.task == task), None)
 
 
 def format_version_of(form: Form, gated: bool) -> Literal[1, 2, 3]:
@@ -108,6 +124,7 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
     """
     _check_entries(metadata, name)
     _check_form(metadata, name)
+    _check_task_adapters(metadata, name)
     if metadata.gate_tasks:
         _check_gate_tasks(metadata, name)
 
@@ -144,6 +161,30 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
         )
 
 
+def _check_task_adapters(metadata: BundleMetadata, name: str) -> None:
+    records = metadata.task_adapters
+    if not records:
+        if not metadata.entries:
+            raise BundleError(f"{name}: there are neither entries nor task adapters")
+        return
+    if metadata.form != "decoupled":
+        raise BundleError(f"{name}: a bundle with task adapters has the decoupled form, found {metadata.form!r}")
+    if not metadata.gate_tasks:
+        raise BundleError(f"{name}: task adapters need a relevance gate, which chooses between them")
+    if metadata.adapter is not None:
+        raise BundleError(f"{name}: its memory needs the adapter {metadata.adapter!r}, so tasks cannot have their own")
+    if (twice := _duplicate([record.task for record in records])) is not None:
+        raise BundleError(f"{name}: task {twice!r} has two adapters")
+    if (twice := _duplicate([record.digest for record in records])) is not None:
+        tasks = ", ".join(record.task for record in records if record.digest == twice)
+        raise BundleError(f"{name}: the tasks {tasks} name one adapter")
+    for record in records:
+        if record.task in metadata.tasks:
+            raise BundleError(f"{name}: task {record.task!r} has both entries and an adapter")
+        if record.task not in metadata.gate_tasks:
+            raise BundleError(f"{name}: the gate does not have the task {record.task!r} of an adapter")
+
+
 def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
     tasks = metadata.gate_tasks
     if (twice := _duplicate(tasks)) is not None:
@@ -152,7 +193,7 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(
             f"{name}: entry {stray.id!r} belongs to the task {stray.task!r}, which the gate does not have"
         )
-    if empty := set(tasks) - {entry.task for entry in metadata.entries}:
+    if empty := set(tasks) - set(metadata.tasks) - {record.task for record in metadata.task_adapters}:
         raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
     if metadata.weighting == "sqrt":
         # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.

@@ -18,6 +18,7 @@ from ..activation import Activation
 from ..errors import BundleError, FingerprintMismatch
 from ..page_terms import Form, Weighting
 from .metadata import (
+    AdapterRecord,
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
@@ -88,6 +89,7 @@ class Bundle:
         gate: Gate | None = None,
         form: Form = "merged",
         activations: dict[str, Activation] | None = None,
+        task_adapters: tuple[AdapterRecord, ...] = (),
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -113,6 +115,7 @@ class Bundle:
                 gate_tasks=() if gate is None else gate.tasks,
                 form=form,
                 activations=activations or {},
+                task_adapters=task_adapters,
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -227,11 +230,11 @@ def check_structure(bundle: Bundle, name: str) -> None:
 def check_values(bundle: Bundle, name: str) -> None:
     for tensor_name, tensor in bundle.tensors().items():
         # NaN propagates into the extremes, so this equals isfinite(tensor).all() but is about 25 times as fast.
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
     norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
-    worst = int((norms - 1).abs().argmax())
-    if abs(float(norms[worst]) - 1) > UNIT_NORM_TOLERANCE:
+    if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
+        worst = int(wrong[0])
         raise BundleError(f"{name}: retrieval key {worst} must have norm 1, found {float(norms[worst]):.6g}")
     if not bundle.temperature > 0:
         raise BundleError(f"{name}: temperature must be above 0, found {float(bundle.temperature):.6g}")

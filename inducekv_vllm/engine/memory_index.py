@@ -20,7 +20,7 @@ from ..retrieval import PrefixIndex
 class MemoryLookup:
     """The result of a lookup for one request."""
 
-    retrieval: Retrieval | None  # None if the gate is closed; the request then runs without memory
+    retrieval: Retrieval | None  # None if the gate is closed, or sends the request to a task that has an adapter
     gate_decision: GateDecision | None  # None for a memory without a gate
 
 
@@ -31,7 +31,7 @@ class MemoryIndex:
     metadata: BundleMetadata
     path: str  # the workers read the same file
     file_bytes: int
-    index: PrefixIndex  # over the retrieval keys [B, d]
+    index: PrefixIndex | None  # over the retrieval keys [B, d]; None without entries
     temperature: float
     gate: RelevanceGate | None = None
 
@@ -43,7 +43,7 @@ class MemoryIndex:
             metadata=bundle.metadata,
             path=path,
             file_bytes=os.path.getsize(path),
-            index=PrefixIndex(bundle.retrieval_keys.numpy()),
+            index=PrefixIndex(bundle.retrieval_keys.numpy()) if bundle.num_entries else None,
             temperature=float(bundle.temperature),
             gate=RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks) if gate is not None else None,
         )
@@ -76,8 +76,9 @@ class MemoryIndex:
         The prefix part of the key searches the entries of the task that the gate chooses, or all B without a gate.
         """
         gate_decision = self.gate.decide(key) if self.gate is not None else None
-        if gate_decision is not None and gate_decision.task is None:
+        if gate_decision is not None and (gate_decision.task is None or self.metadata.adapter_of(gate_decision.task)):
             return MemoryLookup(None, gate_decision)
+        assert self.index is not None
         among = None
         if gate_decision is not None:
             among = np.array([i for i, entry in enumerate(self.entries) if entry.task == gate_decision.task])

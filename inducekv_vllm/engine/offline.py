@@ -77,11 +77,16 @@ class MemoryLLM:
 
         Raises:
             BundleError: the file is not a valid bundle, or was made for another backbone.
+            UnsupportedModel: it sends tasks to LoRA adapters, which only the server does.
             CapacityError: a worker cannot load it.
         """
         absolute = os.path.abspath(path)
         bundle = read_bundle(absolute)
         bundle.require_backbone(self._backbone, str(path))
+        if bundle.metadata.task_adapters:
+            raise UnsupportedModel(
+                f"{path} sends tasks to LoRA adapters, which inducekv-serve does, and MemoryLLM does not"
+            )
         answers: list[dict[str, Any]] = self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))

@@ -15,6 +15,7 @@ def describe_injection(
     name: str, memory: MemoryIndex, spec: InjectionSpec | None, gate_decision: GateDecision | None
 ) -> dict[str, Any]:
     """Describe an injection as JSON: the bundle, the gate's decision, and the entries by decreasing weight."""
+    record = memory.metadata.adapter_of(gate_decision.task) if gate_decision is not None else None
     entries = zip(spec.entries, spec.weights, strict=True) if spec is not None else ()
     return {
         "bundle": name,
@@ -22,6 +23,7 @@ def describe_injection(
         "form": memory.metadata.form,
         "weighting": memory.weighting,
         "start": spec.start if spec is not None else None,
+        "adapter": record.digest if record is not None else None,
         "num_entries": memory.num_entries,
         "gate": _describe_gate(memory, gate_decision),
         "remainder": spec is not None and spec.remainder and len(spec.entries) < memory.num_entries,

@@ -5,8 +5,8 @@
     pass two    the prompt again, with the entries injected: the answer
 
 If the gate is closed, pass two is the plain request with the unchanged prompt, so it reuses the prefix-cache blocks
-that pass one has filled. If the memory was made with a LoRA adapter, both passes run with it, whether the gate is open
-or closed.
+that pass one has filled. If the gate chooses a task that has a LoRA adapter instead of entries, pass two runs with that
+adapter. If the memory was made with a LoRA adapter, both passes run with it, whether the gate is open or closed.
 
 `TwoPassEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
 request for a memory carries a `MemoryRequest`; every other request goes straight to the original.
@@ -19,9 +19,9 @@ import contextlib
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from vllm.engine.protocol import EngineClient
@@ -34,6 +34,7 @@ from vllm.sampling_params import SamplingParams
 
 from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
+from ..gate import GateDecision
 from ..metrics import count_request
 from ..page_terms import FloatArray
 from ..placeholders import placeholder_ids
@@ -68,6 +69,12 @@ class Lease:
 
     memory: MemoryIndex
     adapter: LoRARequest | None  # for both passes
+    task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # for the answer pass, by task
+
+    def answer_adapter(self, decision: GateDecision | None) -> LoRARequest | None:
+        """The adapter of the answer pass: that of the gate's task, if it has one of its own."""
+        task = decision.task if decision is not None else None
+        return self.adapter if task is None else self.task_adapters.get(task, self.adapter)
 
 
 class MemorySource(Protocol):
@@ -171,7 +178,7 @@ class TwoPassEngine:
                 answer_pass_prompt(prompt, spec),
                 answer_pass_params(params, spec),
                 request_id,
-                lora_request=lease.adapter,
+                lora_request=lease.answer_adapter(lookup.gate_decision),
                 **options,
             )
             async with contextlib.aclosing(answer) as outputs:

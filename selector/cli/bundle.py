@@ -117,6 +117,41 @@ def build(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
+def route(options: argparse.Namespace) -> int:
+    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
+    require_output(options.output)
+    folders = [_task_adapter(argument) for argument in options.adapter]
+    if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
+        raise ConfigError(f"--adapter gives the task {twice!r} twice")
+
+    from ..data.examples import read_task
+
+    base = read_task(options.base)
+    examples = {task: read_task(data) for task, _, data in folders}
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..backbone.model import Backbone
+    from ..update.route import TaskAdapter, route_bundle
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    backbone = Backbone.load(options.model, device=options.device)
+    adapters = {task: TaskAdapter(folder, examples[task]) for task, folder, _ in folders}
+    bundle = route_bundle(backbone, base, adapters, relative_to=options.output.parent, progress=True)
+    write_bundle(bundle, options.output)
+    print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
+    return SUCCESS
+
+
+def _task_adapter(argument: str) -> tuple[str, Path, Path]:
+    """TASK=DIR:FILE. Raises ConfigError: it is not of that form."""
+    task, _, rest = argument.partition("=")
+    folder, _, data = rest.rpartition(":")
+    if not (task and folder and data):
+        raise ConfigError(f"--adapter must be TASK=DIR:FILE, found {argument!r}")
+    return task, Path(folder), Path(data)
+
+
 def _summary(bundle: Bundle) -> dict[str, Any]:
     metadata, backbone = bundle.metadata, bundle.metadata.backbone
     size = footprint_bytes(
@@ -159,7 +194,8 @@ def _form_summary(metadata: BundleMetadata) -> dict[str, str]:
     if metadata.form == "merged":
         return {}
     activations = ", ".join(f"{task} ({activation})" for task, activation in metadata.activations.items())
-    return {"form": metadata.form, "memory acts on": activations}
+    adapters = ", ".join(f"{r.task} ({r.path}, rank {r.rank}, {r.digest:.12})" for r in metadata.task_adapters)
+    return {"form": metadata.form, "memory acts on": activations or "none", "task adapters": adapters or "none"}
 
 
 def _gate_summary(bundle: Bundle) -> str:
@@ -257,6 +293,18 @@ def _parser() -> argparse.ArgumentParser:
     subparser.add_argument("--task", type=Path, required=True, help="task data: .jsonl, or LLaVA's .json")
     add_flags(subparser, {"": BuildSettings})
     subparser.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
+    subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    subparser = command("route", route)
+    subparser.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    subparser.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
+    subparser.add_argument(
+        "--adapter",
+        action="append",
+        required=True,
+        metavar="TASK=DIR:FILE",
+        help="a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable",
+    )
+    subparser.add_argument("--device", default="cpu", help="torch device of the query keys (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
     return parser
 

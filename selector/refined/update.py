@@ -30,12 +30,12 @@ from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
+from ..update.gate_fit import fit_gate
 from ..update.inputs import TaskInputs, check_previous, require_context
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
 from .activation_search import Candidate, activations_by_task, activations_to_try, latest_good
 from .entries import EntryPlan, TaskQueryKeys, initial_memory, new_task, plan_entries, quotas
-from .gate_fit import fit_gate
 from .lr_search import Trial, progress_text, require_storable, search_learning_rate
 from .report import report_update
 from .settings import RefinedSettings

@@ -35,7 +35,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
-from selector.refined.gate_fit import fit_gate
+from selector.update.gate_fit import fit_gate
 from tests.benchmarks.learned_streams import BUDGET, NUM_TASKS, RIVALS, SMALL, LearnedStream
 from tests.benchmarks.small_streams import ORDER
 from tests.tiny_models import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS

@@ -28,14 +28,15 @@ RANK, SCALE = 4, 2.0
 @dataclass(frozen=True)
 class Adapted:
     url: str
+    folder: Path  # has model/, adapter/ and merged/
     plain: World  # the model as it is
     merged: World  # the model with the adapter merged into its weights
     bundle: Bundle  # of the merged model, and naming the adapter
 
 
-def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
+def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0) -> None:
     """A random adapter of the text model's q_proj and v_proj, and the model that has it merged in."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weights = load_file(model / "model.safetensors")
     factors: dict[str, torch.Tensor] = {}
     adapted = ("q_proj.weight", "v_proj.weight")
@@ -86,4 +87,4 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
     environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
-        yield Adapted(url, plain, merged, bundle)
+        yield Adapted(url, folder, plain, merged, bundle)

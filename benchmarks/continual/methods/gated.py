@@ -28,8 +28,8 @@ from inducekv_vllm.bundle import Gate
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from selector.refined.gate_fit import fit_gate
 from selector.runtime.files import replace_file
+from selector.update.gate_fit import fit_gate
 
 ADAPTERS = "adapters"
 GATE = "gate.safetensors"

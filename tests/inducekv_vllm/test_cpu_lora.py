@@ -9,8 +9,7 @@ from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from benchmarks.continual.lora_worker import GroupedPunica, LoraWorker
-from benchmarks.continual.serving import LORA_WORKER_CLS
+from inducekv_vllm.cpu_lora import GroupedPunica
 
 RANK, IN, SLICES = 4, 12, (10, 6)
 SLOTS: list[int | None] = [7, 9]  # adapters by their place in the stacked matrices
@@ -44,7 +43,3 @@ def test_tokens_without_an_adapter_are_left_alone() -> None:
     assert torch.equal(found[[0, 2]], y[[0, 2]])
     torch.testing.assert_close(found[[1, 3]], applied(PunicaWrapperCPU, asked, y, x)[[1, 3]])
     assert torch.equal(applied(GroupedPunica, (NONE,) * 4, y, x), y)
-
-
-def test_the_servers_ask_for_this_worker() -> None:
-    assert f"{LoraWorker.__module__}.{LoraWorker.__qualname__}" == LORA_WORKER_CLS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.routing import gated_prior
-from selector.refined.gate_fit import SHRINKAGE, discriminants, fit_gate
+from selector.update.gate_fit import SHRINKAGE, discriminants, fit_gate
 from tests.selector.conftest import unit_vectors
 
 d = 24

@@ -1,9 +1,9 @@
-"""The worker of the servers with adapters: LoRA computed adapter by adapter, not token by token.
+"""LoRA on CPUs, computed adapter by adapter instead of token by token.
 
-vLLM's LoRA on CPUs gathers the adapter's matrices for every token (vllm.lora.ops.torch_ops), which takes most of the
-time of a small model's answer. Here all tokens of a batch with the same adapter share one matrix product; tokens
-without an adapter are left alone. A compiled model keeps vLLM's own LoRA: otherwise the adapters of one batch would
-become part of the compiled code.
+vLLM's own (vllm.lora.ops.torch_ops) gathers an adapter's matrices for every token, which takes most of the time of a
+small model's answer, and gives tokens without an adapter another request's (vllm-project/vllm#48421). Here all tokens
+of a batch with the same adapter share one matrix product; tokens without an adapter are left alone. A compiled model
+keeps vLLM's own LoRA: otherwise the adapters of one batch would become part of the compiled code.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
-
-from inducekv_vllm.worker import InduceKVWorker
 
 NO_ADAPTER = -1
 
 
-class LoraWorker(InduceKVWorker):
-    """The usual worker with another implementation of LoRA layers."""
+def groups_adapters(config: VllmConfig) -> bool:
+    """Whether adapters and requests without one can share a batch of this engine."""
+    return config.lora_config is not None and config.model_config.enforce_eager
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if self.model_config.enforce_eager:
-            current_platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
-        super().load_model(*args, **kwargs)
+
+def install() -> None:
+    """Make vLLM's LoRA layers compute adapter by adapter; call it before the model is loaded."""
+    current_platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
 
 
 class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]

@@ -1,0 +1,108 @@
+"""A bundle without entries, whose gate sends each request to its task's LoRA adapter or to the untouched model.
+
+Shapes: C tasks, L layers, J KV heads, D head size, d hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+
+from inducekv_vllm.adapters import WEIGHTS, read_adapter
+from inducekv_vllm.bundle import AdapterRecord, Bundle
+from inducekv_vllm.errors import BundleError
+
+from ..backbone.extraction import extract_query_keys
+from ..backbone.model import Backbone
+from ..data.examples import Example
+from .gate_fit import fit_gate
+from .recipes import ROUTE
+
+
+@dataclass(frozen=True)
+class TaskAdapter:
+    """A task's LoRA adapter, and questions of the task."""
+
+    folder: Path
+    examples: Sequence[Example]
+
+
+def route_bundle(
+    backbone: Backbone,
+    base: Sequence[Example],
+    adapters: Mapping[str, TaskAdapter],
+    *,
+    relative_to: Path,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> Bundle:
+    """Fit a gate to questions of C tasks and questions that need no adapter; answers are not used.
+
+    Args:
+        base: questions that the model answers well by itself.
+        adapters: by task.
+        relative_to: the folder of the bundle; adapters below it are recorded relative to it.
+
+    Raises:
+        BundleError: an adapter cannot be read, is of another base, or belongs to two tasks.
+        ConfigError: a task without questions.
+    """
+    records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
+    own = {
+        task: extract_query_keys(backbone, adapter.examples, batch_size=batch_size, progress=progress)
+        for task, adapter in adapters.items()
+    }
+    gate = fit_gate(own, extract_query_keys(backbone, base, batch_size=batch_size, progress=progress))
+    payload = torch.zeros(backbone.num_layers, 0, backbone.num_kv_heads, 1, backbone.head_dim)
+    return Bundle.create(
+        retrieval_keys=torch.zeros(0, backbone.hidden_size),
+        payload_keys=payload,
+        payload_values=payload,
+        temperature=1.0,
+        value_gates=torch.ones(backbone.num_layers),
+        layer_bias=torch.zeros(backbone.num_layers),
+        backbone=backbone.fingerprint,
+        budget=1,
+        entries=(),
+        weighting="uniform",
+        recipe=ROUTE,
+        settings={"base_questions": len(base), "questions": {task: len(keys) for task, keys in own.items()}},
+        gate=gate,
+        form="decoupled",
+        task_adapters=records,
+    )
+
+
+def _record(backbone: Backbone, task: str, folder: Path, relative_to: Path) -> AdapterRecord:
+    files = read_adapter(folder)
+    _require_base(backbone, task, folder)
+    absolute, root = folder.resolve(), relative_to.resolve()
+    path = os.path.relpath(absolute, root) if absolute.is_relative_to(root) else str(absolute)
+    return AdapterRecord(task=task, path=path, digest=files.digest, rank=files.rank)
+
+
+def _require_base(backbone: Backbone, task: str, folder: Path) -> None:
+    """Check that every matrix of the adapter belongs to a linear layer of the model and fits it."""
+    name = f"the adapter of task {task!r} in {folder}"
+    try:
+        with safetensors.safe_open(str(folder / WEIGHTS), framework="pt") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BundleError(f"{name}: cannot read the weights: {error}") from error
+    linear = [(path, m) for path, m in backbone.model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for key, shape in shapes.items():
+        module_name, _, matrix = key.partition(".lora_")
+        # What stands before the layers depends on the version of transformers that the adapter was trained with.
+        tail = module_name[module_name.find(".layers.") :]
+        sizes = [
+            (1, m.in_features) if matrix.startswith("A") else (0, m.out_features)
+            for path, m in linear
+            if f".{path}".endswith(tail)
+        ]
+        if not any(len(shape) == 2 and shape[side] == size for side, size in sizes):
+            raise BundleError(f"{name} is of another base: the model has no linear layer for {key} of shape {shape}")

@@ -1,0 +1,167 @@
+"""A bundle that sends each task to its own LoRA adapter: `inducekv-bundle route`, and the server that loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from safetensors.torch import load_file, save_file
+
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from selector.backbone.model import Backbone
+from selector.cli.bundle import main
+from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, prompts
+from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
+from tests.server.launch import Adapted, save_adapter
+
+QUESTIONS = {
+    "a": "What colour is the circle?",
+    "b": "How many squares are there? Answer with a number.",
+    "base": "Describe the whole picture in one long sentence, please.",
+}
+
+
+def questions(task: str, count: int, seed: int) -> list[Prompt]:
+    return [Prompt(prompt.image, QUESTIONS[task]) for prompt in prompts(count, seed)]
+
+
+def write_task(folder: Path, task: str) -> Path:
+    folder.mkdir(parents=True)
+    lines = []
+    for number, prompt in enumerate(questions(task, 12, seed=51)):
+        prompt.image.save(folder / f"{number}.png")
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": f"{number}.png"}},
+            {"type": "text", "text": prompt.question},
+        ]
+        messages = [{"role": "user", "content": content}]
+        lines.append(json.dumps({"id": f"{task}{number}", "task": task, "messages": messages, "answer": "x"}))
+    (folder / "task.jsonl").write_text("\n".join(lines))
+    return folder / "task.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Task data, and the adapters "a" and "b" with the models that have them merged in."""
+    folder = tmp_path_factory.mktemp("route")
+    for task in QUESTIONS:
+        write_task(folder / task, task)
+    for seed, task in enumerate("ab"):
+        save_adapter(adapted.folder / "model", folder / f"adapter-{task}", folder / f"merged-{task}", seed)
+    return folder
+
+
+def route(adapted: Adapted, folder: Path, *adapters: str, output: str = "routed") -> list[str]:
+    command = ["route", "--model", str(adapted.folder / "model"), "--base", str(folder / "base/task.jsonl")]
+    command += [part for adapter in adapters for part in ("--adapter", adapter)]
+    return [*command, "--output", str(folder / f"{output}.safetensors")]
+
+
+def adapter(folder: Path, task: str, weights: str | None = None) -> str:
+    return f"{task}={folder / f'adapter-{weights or task}'}:{folder / task / 'task.jsonl'}"
+
+
+@pytest.fixture(scope="module")
+def routed(adapted: Adapted, folder: Path) -> Path:
+    assert main(route(adapted, folder, adapter(folder, "a"), adapter(folder, "b"))) == 0
+    return folder / "routed.safetensors"
+
+
+def test_what_the_command_writes(routed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = read_bundle(routed).metadata
+    assert (metadata.format_version, metadata.recipe, metadata.entries) == (3, "route", ())
+    assert metadata.gate_tasks == ("a", "b")
+    assert [(r.task, r.path, r.rank) for r in metadata.task_adapters] == [("a", "adapter-a", 4), ("b", "adapter-b", 4)]
+    assert main(["inspect", str(routed)]) == 0
+    assert "a (adapter-a, rank 4" in capsys.readouterr().out
+
+
+def test_each_request_runs_with_its_tasks_adapter_or_none(adapted: Adapted, folder: Path, routed: Path) -> None:
+    """All at once, beside requests without memory: no request of a batch gets another one's adapter."""
+    worlds = {"base": adapted.plain} | {
+        task: World(folder / f"merged-{task}", Backbone.load(folder / f"merged-{task}"), {}, {}) for task in "ab"
+    }
+    cases = [(task, prompt) for i in range(4) for task in QUESTIONS for prompt in questions(task, 1, seed=60 + i)]
+    with (
+        Bundles(adapted.url).loaded("routed", routed),
+        openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        responses = list(pool.map(lambda case: ask(client, "routed", case[1], extra_body=TRACED), cases))
+        plain = list(pool.map(lambda case: ask(client, "base", case[1]), cases))
+    for (task, prompt), response, untouched in zip(cases, responses, plain, strict=True):
+        assert trace_of(response)["gate"]["task"] == (None if task == "base" else task)
+        assert (trace_of(response)["adapter"] is None) == (task == "base")
+        assert deviation(worlds[task], response, prompt, None) <= TOLERANCE
+        assert deviation(adapted.plain, untouched, prompt, None) <= TOLERANCE
+        if task != "base":
+            assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
+
+
+def refusal(adapted: Adapted, path: Path) -> str:
+    response = Bundles(adapted.url).load("refused", path)
+    assert response.status_code == 400
+    assert "refused" not in Bundles(adapted.url).cards()
+    return str(response.json()["error"]["message"])
+
+
+def changed(bundle: Bundle, path: Path, **record: Any) -> Path:
+    """The bundle with another record of its first adapter."""
+    first, *others = bundle.metadata.task_adapters
+    facts = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form")
+    tensors = {name: t for name, t in bundle.tensors().items() if not name.startswith("gate_")}
+    arguments: dict[str, Any] = {name: getattr(bundle.metadata, name) for name in facts} | tensors
+    adapters = (first.model_copy(update=record), *others)
+    write_bundle(Bundle.create(**arguments, gate=bundle.gate, task_adapters=adapters), path)
+    return path
+
+
+def test_the_server_refuses_adapters_it_cannot_serve(adapted: Adapted, folder: Path, routed: Path) -> None:
+    bundle, path = read_bundle(routed), folder / "changed.safetensors"
+    assert "has rank 16, the server's --max-lora-rank is 8" in refusal(adapted, changed(bundle, path, rank=16))
+    assert "cannot read the LoRA adapter: No such file" in refusal(adapted, changed(bundle, path, path="nowhere"))
+    message = refusal(adapted, changed(bundle, path, path="adapter-b"))
+    assert "the adapter of task 'a'" in message
+    assert "is not the one that the bundle was made with" in message
+
+
+@pytest.mark.parametrize(
+    ("adapters", "problem"),
+    [
+        (["a=nowhere:{a}"], "nowhere: cannot read the LoRA adapter: No such file"),
+        (["a={adapter}"], "--adapter must be TASK=DIR:FILE, found"),
+        (["a={adapter}:{a}", "a={adapter}:{b}"], "--adapter gives the task 'a' twice"),
+        (["a={adapter}:{a}", "b={adapter}:{b}"], "the tasks a, b name one adapter"),
+        (["a={wrong}:{a}"], "is of another base: the model has no linear layer for"),
+        (["a={no_lora}:{a}"], "expected the peft_type 'LORA', found 'IA3'"),
+    ],
+)
+def test_what_the_command_refuses(
+    adapted: Adapted,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    adapters: list[str],
+    problem: str,
+) -> None:
+    for name in ("wrong", "no_lora"):
+        shutil.copytree(folder / "adapter-a", tmp_path / name)
+    weights = {name: t.repeat(1, 2) for name, t in load_file(tmp_path / "wrong/adapter_model.safetensors").items()}
+    save_file(weights, tmp_path / "wrong/adapter_model.safetensors")
+    (tmp_path / "no_lora/adapter_config.json").write_text('{"peft_type": "IA3"}')
+    places = {
+        "a": folder / "a/task.jsonl",
+        "b": folder / "b/task.jsonl",
+        "adapter": folder / "adapter-a",
+        "wrong": tmp_path / "wrong",
+        "no_lora": tmp_path / "no_lora",
+    }
+    command = route(adapted, folder, *(each.format(**places) for each in adapters), output="refused")
+    assert main(command) == 2
+    assert problem in capsys.readouterr().err
+    assert not (folder / "refused.safetensors").exists()
