@@ -84,9 +84,7 @@ class MemoryLLM:
         bundle = read_bundle(absolute)
         bundle.require_backbone(self._backbone, str(path))
         if bundle.metadata.task_adapters:
-            raise UnsupportedModel(
-                f"{path} sends tasks to LoRA adapters, which inducekv-serve does, and MemoryLLM does not"
-            )
+            raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         answers: list[dict[str, Any]] = self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))

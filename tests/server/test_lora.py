@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import openai
+import pytest
 
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.errors import UnsupportedModel
+from server.registry import BundleRegistry
 from tests.inducekv_vllm.parity import TOLERANCE, gated_bundle, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted
@@ -39,7 +46,25 @@ def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tm
             assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
 
 
-def test_a_bundle_that_names_no_adapter_is_refused(adapted: Adapted) -> None:
-    refused = Bundles(adapted.url).load("n", adapted.plain.paths["sqrt"])
-    assert refused.status_code == 400
-    assert "names no adapter" in refused.json()["error"]["message"]
+def test_a_bundle_that_names_no_adapter_runs_without_one(adapted: Adapted) -> None:
+    with (
+        Bundles(adapted.url).loaded("n", adapted.plain.paths["sqrt"]),
+        openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        cases = [(name, prompt) for prompt in prompts(3, seed=43) for name in ("n", "style", "base")]
+        responses = pool.map(lambda case: ask(client, *case), cases)
+        for (name, prompt), response in zip(cases, responses, strict=True):
+            world = adapted.merged if name == "style" else adapted.plain
+            bundle = adapted.plain.bundles["sqrt"] if name == "n" else None
+            assert deviation(world, response, prompt, bundle) <= TOLERANCE
+
+
+def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted) -> None:
+    """vLLM's own LoRA on CPUs would mix adapters up with requests that have none."""
+    config = SimpleNamespace(lora_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False))
+    client: Any = SimpleNamespace(vllm_config=config)
+    registry = BundleRegistry(client, SimpleNamespace(), adapted.bundle.metadata.backbone)  # type: ignore[arg-type]
+    memory = MemoryIndex.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
+    with pytest.raises(UnsupportedModel, match="names no adapter"):
+        registry._check_adapter("n", memory)

@@ -6,6 +6,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -13,8 +14,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main
+from server.registry import BundleRegistry
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted, save_adapter
@@ -131,6 +135,22 @@ def test_the_server_refuses_adapters_it_cannot_serve(adapted: Adapted, folder: P
 
 
 @pytest.mark.parametrize(
+    ("lora", "eager", "problem"),
+    [
+        (None, True, "start the server with --enable-lora"),
+        (SimpleNamespace(max_lora_rank=8), False, "unless the server runs with --enforce-eager"),
+    ],
+)
+def test_servers_that_cannot_route(routed: Path, lora: Any, eager: bool, problem: str) -> None:
+    config = SimpleNamespace(lora_config=lora, model_config=SimpleNamespace(enforce_eager=eager))
+    client: Any = SimpleNamespace(vllm_config=config)
+    bundle = read_bundle(routed)
+    registry = BundleRegistry(client, SimpleNamespace(), bundle.metadata.backbone)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModel, match=problem):
+        registry._check_adapter("routed", MemoryIndex.from_bundle(bundle, str(routed)))
+
+
+@pytest.mark.parametrize(
     ("adapters", "problem"),
     [
         (["a=nowhere:{a}"], "nowhere: cannot read the LoRA adapter: No such file"),
@@ -142,12 +162,12 @@ def test_the_server_refuses_adapters_it_cannot_serve(adapted: Adapted, folder: P
     ],
 )
 def test_what_the_command_refuses(
+    adapters: list[str],
+    problem: str,
     adapted: Adapted,
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    adapters: list[str],
-    problem: str,
 ) -> None:
     for name in ("wrong", "no_lora"):
         shutil.copytree(folder / "adapter-a", tmp_path / name)
