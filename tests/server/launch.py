@@ -72,10 +72,7 @@ def serving_bundles(world: World, log: Path) -> Iterator[str]:
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
-
-    Its processes are those of `inducekv-serve` on its own, unlike those of `serving_bundles`.
-    """
+    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded."""
     model = save_tiny_llava(folder / "model")
     save_adapter(model, folder / "adapter", folder / "merged")
     for name in ("plain", "with"):
@@ -85,6 +82,6 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
-    environment = {**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, folder, plain, merged, bundle)
