@@ -1,7 +1,8 @@
 """Sums of final hidden states by KV-cache block, kept beside the cache: a key pass need not compute a cached prefix.
 
 A block's sum is of the tokens whose K and V it holds. It is filled with the block, by whatever request, and starts anew
-when the block's first token is written; so it is valid whenever the block is.
+when the block's first token is written; so it is valid whenever the block is. That needs full attention, which drops
+no block of a prefix.
 
 Shapes: R rows of a step, C tokens of a block, d hidden size.
 """
@@ -20,10 +21,6 @@ class BlockSums:
     def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
         self.block_size = block_size  # C
         self._sums = torch.zeros(num_blocks, 2, hidden_size)  # over all tokens of a block, over its text tokens
-
-    @property
-    def nbytes(self) -> int:
-        return self._sums.nbytes
 
     def add(self, hidden: Tensor, is_text: Tensor, slots: Tensor) -> None:
         """Add the rows of a step.

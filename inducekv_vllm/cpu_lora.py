@@ -26,10 +26,11 @@ def groups_adapters(config: VllmConfig) -> bool:
 
 def install() -> None:
     """Make vLLM's LoRA layers compute adapter by adapter; call it before the model is loaded."""
-    current_platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
+    platform: Any = current_platform
+    platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
 
 
-class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
+class GroupedPunica(PunicaWrapperCPU):
     """vLLM's LoRA on CPUs with one matrix product for all tokens of an adapter."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +58,7 @@ class GroupedPunica(PunicaWrapperCPU):  # type: ignore[misc]
 
 def _rows_of_adapters(adapters: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
     """Each adapter of the batch with its rows; `adapters` [tokens], -1 for none."""
-    present = adapters.unique().tolist()
+    present = sorted(set(adapters.tolist()))
     for adapter in present:
         if adapter != NO_ADAPTER:
             yield adapter, slice(None) if len(present) == 1 else (adapters == adapter).nonzero().squeeze(1)

@@ -77,9 +77,9 @@ class QueryKeyAccumulator:
         self._running[request_id] = _Running(key_id, is_text, cached_blocks, num_cached)
 
     def restart(self, request_id: str, num_cached: int = 0, cached_blocks: Sequence[int] = ()) -> None:
-        """Begin again: the request was preempted and computes its prompt anew."""
-        if run := self._running.get(request_id):
-            self.start(request_id, run.key_id, run.is_text, num_cached, cached_blocks)
+        """Begin a running key pass again: the request was preempted and computes its prompt anew."""
+        run = self._running[request_id]
+        self.start(request_id, run.key_id, run.is_text, num_cached, cached_blocks)
 
     def add(self, request_id: str, hidden: Tensor) -> None:
         """Add the next rows [rows, d] of the request's final hidden states, in order.

@@ -31,6 +31,10 @@ def check_engine(config: VllmConfig) -> None:
         (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.runner_type != "generate", f"the {model.runner_type!r} runner: memory acts on generation"),
+        (
+            config.cache_config.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill: some layers would not see every token of a prompt",
+        ),
         (model.enable_prompt_embeds, "prompt embeddings: a prompt's identity is its token ids"),
     ]
     for refused, reason in refusals:
@@ -54,11 +58,21 @@ def check_late_activation(config: VllmConfig) -> None:
 
 
 def keys_read_prefix_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
-    """Whether key passes may read the prefix cache: the worker then keeps the sums of hidden states by block."""
+    """Whether key passes may read the prefix cache: the worker then keeps the sums of hidden states by block.
+
+    The cache must hold every token of a prefix. That of a sliding window drops the first blocks.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    if len(kv_cache.kv_cache_groups) != 1:
+        return False
+    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
+    # Workers see the specs of all layers, the scheduler one that stands for them.
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return (
         config.scheduler_config.scheduler_cls == SCHEDULER_CLS
         and bool(config.cache_config.enable_prefix_caching)
-        and len(kv_cache.kv_cache_groups) == 1
+        and all(type(each) is FullAttentionSpec for each in specs)
     )
 
 

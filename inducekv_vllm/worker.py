@@ -138,7 +138,9 @@ class InduceKVWorker(CPUWorker):
             if request_id not in cached.resumed_req_ids:
                 continue
             self.memory_of_requests.resume(request_id)
-            if self.query_keys.is_running(request_id) and (blocks := cached.new_block_ids[index]) is not None:
+            if self.query_keys.is_running(request_id):
+                blocks = cached.new_block_ids[index]
+                assert blocks is not None
                 self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
 
     def _start_request(self, request: NewRequestData) -> None:
@@ -157,7 +159,9 @@ class InduceKVWorker(CPUWorker):
         if num_cached == 0:
             return 0, []
         assert self.block_sums is not None
-        return num_cached, blocks[: num_cached // self.block_sums.block_size]
+        num_blocks, rest = divmod(num_cached, self.block_sums.block_size)
+        assert rest == 0
+        return num_cached, blocks[:num_blocks]
 
     def _is_text(self, token_ids: Tensor) -> Tensor:
         """Which tokens are not multimodal placeholders: bool, of the shape of `token_ids`."""

@@ -166,8 +166,7 @@ class BundleRegistry:
 
     async def _unload(self, digest: str, adapters: dict[str, LoRARequest]) -> None:
         for adapter in adapters.values():
-            with contextlib.suppress(NotImplementedError):
-                await self._client.remove_lora(adapter.lora_int_id)
+            await self._client.collective_rpc("remove_lora", args=(adapter.lora_int_id,))
         await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
 
     # ---- checks ------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def main() -> int:
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}_{args.prompt_tokens}.json"
+        length = "" if args.prompt_tokens == PROMPT_TOKENS else f"_{args.prompt_tokens}"
+        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0

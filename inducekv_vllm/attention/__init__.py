@@ -1,11 +1,12 @@
-"""Attention over [memory ; self] inside vLLM.
+"""Memory attention inside vLLM.
 
-    backend.py        the vLLM backend: the platform's own, plus memory attention for rows with memory
+    backend.py        the vLLM backend: the platform's own, plus merged memory for rows that have it
+    decoupled.py      decoupled memory around any backend
     cpu.py            memory attention on the CPU, and the log-sum-exp of self-attention
     merge.py          merges self-attention and memory attention into one softmax
     pages.py          a bundle's pages, shared by all requests, and one request's view of them
     step.py           the rows of a scheduler step and the pages they attend to
-    request_table.py  the memory of each running request, found by its first KV-cache block
+    request_table.py  the memory of each running request
     slots.py          reference-counted slots of the request table
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
@@ -13,7 +14,9 @@ B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k ret
 C tokens of a KV-cache block.
 
 The base implementation computes the self-attention output of every row. For rows with memory, memory attention computes
-an output and a log-sum-exp over the S memory tokens, and `merge_memory` combines the two:
+an output and a log-sum-exp over the S memory tokens. `merge_memory` combines the two into one softmax, and `add_memory`
+adds decoupled memory:
 
-    w = sigmoid(lse_memory + layer_bias - lse_self)        output = (1 - w) self + w gate memory
+    merged      w = sigmoid(lse_memory + layer_bias - lse_self)    output = (1 - w) self + w gate memory
+    decoupled   w = sigmoid(lse_memory + layer_bias)               output = self + w gate memory
 """

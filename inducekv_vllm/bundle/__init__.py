@@ -1,7 +1,7 @@
 """The memory bundle: one safetensors file with the whole adaptation state of a task stream.
 
 metadata.py   entries, backbone, form, gate tasks: everything that is not a tensor
-bundle.py     the tensors, the digest, and all checks
+tensors.py    the tensors, their digest and their checks
 file.py       reading and writing, atomically and without unpickling
 """
 

@@ -1,6 +1,11 @@
 """Memory for `vllm.LLM`: two batched passes over the offline engine.
 
-    llm = LLM(MODEL, worker_cls="inducekv_vllm.worker.InduceKVWorker", additional_config={"inducekv": {}})
+    llm = LLM(
+        MODEL,
+        worker_cls="inducekv_vllm.worker.InduceKVWorker",
+        scheduler_cls="inducekv_vllm.scheduler.memory_scheduler",
+        additional_config={"inducekv": {}},
+    )
     offline = MemoryLLM(llm)
     memory = offline.load_bundle("shapes.safetensors")
     answers = offline.chat(conversations, SamplingParams(max_tokens=16), memory=memory)
@@ -184,8 +189,9 @@ class MemoryLLM:
             prompts = (require_rendered(render()) for render in renders)
             outputs = self._run(prompts, [key_pass_params(key_id) for key_id in key_ids], adapter)
             return [
-                (decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))), output.prompt_token_ids or ())
+                (decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))), output.prompt_token_ids)
                 for key_id, output in zip(key_ids, outputs, strict=True)
+                if output.prompt_token_ids is not None  # prompt embeddings are refused at start
             ]
         except BaseException:
             for key_id in key_ids:

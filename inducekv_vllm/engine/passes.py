@@ -119,7 +119,8 @@ def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
 def key_pass_params(key_id: str) -> SamplingParams:
     """Parameters of the first pass: prefill the prompt; the worker keeps the query key under `key_id`.
 
-    The pass fills the prefix cache but does not read it, because the key is a mean over *all* prompt tokens.
+    The key is a mean over *all* prompt tokens. So the pass fills the prefix cache but does not read it, unless our
+    scheduler knows that the workers keep the sums of cached blocks (`scheduler.py`).
     """
     return SamplingParams(
         n=1,

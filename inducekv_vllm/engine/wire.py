@@ -1,4 +1,4 @@
-"""What the API process tells the worker about one request, in `SamplingParams.extra_args`."""
+"""What the API process tells the scheduler and the worker about one request, in `SamplingParams.extra_args`."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def generate(
     batch = backbone.collate(prompts, side="left")
     if terms is not None and terms.first_active is not None:
         padding = (batch["attention_mask"] == 0).sum(dim=1)  # [n]
-        terms = replace(terms, first_active=terms.first_active + padding)
+        terms = replace(terms, first_active=terms.first_active.to(padding.device) + padding)
     stop = backbone.model.generation_config.eos_token_id
     stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
     with _injecting(memory, terms):

@@ -138,7 +138,7 @@ def injected(memory: Memory, terms: Terms) -> Iterator[None]:
 
 
 def attention_with(
-    attend_merged: Callable[..., Tensor], attend_memory: Callable[..., Tensor]
+    attend_merged: Callable[..., Tensor], decoupled: Callable[..., Tensor]
 ) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for transformers that injects memory of either form, if there is any.
 
@@ -146,7 +146,7 @@ def attention_with(
 
     Args:
         attend_merged: computes merged attention, as `attend`.
-        attend_memory: computes what decoupled memory adds, as `attend_decoupled`.
+        decoupled: computes what decoupled memory adds, as `attend_decoupled`.
     """
 
     def attention(
@@ -163,17 +163,16 @@ def attention_with(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         memory, terms = active
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
-        if memory.form == "decoupled":
-            own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-            with torch.autocast(query.device.type, enabled=False):
-                added = attend_memory(query, scaling, memory, terms, module.layer_idx)  # [n, T, H, D]
-            acts = _acts(terms.first_active, query, key)
-            return own + added.to(own.dtype) if acts is None else torch.where(
-                acts, own + added.to(own.dtype), own
-            ), None
         for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
+        if memory.form == "decoupled":
+            own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            with torch.autocast(query.device.type, enabled=False):
+                added = decoupled(query, scaling, memory, terms, module.layer_idx)  # [n, T, H, D]
+            with_memory = own + added.to(own.dtype)
+            acts = _acts(terms.first_active, query, key)
+            return with_memory if acts is None else torch.where(acts, with_memory, own), None
         visible = _visible(attention_mask, query, key)
         # Attention over memory runs in at least float32, whatever precision the model's products have.
         with torch.autocast(query.device.type, enabled=False):
@@ -253,7 +252,7 @@ def _acts(first_active: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
         return None
     T, S = query.shape[2], key.shape[2]
     position = torch.arange(S - T, S, device=query.device)  # [T]
-    return (position >= first_active[:, None])[:, :, None, None]
+    return (position >= first_active.to(position.device)[:, None])[:, :, None, None]
 
 
 def _visible(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

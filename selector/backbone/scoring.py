@@ -69,6 +69,8 @@ class Scorer:
 
     def first_active(self, examples: Sequence[Example], activations: Sequence[Activation]) -> Tensor:
         """The first position at which memory acts on each of n prefixes: [n] int64."""
+        if set(activations) <= {"prompt"}:
+            return torch.zeros(len(examples), dtype=torch.int64)
         placeholders = placeholder_ids(self.backbone.model.config)
         return torch.tensor(
             [

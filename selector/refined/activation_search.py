@@ -7,7 +7,7 @@ with it; so the latest is kept that is not clearly worse than the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
@@ -37,12 +37,15 @@ def activations_to_try(settings: RefinedSettings) -> tuple[Activation, ...]:
     return ACTIVATIONS if settings.activation == "search" else (settings.activation,)
 
 
-def activations_by_task(inputs: TaskInputs, settings: RefinedSettings, new: Activation) -> dict[str, Activation]:
-    """That of every task, old and new; empty for merged memory."""
+def activations_by_task(
+    inputs: TaskInputs, settings: RefinedSettings, tasks: Collection[str], new: Activation
+) -> dict[str, Activation]:
+    """That of each of `tasks`, those of the next memory; empty for merged memory."""
     if settings.form == "merged":
         return {}
     earlier = inputs.previous.metadata.activations if inputs.previous is not None else {}
-    return {**earlier, new_task(inputs.training): new}
+    known = {**earlier, new_task(inputs.training): new}
+    return {task: known[task] for task in tasks}
 
 
 def latest_good(candidates: Sequence[Candidate], num_questions: int) -> Candidate:

@@ -29,7 +29,8 @@ class RefinedSettings(Settings):
     # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": each is
     # trained, and the latest one within a standard error of the best validation accuracy is kept.
     activation: Annotated[
-        ActivationChoice, Flag("from where on memory acts: all, the text after the last medium, the answer")
+        ActivationChoice,
+        Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
     ] = "prompt"
     # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
     # uses the memory, and the entries of all tasks compete.
@@ -65,6 +66,11 @@ class RefinedSettings(Settings):
             raise ValueError(
                 "merged memory acts on the whole prompt and weights its entries by retrieval: "
                 f"found the weighting {self.weighting!r} and the activation {self.activation!r}"
+            )
+        if self.form == "decoupled" and self.gate == "none" and self.activation != "prompt":
+            # Without a gate every request acts from the earliest position of all tasks.
+            raise ValueError(
+                f'decoupled memory without a gate needs the activation "prompt", found {self.activation!r}'
             )
         if self.form == "decoupled" and (self.weighting == "sqrt" or self.calibrate != "never"):
             # A calibration shared by all tasks depends on which task came first.

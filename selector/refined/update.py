@@ -86,15 +86,20 @@ def update_refined(
     with phases.phase("refine"), tiled_attention(backbone):
         candidates: list[Candidate] = []
         for activation in activations_to_try(settings):
-            activations = activations_by_task(inputs, settings, activation)
+            activations = activations_by_task(inputs, settings, dict.fromkeys(r.task for r in records), activation)
             problem = prepare_problem(scorer, inputs, settings, keys, plan, start, records, activations)
             validation = questions(scorer, inputs.validation, keys.validation, activations)
             # All activations take the learning rate of the first one.
             fixed = {"learning_rate": candidates[0].learning_rate} if candidates else {}
             trials = search_learning_rate(problem, settings.model_copy(update=fixed), validation, checkpoint, progress)
             best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
-            _train_to_the_end(best.training, checkpoint, f"refinement-{activation}", progress)
-            bundle = _bundle(inputs, settings, problem, best, records, gate, activations, len(base))
+            try:
+                _train_to_the_end(best.training, checkpoint, f"refinement-{activation}", progress)
+                bundle = _bundle(inputs, settings, problem, best, records, gate, activations, len(base))
+            except (TaskDataError, BundleError):
+                if not candidates:
+                    raise
+                continue  # a later activation diverges with the first one's learning rate
             accuracy = None
             if settings.activation == "search":
                 accuracy = BundledModel(scorer, bundle).accuracy(inputs.validation, keys.validation)

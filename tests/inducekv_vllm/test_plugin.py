@@ -15,7 +15,7 @@ from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
-from inducekv_vllm.requirements import check_attention, check_engine
+from inducekv_vllm.requirements import check_engine, check_merged
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> None:
@@ -132,13 +132,13 @@ def _cache(kind: type) -> Any:
     ],
 )
 def test_attention_that_memory_cannot_be_merged_into_is_refused(change: dict[str, Any], reason: str) -> None:
-    check_attention(_cache(FullAttentionSpec), [("x", _impl())])
+    check_merged(_cache(FullAttentionSpec), [("x", _impl())])
     with pytest.raises(UnsupportedModel, match=reason):
-        check_attention(_cache(FullAttentionSpec), [("y", _impl()), ("x", _impl(**change))])
+        check_merged(_cache(FullAttentionSpec), [("y", _impl()), ("x", _impl(**change))])
 
 
 def test_other_caches_and_backends_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"found KV caches of .'SlidingWindowSpec'"):
-        check_attention(_cache(SlidingWindowSpec), [])
+        check_merged(_cache(SlidingWindowSpec), [])
     with pytest.raises(UnsupportedModel, match="layer x uses object, not InduceKV's"):
-        check_attention(_cache(FullAttentionSpec), [("x", object())])  # type: ignore[list-item]
+        check_merged(_cache(FullAttentionSpec), [("x", object())])  # type: ignore[list-item]

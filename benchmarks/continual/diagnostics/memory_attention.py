@@ -30,12 +30,13 @@ from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import ConfigError
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms, attention_with
 from selector.backbone.model import Backbone, attention_named
 from selector.backbone.routing import routing
 from selector.backbone.scoring import Scorer
-from selector.backbone.tiled_attention import attend_tiled
+from selector.backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from selector.data.examples import Example
 
 SOURCE = "Memory-attention utilization protocol"
@@ -118,6 +119,8 @@ def memory_masses(
 ) -> Tensor:
     """rho of n requests, given answers and query keys [n, 2, d]: [n, L] float64, 0 if the gate is closed."""
     scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
+    if memory.form != "merged":
+        raise ConfigError("decoupled memory takes no share of the attention on the request, so none can be measured")
     opened, log_prior = routing(bundle, query_keys)
     masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
     tokenizer = backbone.processor.tokenizer
@@ -158,7 +161,7 @@ def recorded_masses(backbone: Backbone) -> Iterator[list[Tensor]]:
         masses.append(1 - own[..., 0])
         return attend_tiled(query, key, value, visible, scaling, memory, terms, layer)
 
-    AttentionInterface.register(RECORDING, attention_with(attend))
+    AttentionInterface.register(RECORDING, attention_with(attend, attend_decoupled_tiled))
     AttentionMaskInterface.register(RECORDING, sdpa_mask)
     with attention_named(backbone, RECORDING):
         yield masses

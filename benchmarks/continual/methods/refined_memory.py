@@ -89,6 +89,6 @@ ABLATIONS = (
     # would evict nearly all old entries.
     Refined("refined_no_quotas", allocation="joint", entry_policy="k-center"),
     Unrefined(),
-    # A gate needs prior weighting, so this has none: compare it with refined_no_gate.
+    # A gate needs another weighting, so this has none: compare it with refined_no_gate.
     Refined("refined_sqrt", weighting="sqrt", gate="none"),
 )
