@@ -81,7 +81,7 @@ def changeable(method: Any) -> set[str]:
     registered = METHODS.get(method.name)
     if whole is None or registered is None:
         return settings
-    return {name for name in settings if getattr(registered, name) == getattr(whole, name)}
+    return {name for name in settings if getattr(registered, name) == getattr(whole, name, None)}
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:
