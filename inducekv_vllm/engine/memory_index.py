@@ -62,6 +62,10 @@ class MemoryIndex:
         return self.metadata.entries
 
     @property
+    def payload_tokens(self) -> int:
+        return self.metadata.payload_tokens
+
+    @property
     def num_entries(self) -> int:
         return len(self.entries)
 

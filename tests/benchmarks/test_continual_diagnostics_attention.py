@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 from benchmarks.continual.diagnostics.memory_attention import memory_masses, normalise, recorded_masses
 from inducekv_vllm.bundle import Bundle, Gate
 from selector.backbone.generation import score
-from selector.backbone.injection import Memory, attention_with
+from selector.backbone.injection import Memory, attend_decoupled, attention_with
 from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
@@ -56,7 +56,7 @@ def dense_masses(backbone, prompts, answers, memory, terms) -> list[torch.Tensor
         masses.append(mass)
         return output
 
-    AttentionInterface.register("dense_test", attention_with(attend))
+    AttentionInterface.register("dense_test", attention_with(attend, attend_decoupled))
     AttentionMaskInterface.register("dense_test", sdpa_mask)
     with attention_named(backbone, "dense_test"):
         score(backbone, prompts, answers, memory, terms)

@@ -40,7 +40,14 @@ PAPER = {
     "paper_no_gates": {"value_gates": "one"},
     "paper_uniform": {"retrieval": "uniform"},
 }
-REFINED = ["refined", "refined_no_gate", "refined_prefix_key", "refined_no_quotas", "refined_no_refinement"]
+REFINED = [
+    "refined",
+    "refined_decoupled",
+    "refined_no_gate",
+    "refined_prefix_key",
+    "refined_no_quotas",
+    "refined_no_refinement",
+]
 REFINED += ["refined_sqrt"]
 GATELESS = ("refined_no_gate", "refined_sqrt")
 
@@ -178,7 +185,8 @@ def test_only_a_gateless_refined_memory_has_no_gate_and_was_trained_so(name, lea
     assert (bundle.gate is None) is (name in GATELESS)
     assert (report["gate"] is None) is (name in GATELESS)
     assert bundle.metadata.gate_tasks == (() if name in GATELESS else ORDER)
-    assert bundle.metadata.weighting == ("sqrt" if name == "refined_sqrt" else "prior")
+    weightings = {"refined_sqrt": "sqrt", "refined_decoupled": "uniform"}
+    assert bundle.metadata.weighting == weightings.get(name, "prior")
 
 
 def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned, backbone):

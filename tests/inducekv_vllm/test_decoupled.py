@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
 from inducekv_vllm.bundle import Bundle, write_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from server.demo import CHECKPOINT
 from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
+    MemoryEngine,
     Prompt,
     World,
-    check_answers,
     engine,
     greedy,
     make_world,
@@ -28,7 +25,6 @@ from tests.inducekv_vllm.parity import (
 )
 
 BLOCK = 32
-Served = tuple[World, MemoryLLM, dict[str, MemoryIndex]]
 
 
 def decoupled(merged: Bundle, activation: Activation, weighting: str = "uniform", scale: float = 6.0) -> Bundle:
@@ -60,51 +56,42 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def served(world: World) -> Iterator[Served]:
+def served(world: World) -> Iterator[MemoryEngine]:
     """Prompts in chunks, prefix caching on, too few blocks."""
     small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 24, "block_size": BLOCK}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
-        offline = MemoryLLM(llm)
-        yield world, offline, {name: offline.load_bundle(path) for name, path in world.paths.items()}
-
-
-def ask(served: Served, questions: Sequence[Prompt], names: Sequence[str | None], **params: Any) -> list[MemoryAnswer]:
-    """Every answer is checked against transformers."""
-    world, offline, memories = served
-    answers = offline.chat([p.messages for p in questions], greedy(**params), memory=[n and memories[n] for n in names])
-    check_answers(world, questions, answers, [n and world.bundles[n] for n in names])
-    return answers
+        yield MemoryEngine(world, llm)
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "prior"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_parity(served: Served, activation: Activation, weighting: str) -> None:
+def test_parity(served: MemoryEngine, activation: Activation, weighting: str) -> None:
     questions = prompts(6, seed=1)
-    answers = ask(served, questions, [f"{activation}-{weighting}"] * 6)
-    plain = ask(served, questions, [None] * 6)
+    answers = served.check(questions, [f"{activation}-{weighting}"] * 6)
+    plain = served.check(questions, [None] * 6)
     pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
     assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
 
 
-def test_all_kinds_in_one_batch_under_preemption(served: Served) -> None:
+def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
     kinds = (None, "text-uniform", "prompt-uniform", "generation-uniform", "sqrt", "generation-other", "text-prior")
     questions = prompts(28, seed=2)
-    ask(served, questions, [kinds[i % 7] for i in range(28)], max_tokens=40)
-    metrics = served[1].llm.get_metrics()
+    served.check(questions, [kinds[i % 7] for i in range(28)], greedy(max_tokens=40))
+    metrics = served.offline.llm.get_metrics()
     assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
 
 
-def test_samples_of_one_request(served: Served) -> None:
-    ask(served, prompts(4, seed=3), ["generation-uniform"] * 4, n=3, temperature=2.0)
+def test_samples_of_one_request(served: MemoryEngine) -> None:
+    served.check(prompts(4, seed=3), ["generation-uniform"] * 4, greedy(n=3, temperature=2.0))
 
 
-def cached(served: Served, question: Prompt, name: str | None) -> int:
-    (answer,) = ask(served, [question], [name])
+def cached(served: MemoryEngine, question: Prompt, name: str | None) -> int:
+    (answer,) = served.check([question], [name])
     return answer.output.num_cached_tokens or 0
 
 
-def test_blocks_before_the_first_active_position_are_shared_and_no_others(served: Served) -> None:
-    world = served[0]
+def test_blocks_before_the_first_active_position_are_shared_and_no_others(served: MemoryEngine) -> None:
+    world = served.world
     for seed in range(4, 7):
         question = next(p for p in prompts(5, seed=seed) if len(p.question) > 80)
         inputs = world.backbone.encode(question.chat_messages, [question.image])
@@ -123,18 +110,18 @@ def test_blocks_before_the_first_active_position_are_shared_and_no_others(served
         assert cached(served, question, None) == whole
 
 
-def prefix_hits(served: Served) -> int:
-    metrics = served[1].llm.get_metrics()
+def prefix_hits(served: MemoryEngine) -> int:
+    metrics = served.offline.llm.get_metrics()
     return next(m for m in metrics if m.name == "vllm:prefix_cache_hits").value  # type: ignore[union-attr]
 
 
-def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prompt(served: Served) -> None:
-    world, offline, memories = served
+def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prompt(served: MemoryEngine) -> None:
+    world = served.world
     questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
     for name, key_pass_hits in (("prompt-uniform", False), ("prompt-other", True), ("sqrt", True)):
         for question in questions:
             before = prefix_hits(served)
-            (answer,) = offline.chat([question.messages], greedy(max_tokens=1), memory=memories[name])
+            (answer,) = served.chat([question], [name], greedy(max_tokens=1))
             expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
             torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)
             # The answer pass of a memory that acts from the start on shares no block with another request.
@@ -142,13 +129,13 @@ def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prom
             assert (prefix_hits(served) > before) == key_pass_hits
 
 
-def test_keys_of_prompts_with_one_prefix_in_one_batch(served: Served) -> None:
+def test_keys_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> None:
     """The first request's blocks are found in the cache in the step that computes them."""
-    world, offline, memories = served
+    world = served.world
     image = prompts(1, seed=10)[0].image
     text = "The picture shows two green stars and a yellow ring. "
     questions = [Prompt(image, text * 3 + ending) for ending in ("How many stars?", "Which colour?", "A ring?")]
-    answers = offline.chat([p.messages for p in questions], greedy(max_tokens=1), memory=memories["prior"])
+    answers = served.chat(questions, ["prior"] * 3, greedy(max_tokens=1))
     for question, answer in zip(questions, answers, strict=True):
         expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
         torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
-from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
@@ -57,7 +57,7 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 
 def test_specs_survive_the_journey() -> None:
-    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     assert parse_spec({"inducekv": KeyPassSpec("k").to_extra_args()}) == KeyPassSpec("k")
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
@@ -83,8 +83,9 @@ def _engine(**changes: Any) -> Any:
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
     top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
+    top |= {"kv_sharing_fast_prefill": False}
     engine = SimpleNamespace(**(sizes | model | top | changes))
-    engine.parallel_config = engine.model_config = engine
+    engine.parallel_config = engine.model_config = engine.cache_config = engine
     return engine
 
 
@@ -100,6 +101,7 @@ def _engine(**changes: Any) -> Any:
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
     ],
 )
@@ -107,6 +109,40 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
+
+
+def _late(scheduler: str | None = SCHEDULER_CLS, events: bool | None = None) -> Any:
+    settings = None if events is None else SimpleNamespace(enable_kv_cache_events=events)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        kv_events_config=settings,
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+
+
+def test_late_activation_needs_our_scheduler_and_no_kv_events() -> None:
+    check_late_activation(_late())
+    check_late_activation(_late(events=False))
+    with pytest.raises(UnsupportedModel, match=f"needs --scheduler-cls {SCHEDULER_CLS}, found None"):
+        check_late_activation(_late(None))
+    with pytest.raises(UnsupportedModel, match="KV cache events"):
+        check_late_activation(_late(events=True))
+
+
+def test_key_passes_read_the_prefix_cache_only_with_full_attention() -> None:
+    """A sliding window drops the first blocks of a prefix, and their sums with them."""
+    assert keys_read_prefix_cache(_late(), _cache(FullAttentionSpec))
+    assert not keys_read_prefix_cache(_late(None), _cache(FullAttentionSpec))
+    assert not keys_read_prefix_cache(_late(), _cache(SlidingWindowSpec))
+    two = SimpleNamespace(kv_cache_groups=_cache(FullAttentionSpec).kv_cache_groups * 2)
+    assert not keys_read_prefix_cache(_late(), two)  # type: ignore[arg-type]
+    layers = {"a": FullAttentionSpec.__new__(FullAttentionSpec)}
+    for kind, reads in ((FullAttentionSpec, True), (SlidingWindowSpec, False)):
+        uniform = _cache(UniformTypeKVCacheSpecs)
+        object.__setattr__(
+            uniform.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs", {**layers, "b": kind.__new__(kind)}
+        )
+        assert keys_read_prefix_cache(_late(), uniform) == reads
 
 
 def _impl(**changes: Any) -> Any:

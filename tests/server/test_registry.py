@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.errors import CapacityError, ConfigError, FingerprintMismatch, UnknownBundle, UnsupportedModel
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
@@ -184,7 +185,12 @@ class TestAdapters:
         """The server has an adapter "style"; every bundle read names it."""
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
         read = registered.registry._read
-        monkeypatch.setattr(registered.registry, "_read", lambda name, path: replace(read(name, path), adapter="style"))
+
+        def read_styled(name: str, path: str) -> MemoryIndex:
+            memory = read(name, path)
+            return replace(memory, metadata=memory.metadata.model_copy(update={"adapter": "style"}))
+
+        monkeypatch.setattr(registered.registry, "_read", read_styled)
         guard_adapters(registered.models, registered.registry)
         return registered
 

@@ -114,15 +114,15 @@ def refusal(adapted: Adapted, path: Path) -> str:
     return str(response.json()["error"]["message"])
 
 
-def changed(bundle: Bundle, path: Path, **record: Any) -> Path:
+def changed(bundle: Bundle, file: Path, **record: Any) -> Path:
     """The bundle with another record of its first adapter."""
     first, *others = bundle.metadata.task_adapters
     facts = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form")
     tensors = {name: t for name, t in bundle.tensors().items() if not name.startswith("gate_")}
     arguments: dict[str, Any] = {name: getattr(bundle.metadata, name) for name in facts} | tensors
     adapters = (first.model_copy(update=record), *others)
-    write_bundle(Bundle.create(**arguments, gate=bundle.gate, task_adapters=adapters), path)
-    return path
+    write_bundle(Bundle.create(**arguments, gate=bundle.gate, task_adapters=adapters), file)
+    return file
 
 
 def test_the_server_refuses_adapters_it_cannot_serve(adapted: Adapted, folder: Path, routed: Path) -> None:

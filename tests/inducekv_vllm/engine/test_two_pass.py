@@ -160,7 +160,10 @@ class TestImageCaches:
             return [{"key": key.tobytes(), "tokens": 1}]
 
         client: Any = SimpleNamespace(
-            generate=self._engine, collective_rpc=rpc, renderer=SimpleNamespace(mm_processor_cache=self.sender)
+            generate=self._engine,
+            collective_rpc=rpc,
+            renderer=SimpleNamespace(mm_processor_cache=self.sender),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace()),
         )
         self.two_pass = TwoPassEngine(client, Memories(m=memory), InduceKVConfig())
 

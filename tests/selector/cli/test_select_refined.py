@@ -167,7 +167,7 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(stream: Stream, tmp_
     for options, message in [
         (["--gamma", "0.1"], "the recipe 'paper' only"),
         (["--recipe", "paper"], "the recipe 'refined' only"),
-        (["--weighting", "sqrt"], 'needs the weighting "prior"'),
+        (["--weighting", "sqrt"], 'needs another weighting than "sqrt"'),
         (["--anchors", str(tmp_path / "none")], "no anchors of the task 'colours'"),
         (["--payload-tokens", "3"], "payload tokens"),
         (["--task", str(mixed)], "one task at a time"),

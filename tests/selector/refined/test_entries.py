@@ -30,7 +30,7 @@ def records(*tasks: str) -> tuple[EntryRecord, ...]:
 
 def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
     """What a plan and the checks look at: entries whose keys are axes."""
-    metadata = SimpleNamespace(entries=records(*tasks), weighting=weighting, recipe="refined")
+    metadata = SimpleNamespace(entries=records(*tasks), form="merged", weighting=weighting, recipe="refined")
     return SimpleNamespace(retrieval_keys=torch.eye(d)[axes].half(), metadata=metadata, temperature=torch.tensor(0.07))
 
 
@@ -100,8 +100,8 @@ def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"weighting": "sqrt"}, 'with a gate needs the weighting "prior"'),
-        ({"weighting": "sqrt", "gate": "prefix"}, 'with a gate needs the weighting "prior"'),
+        ({"weighting": "sqrt"}, 'with a gate needs another weighting than "sqrt"'),
+        ({"weighting": "sqrt", "gate": "prefix"}, 'with a gate needs another weighting than "sqrt"'),
         ({"gate": "wide"}, "gate must be two-part, prefix or none, found 'wide'"),
         ({"allocation": "none"}, "allocation must be quotas or joint"),
         ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
