@@ -15,7 +15,7 @@ from inducekv_vllm.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
-from inducekv_vllm.requirements import check_engine, check_merged
+from inducekv_vllm.requirements import check_engine, check_late_activation, check_merged, keys_read_prefix_cache
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> None:

@@ -129,7 +129,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(stream: Stream, tmp_p
     expected = stream.update("colours", "--steps", "40").digest
     stream.output("colours").unlink()
     options = ("--steps", "40", "--anchors", str(tmp_path / "other"))
-    progress = stream.progress("colours") / "refinement.safetensors"
+    progress = stream.progress("colours") / "refinement-prompt.safetensors"
     kill_when(progress.exists, SELECT, *stream.arguments("colours", *options))
     assert progress.exists()
     assert not stream.output("colours").exists()
