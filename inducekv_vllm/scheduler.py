@@ -1,6 +1,6 @@
 """The prefix cache around the two passes of a request with memory.
 
-Key passes read it if the workers keep the sums that the key needs (`block_sums.py`).
+Key passes for memory of uniform weighting read it, if the workers keep the sums that the key needs (`block_sums.py`).
 
 Memory may act from a later position than the first. K and V before that position are the untouched model's, so their
 blocks keep vLLM's hashes and are shared with every other request. Hashes are chained: one extra key, in the block of
@@ -34,7 +34,11 @@ def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
 class _MemoryRequests(Scheduler):
     def add_request(self, request: Request) -> None:
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if isinstance(spec, KeyPassSpec) and keys_read_prefix_cache(self.vllm_config, self.kv_cache_config):
+        if (
+            isinstance(spec, KeyPassSpec)
+            and spec.reads_cache
+            and keys_read_prefix_cache(self.vllm_config, self.kv_cache_config)
+        ):
             request.skip_reading_prefix_cache = False
         # Without a hasher there is no prefix cache.
         if isinstance(spec, InjectionSpec) and spec.start > 0 and request._block_hasher is not None:

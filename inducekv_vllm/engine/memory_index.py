@@ -66,6 +66,11 @@ class MemoryIndex:
         return self.metadata.payload_tokens
 
     @property
+    def key_pass_reads_cache(self) -> bool:
+        """Whether the last bits of a query key decide nothing but a tie of the gate; weights would differ in theirs."""
+        return self.weighting == "uniform"
+
+    @property
     def num_entries(self) -> int:
         return len(self.entries)
 

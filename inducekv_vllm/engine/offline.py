@@ -160,7 +160,10 @@ class MemoryLLM:
             remainder = self.config.remainder
 
         with_memory = [i for i, memory_index in enumerate(memories) if memory_index is not None]
-        passes = dict(zip(with_memory, self._query_keys([renders[i] for i in with_memory], adapter), strict=True))
+        reads = [each is not None and each.key_pass_reads_cache for each in (memories[i] for i in with_memory)]
+        passes = dict(
+            zip(with_memory, self._query_keys([renders[i] for i in with_memory], reads, adapter), strict=True)
+        )
         lookups = [MemoryLookup(None, None)] * len(renders)
         specs: list[InjectionSpec | None] = [None] * len(renders)
         for i, memory_index in enumerate(memories):
@@ -181,13 +184,14 @@ class MemoryLLM:
         ]
 
     def _query_keys(
-        self, renders: Sequence[Callable[[], EngineInput]], adapter: LoRARequest | None
+        self, renders: Sequence[Callable[[], EngineInput]], reads_cache: Sequence[bool], adapter: LoRARequest | None
     ) -> list[tuple[FloatArray, Sequence[int]]]:
         """Pass one: compute the keys [2, d] of N prompts; with each, the prompt's token ids."""
         key_ids = [uuid.uuid4().hex for _ in renders]
         try:
             prompts = (require_rendered(render()) for render in renders)
-            outputs = self._run(prompts, [key_pass_params(key_id) for key_id in key_ids], adapter)
+            params = [key_pass_params(key_id, reads) for key_id, reads in zip(key_ids, reads_cache, strict=True)]
+            outputs = self._run(prompts, params, adapter)
             return [
                 (decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))), output.prompt_token_ids)
                 for key_id, output in zip(key_ids, outputs, strict=True)

@@ -90,7 +90,7 @@ def require_rendered(prompt: object) -> EngineInput:
     return cast(EngineInput, prompt)
 
 
-def prompt_identity(prompt: EngineInput, adapter: str | None) -> bytes:
+def prompt_identity(prompt: EngineInput, adapter: str | None, reads_cache: bool = False) -> bytes:
     """Compute a digest that two prompts share only if their query keys are equal.
 
     It includes the user's cache salt, because users who must not share prefix blocks must not share keys either.
@@ -100,7 +100,7 @@ def prompt_identity(prompt: EngineInput, adapter: str | None) -> bytes:
     for modality, index in mm_items(prompt):
         offset = fields["mm_placeholders"][modality][index].offset
         sha.update(f"\n{modality} {offset} {fields['mm_hashes'][modality][index]}".encode())
-    sha.update(repr((adapter, fields.get("cache_salt"))).encode())
+    sha.update(repr((adapter, fields.get("cache_salt"), reads_cache)).encode())
     return sha.digest()
 
 
@@ -116,11 +116,11 @@ def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
     return argsort_mm_positions(prompt["mm_placeholders"])
 
 
-def key_pass_params(key_id: str) -> SamplingParams:
+def key_pass_params(key_id: str, reads_cache: bool) -> SamplingParams:
     """Parameters of the first pass: prefill the prompt; the worker keeps the query key under `key_id`.
 
-    The key is a mean over *all* prompt tokens. So the pass fills the prefix cache but does not read it, unless our
-    scheduler knows that the workers keep the sums of cached blocks (`scheduler.py`).
+    The key is a mean over *all* prompt tokens. So the pass fills the prefix cache but does not read it; with
+    `reads_cache`, our scheduler lets it if the workers keep the sums of cached blocks (`scheduler.py`).
     """
     return SamplingParams(
         n=1,
@@ -130,7 +130,7 @@ def key_pass_params(key_id: str) -> SamplingParams:
         watermarking=False,
         skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA_ARGS_KEY: KeyPassSpec(key_id).to_extra_args()},
+        extra_args={EXTRA_ARGS_KEY: KeyPassSpec(key_id, reads_cache).to_extra_args()},
     )
 
 

@@ -163,7 +163,7 @@ class TwoPassEngine:
         with held.stack:
             started = time.perf_counter()
             with self._invalidating_mm_cache(prompt):
-                key_lookup = await self._query_key(prompt, lease.adapter, request_id, options.get("priority", 0))
+                key_lookup = await self._query_key(prompt, lease, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
             lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
             spec = make_injection_spec(
@@ -207,26 +207,22 @@ class TwoPassEngine:
                 raise VLLMValidationError(str(error)) from error
             yield lease
 
-    async def _query_key(
-        self, prompt: EngineInput, adapter: LoRARequest | None, request_id: str, priority: int
-    ) -> KeyLookup:
+    async def _query_key(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> KeyLookup:
         """The key [2, d] of a prompt. Requests that share one computation run it at the priority of the first."""
 
         def compute() -> Awaitable[FloatArray]:
-            return self._key_pass(prompt, adapter, request_id, priority)
+            return self._key_pass(prompt, lease, request_id, priority)
 
-        identity = prompt_identity(prompt, adapter.lora_name if adapter else None)
+        adapter = lease.adapter.lora_name if lease.adapter else None
+        identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache)
         return await self._keys.get(identity, compute)
 
-    async def _key_pass(
-        self, prompt: EngineInput, adapter: LoRARequest | None, request_id: str, priority: int
-    ) -> FloatArray:
+    async def _key_pass(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> FloatArray:
         """Pass one. An error or a cancellation leaves neither a request nor a key behind."""
         key_id = f"{request_id}-key-{uuid.uuid4().hex}"
+        params = key_pass_params(key_id, lease.memory.key_pass_reads_cache)
         try:
-            outputs = self._plain_generate(
-                prompt, key_pass_params(key_id), key_id, lora_request=adapter, priority=priority
-            )
+            outputs = self._plain_generate(prompt, params, key_id, lora_request=lease.adapter, priority=priority)
             reason = [output async for output in outputs][-1].outputs[0].finish_reason
             if reason == "abort":
                 raise RetryableRequestError("the engine aborted the request during its key pass; please retry")

@@ -16,9 +16,11 @@ class KeyPassSpec:
     """First pass: the worker keeps the query key under this id."""
 
     key_id: str
+    # Whether it may read the prefix cache. The key then differs in its last bits from that of another pass.
+    reads_cache: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
-        return {"key_id": self.key_id}
+        return {"key_id": self.key_id, "reads_cache": self.reads_cache}
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
     raw = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if raw is None:
         return None
-    if isinstance(raw, Mapping) and raw.keys() == {"key_id"}:
-        return KeyPassSpec(str(raw["key_id"]))
+    if isinstance(raw, Mapping) and raw.keys() == {"key_id", "reads_cache"}:
+        return KeyPassSpec(str(raw["key_id"]), bool(raw["reads_cache"]))
     if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
         return InjectionSpec(str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]))

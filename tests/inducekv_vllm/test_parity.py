@@ -49,7 +49,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def compiled(llava: World) -> Iterator[MemoryEngine]:
     """Under torch.compile (the default), prompts in chunks, prefix caching on, too few blocks."""
-    small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 16, "block_size": 32}
+    small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 12, "block_size": 32}
     with engine(llava.model, environment=FEWER_PROCESSES, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(llava, llm)
 
