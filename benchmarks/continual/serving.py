@@ -1,7 +1,7 @@
 """The servers that answer a run's questions over HTTP: the run's own, or endpoints that the user names.
 
-A server with LoRA takes only bundles that name an adapter, is slower, and must not serve the untouched model (see
-`Endpoints`): adapters have a server of their own. Only the servers that the methods need are started.
+A server with LoRA is slower, and must not serve the untouched model (see `Endpoints`): adapters have a server of their
+own. Only the servers that the methods need are started.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from benchmarks.continual.answering.plans import Plain
 from benchmarks.continual.methods import choose_methods
 from benchmarks.continual.serving import Needs, given_endpoints
 from inducekv_vllm.errors import ConfigError
+from server.demo import CHECKPOINT
 from tests.benchmarks.fake_server import FakeHandler, serving
 from tests.benchmarks.small_streams import command, own_folder, untouched
 
@@ -66,18 +67,18 @@ def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server,
     assert {card["id"] for card in models_at(adapted.url)} == {"base", "style", "m"}
     # Of several endpoints each artifact goes to the first one that loads it.
     needs = Needs(adapted.plain.model, suite, choose_methods(["refined", "lora"]), budget=4, jobs=1)
-    each = Endpoints(Endpoint(server, "base"), Endpoint(adapted.url, "base"))
-    assert given_endpoints([server, adapted.url], "base", needs) == each
-    assert given_endpoints([adapted.url, server], "base", needs) == each
+    plain, lora = Endpoint(server, "base"), Endpoint(adapted.url, "base")
+    assert given_endpoints([server, adapted.url], "base", needs) == Endpoints(plain, lora)
+    assert given_endpoints([adapted.url, server], "base", needs) == Endpoints(lora, lora)
 
 
-def test_an_endpoint_that_runs_with_lora_is_refused_for_memories(adapted, data, tmp_path, capsys):
+def test_an_endpoint_of_another_model_is_refused_for_memories(server, data, tmp_path, capsys):
     """It has the route and refuses what the run would load; nothing has been learned when that is said."""
     out = tmp_path / "out"
-    assert main(over_http(data, out, adapted.url, "--model", str(adapted.plain.model), "--method", "refined")) == 2
+    assert main(over_http(data, out, server, "--model", str(CHECKPOINT), "--method", "refined")) == 2
     said = capsys.readouterr().err
     assert "refined: the answers need an endpoint that loads what was learned (POST /v1/load_memory_bundle)" in said
-    assert "names no adapter" in said
+    assert "was made for another backbone" in said
     assert not list(out.rglob("state*"))
 
 
