@@ -82,7 +82,7 @@ class BundleRegistry:
         """
         async with self._change:
             self._check_name(name, replace)
-            memory = await asyncio.to_thread(self._read, name, path)
+            memory = await asyncio.to_thread(self._read_checked, name, path)
             self._check_adapter(name, memory)
             version = self._versions.get(memory.digest)
             if version is None:
@@ -136,6 +136,18 @@ class BundleRegistry:
             return MemoryIndex.from_bundle(bundle, absolute)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
+
+    def _read_checked(self, name: str, path: str) -> MemoryIndex:
+        """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
+        memory = self._read(name, path)
+        for record in memory.metadata.task_adapters:
+            folder = adapter_folder(memory, record)
+            if (digest := read_adapter(folder).digest) != record.digest:
+                raise BundleError(
+                    f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
+                    f"was made with: expected digest {record.digest:.12}, found {digest:.12}"
+                )
+        return memory
 
     async def _make_resident(self, memory: MemoryIndex) -> int:
         """Load on every rank; return the bytes on one. If a rank fails, unload on all and raise CapacityError."""
@@ -208,16 +220,10 @@ class BundleRegistry:
                 "batch (vllm-project/vllm#48421) unless the server runs with --enforce-eager"
             )
         for record in memory.metadata.task_adapters:
-            folder = adapter_folder(memory, record)
             if record.rank > config.max_lora_rank:
                 raise UnsupportedModel(
                     f"bundle {name!r}: the adapter of task {record.task!r} has rank {record.rank}, "
                     f"the server's --max-lora-rank is {config.max_lora_rank}"
-                )
-            if (digest := read_adapter(folder).digest) != record.digest:
-                raise BundleError(
-                    f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
-                    f"was made with: expected digest {record.digest:.12}, found {digest:.12}"
                 )
 
     def _adapter(self, name: str, adapter: str) -> LoRARequest:
