@@ -198,11 +198,9 @@ def attend(
     dtype = torch.promote_types(query.dtype, torch.float32)
     query = query.to(dtype).view(n, J, H // J, T, D)
     key, value = key.to(dtype), value.to(dtype)
-    memory_key, memory_value = memory.payload_keys[layer].to(dtype), memory.payload_values[layer].to(dtype)
-    bias = memory.layer_bias[layer].to(dtype)
 
-    memory_logits = torch.einsum("njgtd,bjmd->njgtbm", query, memory_key) * scaling  # [n, J, G, T, B, m]
-    memory_logits = memory_logits * _per_entry(terms.key_scale, dtype) + _per_entry(terms.log_weight, dtype) + bias
+    memory_logits = _memory_logits(query, scaling, memory, terms, layer)  # [n, J, G, T, B, m]
+    bias = memory.layer_bias[layer].to(dtype)
     remainder_logits = (terms.log_remainder.to(dtype) + bias)[:, None, None, None, None]
     remainder_logits = remainder_logits.expand(n, J, H // J, T, 1)
     self_logits = torch.einsum("njgtd,njsd->njgts", query, key) * scaling  # [n, J, G, T, S]
@@ -210,13 +208,8 @@ def attend(
 
     logits = torch.cat([memory_logits.flatten(-2), remainder_logits, self_logits], dim=-1)
     share = logits.softmax(dim=-1)  # [n, J, G, T, B m + 1 + S]
-    memory_share = share[..., : -1 - S].view_as(memory_logits) * _per_entry(
-        terms.value_scale, dtype
-    )  # [n, J, G, T, B, m]
-    self_share = share[..., -S:]  # [n, J, G, T, S]
-    gate = memory.value_gates[layer].to(dtype)
-    output = gate * torch.einsum("njgtbm,bjmd->njgtd", memory_share, memory_value)
-    output = output + torch.einsum("njgts,njsd->njgtd", self_share, value)
+    output = _memory_values(share[..., : -1 - S].view_as(memory_logits), memory, terms, layer)
+    output = output + torch.einsum("njgts,njsd->njgtd", share[..., -S:], value)
     return output.reshape(n, H, T, D).transpose(1, 2)
 
 
@@ -230,16 +223,28 @@ def attend_decoupled(
     """gate softmax([memory logits ; 0]) [memory values ; 0], computed in at least float32. Returns [n, T, H, D]."""
     n, H, T, D = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
-    keys, values = memory.payload_keys[layer].to(dtype), memory.payload_values[layer].to(dtype)  # [B, J, m, D]
-    J = keys.shape[1]
+    J = memory.payload_keys.shape[2]
     query = query.to(dtype).view(n, J, H // J, T, D)
-    logits = torch.einsum("njgtd,bjmd->njgtbm", query, keys) * scaling  # [n, J, G, T, B, m]
+    memory_logits = _memory_logits(query, scaling, memory, terms, layer)  # [n, J, G, T, B, m]
+    logits = torch.nn.functional.pad(memory_logits.flatten(-2), (0, 1))  # [n, J, G, T, B m + 1]
+    share = logits.softmax(dim=-1)[..., :-1].view_as(memory_logits)
+    return _memory_values(share, memory, terms, layer).reshape(n, H, T, D).transpose(1, 2)
+
+
+def _memory_logits(query: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int) -> Tensor:
+    """Logits of the memory tokens, [n, J, G, T, B, m], for query [n, J, G, T, D]."""
+    dtype = query.dtype
+    logits = torch.einsum("njgtd,bjmd->njgtbm", query, memory.payload_keys[layer].to(dtype)) * scaling
     logits = logits * _per_entry(terms.key_scale, dtype) + _per_entry(terms.log_weight, dtype)
-    logits = (logits + memory.layer_bias[layer].to(dtype)).flatten(-2)  # [n, J, G, T, B m]
-    share = torch.cat([logits, torch.zeros_like(logits[..., :1])], dim=-1).softmax(dim=-1)[..., :-1]
-    share = share.view(n, J, H // J, T, *keys.shape[:3:2]) * _per_entry(terms.value_scale, dtype)
-    output = memory.value_gates[layer].to(dtype) * torch.einsum("njgtbm,bjmd->njgtd", share, values)
-    return output.reshape(n, H, T, D).transpose(1, 2)
+    return logits + memory.layer_bias[layer].to(dtype)
+
+
+def _memory_values(share: Tensor, memory: Memory, terms: Terms, layer: int) -> Tensor:
+    """What the shares [n, J, G, T, B, m] take from the memory: [n, J, G, T, D]."""
+    dtype = share.dtype
+    share = share * _per_entry(terms.value_scale, dtype)
+    values = torch.einsum("njgtbm,bjmd->njgtd", share, memory.payload_values[layer].to(dtype))
+    return memory.value_gates[layer].to(dtype) * values
 
 
 def _per_entry(term: Tensor, dtype: torch.dtype) -> Tensor:  # [n, B] -> [n, 1, 1, 1, B, 1]
