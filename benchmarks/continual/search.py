@@ -5,6 +5,7 @@
 Each of a method's `trials` learns the first N tasks of the stream with the same budget and seeds. Its score is AP, the
 mean accuracy on those tasks after the last of them, over their validation questions; the first of equal trials wins.
 The accuracy on base questions is recorded and does not count. The trials' suite holds no test question at all.
+`--grid KEY=V1,V2` tries all combinations of such values in place of the methods' own trials.
 
 Questions are answered in transformers, without a server. A search that was killed goes on when it is run again, since
 its trials are streams; several searches of one configuration may share DIR and FILE (default DIR/tuned.json).
@@ -16,8 +17,9 @@ its trials are streams; several searches of one configuration may share DIR and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,8 @@ from typing import Any
 from benchmarks.continual.answering import Answerer, OfflineAnswerer
 from benchmarks.continual.comparison import learn_seconds
 from benchmarks.continual.jobs import run_all
-from benchmarks.continual.methods import METHODS, Method, choose_methods
+from benchmarks.continual.methods import METHODS, Method, choose_methods, parsed_value
+from benchmarks.continual.methods.method import Trials
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
@@ -43,6 +46,7 @@ CRITERION = "AP"
 class Search:
     """The same for every trial of every method."""
 
+    trials: Mapping[str, Trials]  # by method
     suite: Suite  # as `searched_suite` makes it
     model: Path
     budget: int
@@ -58,22 +62,37 @@ def searched_suite(suite: Suite, tasks: int, train: int, questions: int, base_qu
     return first.asked_about("validation").limited(train, questions, base_questions)
 
 
-def require_equal_trials(methods: Sequence[Method]) -> int:
+def grid_trials(grid: Sequence[str]) -> Trials:
+    """All combinations of the values in "KEY=V1,V2", each value in JSON or as it stands.
+
+    Raises ConfigError: one of `grid` has another form, or repeats a key.
+    """
+    values: dict[str, list[Any]] = {}
+    for text in grid:
+        key, equals, listed = text.partition("=")
+        if not equals or not key or not all(listed.split(",")) or key in values:
+            raise ConfigError(f"--grid needs KEY=V1,V2 with each KEY once, found {text!r}")
+        values[key] = [parsed_value(value) for value in listed.split(",")]
+    return tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+
+
+def require_equal_trials(trials: Mapping[str, Trials]) -> int:
     """The number of trials of each method that has any, or 0. Raises ConfigError: they differ, or one is repeated."""
-    counts = {method.name: len(trials_of(method)) for method in methods if trials_of(method)}
+    counts = {name: len(tried) for name, tried in trials.items() if tried}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
         raise ConfigError(f"every method must have the same number of trials, found {listed}")
-    for method in methods:
-        for number, settings in enumerate(trials_of(method)):
-            if settings in trials_of(method)[:number]:
-                raise ConfigError(f"{method.name}: the trial {dict(settings)} occurs more than once")
+    for name, tried in trials.items():
+        for number, settings in enumerate(tried):
+            if settings in tried[:number]:
+                raise ConfigError(f"{name}: the trial {dict(settings)} occurs more than once")
     return next(iter(counts.values()), 0)
 
 
 def trial_runs(method: Method, shared: Search) -> list[list[Run]]:
     """The streams of each trial, one for each seed."""
-    trials = [(apply_settings(method, settings), f"trial-{n}") for n, settings in enumerate(trials_of(method))]
+    tried = shared.trials[method.name]
+    trials = [(apply_settings(method, settings), f"trial-{n}") for n, settings in enumerate(tried)]
     return [
         [Run(shared.suite, trial, shared.model, shared.budget, seed, shared.folder / name) for seed in shared.seeds]
         for trial, name in trials
@@ -97,10 +116,16 @@ def score_method(method: Method, shared: Search) -> dict[str, Any]:
     """One method's record in the file, from its finished trials: the winner's settings, and every trial's scores."""
     trials = [
         score_trial(settings, runs)
-        for settings, runs in zip(trials_of(method), trial_runs(method, shared), strict=True)
+        for settings, runs in zip(shared.trials[method.name], trial_runs(method, shared), strict=True)
     ]
     best = max(trials, key=lambda trial: trial[CRITERION]) if trials else {"settings": {}}  # the first of equal ones
-    return {"settings": best["settings"], "trials": trials, "unsearched": unsearched_digest(method)}
+    searched = sorted({name for settings in shared.trials[method.name] for name in settings})
+    return {
+        "settings": best["settings"],
+        "trials": trials,
+        "searched": searched,
+        "unsearched": unsearched_digest(method, searched),
+    }
 
 
 def score_trial(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
@@ -119,6 +144,7 @@ def add_parser(commands: Any) -> None:
     add_stream_options(parser)
     add("--method", nargs="+", required=True, metavar="NAME", help=f"names, or {ALL_METHODS}")
     add("--tasks", type=int, required=True, metavar="N", help="every trial learns the first N tasks of the stream")
+    add("--grid", nargs="+", default=[], metavar="KEY=V1,V2", help="try all these (default: each method's own trials)")
     add("--budget", type=int, default=32)
     add("--tuned", type=Path, metavar="FILE", help=f"where the winners go (default: OUT/{TUNED})")
     add("--validation-limit", type=int, default=128, help="validation questions of each task (default 128)")
@@ -129,7 +155,8 @@ def add_parser(commands: Any) -> None:
 def command(options: argparse.Namespace) -> int:
     """Ends in one JSON line. Raises InduceKVError: a method could not be run; the others are written."""
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
-    trials = require_equal_trials(methods)
+    trials = {method.name: grid_trials(options.grid) if options.grid else trials_of(method) for method in methods}
+    number = require_equal_trials(trials)
     require_model_folder(options.model)
     if min([options.budget, options.jobs, options.threads]) < 1 or min(options.seed) < 0:
         raise ConfigError("the budget, jobs and threads must be positive, and seeds not negative")
@@ -146,11 +173,11 @@ def command(options: argparse.Namespace) -> int:
         "split": "validation",
         "limits": dict(zip(("train", "validation", "base"), limits, strict=True)),
         "criterion": CRITERION,
-        "trials": trials,
+        "trials": number,
         "set": options.set,
     }
     claim(options.out, "search.json", configuration)
-    shared = Search(suite, options.model, options.budget, tuple(options.seed), options.out)
+    shared = Search(trials, suite, options.model, options.budget, tuple(options.seed), options.out)
     refused = run_trials(methods, shared, OfflineAnswerer(options.model), options.jobs, options.threads)
     records = {method.name: score_method(method, shared) for method in methods if method.name not in refused}
     write_tuned(options.tuned or options.out / TUNED, configuration, records)

@@ -53,7 +53,9 @@ class Needs:
         """The largest rank whose bytes are no more than those of the largest memory."""
         tokens = max(getattr(method, "payload_tokens", PAYLOAD_TOKENS) for method in self.methods)
         backbone = Backbone.load(self.model)
-        return largest_rank(backbone, memory_bytes(backbone, self.budget, tokens, len(self.suite.tasks)))
+        allowed = memory_bytes(backbone, self.budget, tokens, len(self.suite.tasks))
+        modules = {getattr(method, "modules", "all") for method in self.methods}
+        return max(largest_rank(backbone, allowed, each) for each in modules)
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """The best settings of a search: their file, and how a run takes them.
 
 {"search": the configuration of all trials, "digest": of it,
- "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores, "unsearched": digest}}}
+ "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores,
+                    "searched": names of settings, "unsearched": digest of the others}}}
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def tuned_settings(path: Path, method: Method) -> Method:
     if method.name not in methods:
         raise ConfigError(f"{path}: there are no searched settings of {method.name}, only of: {', '.join(methods)}")
     record = methods[method.name]
-    if record.get("unsearched") != unsearched_digest(method):
+    if record.get("unsearched") != unsearched_digest(method, record.get("searched", ())):
         raise ConfigError(f"{path}: {method.name} was searched with other settings than it has now; search it again")
     return apply_settings(method, record["settings"])
 
@@ -75,9 +76,8 @@ def apply_settings(method: Method, settings: Settings) -> Method:
     return method
 
 
-def unsearched_digest(method: Method) -> str:
-    """sha256 of the settings that no trial changes: the winner belongs to them."""
-    searched = {key for settings in trials_of(method) for key in settings}
+def unsearched_digest(method: Method, searched: Collection[str]) -> str:
+    """sha256 of the settings that are not `searched`: the winner belongs to them."""
     rest = {key: value for key, value in asdict(method).items() if key not in searched}  # type: ignore[call-overload]
     return _digest(rest)
 

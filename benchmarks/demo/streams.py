@@ -30,6 +30,7 @@ class Digit:
     index: int
     dx: int
     dy: int
+    turned: bool = False  # a quarter turn, and black on white
 
     @property
     def value(self) -> int:
@@ -54,11 +55,12 @@ def random_digit(rng: np.random.Generator, split: str) -> Digit:
 
 
 def render_digit(digit: Digit) -> np.ndarray:
-    """A digit as a picture, `[48, 48, 3] uint8`: 40 pixels a side on black."""
+    """A digit as a picture, `[48, 48, 3] uint8`: 40 pixels a side, white on black unless turned."""
     grey = (load_digits_once()[0][digit.index] * (255 / 16)).astype(np.uint8)
     canvas = Image.new("L", (PICTURE, PICTURE))
     canvas.paste(Image.fromarray(grey).resize((40, 40), Image.Resampling.BICUBIC), (4 + digit.dx, 4 + digit.dy))
-    return np.repeat(np.asarray(canvas)[..., None], 3, axis=2)
+    pixels = 255 - np.rot90(np.asarray(canvas)) if digit.turned else np.asarray(canvas)
+    return np.repeat(pixels[..., None], 3, axis=2)
 
 
 @dataclass(frozen=True)

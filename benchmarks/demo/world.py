@@ -16,10 +16,12 @@ from PIL import Image
 
 from benchmarks.demo.questions import FAMILIES, ask
 from benchmarks.demo.scenes import SPLITS, Scene, random_scene, render, stable_hash
+from benchmarks.demo.search_streams import SEARCH_STREAMS
 from benchmarks.demo.streams import STREAMS, Digit, render_digit
 
 BASE = "base"
-TASKS = (BASE, *STREAMS)
+ALL_STREAMS = {**STREAMS, **SEARCH_STREAMS}
+TASKS = (BASE, *ALL_STREAMS)
 SIZES = {"train": 512, "validation": 128, "test": 256}
 SEED = 7
 
@@ -34,8 +36,8 @@ def draw(task: str, split: str, index: int, seed: int) -> tuple[Scene | Digit, s
             question = ask(rng, content, family)
         else:
             family = task
-            content = STREAMS[task].draw(rng, split)
-            question = STREAMS[task].ask(rng, content)
+            content = ALL_STREAMS[task].draw(rng, split)
+            question = ALL_STREAMS[task].ask(rng, content)
         if question is not None:
             return content, *question, family
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +14,14 @@ import pytest
 from benchmarks.continual import search as searching
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.methods import Artifact, RunContext, choose_methods
-from benchmarks.continual.search import Search, require_equal_trials, run_trials, score_method, searched_suite
+from benchmarks.continual.search import (
+    Search,
+    grid_trials,
+    require_equal_trials,
+    run_trials,
+    score_method,
+    searched_suite,
+)
 from benchmarks.continual.suites import Suite, TaskData
 from benchmarks.continual.tuned import (
     apply_settings,
@@ -93,7 +99,8 @@ class FakeAnswerer:
 
 @pytest.fixture
 def shared(suite: Suite, tmp_path: Path) -> Search:
-    return Search(searched_suite(suite, 2, 10, 10, 10), CHECKPOINT, 8, (0, 1), tmp_path / "trials")
+    trials = {"fake": Fake.trials, "fixed": (), "refusing": Fake.trials}
+    return Search(trials, searched_suite(suite, 2, 10, 10, 10), CHECKPOINT, 8, (0, 1), tmp_path / "trials")
 
 
 def search(shared: Search, method: Any, asked: list[str]) -> dict[str, Any]:
@@ -152,14 +159,24 @@ def test_the_searched_suite_holds_no_test_question(suite):
 
 
 def test_all_methods_have_equally_many_different_trials():
-    fewer = SimpleNamespace(name="fewer", trials=Fake.trials[:2])
-    repeated = SimpleNamespace(name="repeated", trials=(*Fake.trials[:2], Fake.trials[0]))
-    assert require_equal_trials([Fake(), Fixed(), Fake("other")]) == 3
-    assert require_equal_trials([Fixed()]) == 0
+    assert require_equal_trials({"fake": Fake.trials, "fixed": (), "other": Fake.trials}) == 3
+    assert require_equal_trials({"fixed": ()}) == 0
     with pytest.raises(ConfigError, match="same number of trials, found fake: 3, fewer: 2"):
-        require_equal_trials([Fake(), fewer])
+        require_equal_trials({"fake": Fake.trials, "fewer": Fake.trials[:2]})
     with pytest.raises(ConfigError, match=r"repeated: the trial \{'right': 4\} occurs more than once"):
-        require_equal_trials([repeated])
+        require_equal_trials({"repeated": (*Fake.trials[:2], Fake.trials[0])})
+
+
+def test_a_grid_is_every_combination_of_its_values():
+    assert grid_trials(["modules=all,o_proj", "learning_rate=0.1,2e-3"]) == (
+        {"modules": "all", "learning_rate": 0.1},
+        {"modules": "all", "learning_rate": 0.002},
+        {"modules": "o_proj", "learning_rate": 0.1},
+        {"modules": "o_proj", "learning_rate": 0.002},
+    )
+    for wrong in (["right"], ["=1"], ["right=1,"], ["right=1", "right=2"]):
+        with pytest.raises(ConfigError, match=r"needs KEY=V1,V2 with each KEY once, found '"):
+            grid_trials(wrong)
 
 
 def test_winners_are_read_back_and_applied(shared, tmp_path):
@@ -182,7 +199,8 @@ def test_winners_are_read_back_and_applied(shared, tmp_path):
 def test_a_run_with_the_settings_of_the_search_takes_its_winners(tmp_path):
     path, given = tmp_path / "tuned.json", ["steps=7"]
     (searched,) = choose_methods(["lora"], given)
-    record = {"settings": {"learning_rate": 0.25}, "unsearched": unsearched_digest(searched)}
+    record = {"settings": {"learning_rate": 0.25}, "searched": ["learning_rate"]}
+    record["unsearched"] = unsearched_digest(searched, ["learning_rate"])
     write_tuned(path, {}, {"lora": record})
     (lora,) = tuned_methods(path, ["lora"], given)
     assert (lora.steps, lora.learning_rate) == (7, 0.25)

@@ -43,7 +43,7 @@ METHODS: Mapping[str, Any] = {
     )
 }
 
-__all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "with_setting"]
+__all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "parsed_value", "with_setting"]
 
 
 def choose_methods(
@@ -60,10 +60,7 @@ def choose_methods(
     chosen = [start[name] for name in dict.fromkeys(names)]
     for setting in settings:
         key, equals, text = setting.partition("=")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
+        value = parsed_value(text)
         users = [method for method in chosen if key in changeable(method)]
         if not equals or not users:
             raise ConfigError(
@@ -72,6 +69,14 @@ def choose_methods(
             )
         chosen = [with_setting(method, key, value) if method in users else method for method in chosen]
     return chosen
+
+
+def parsed_value(text: str) -> Any:
+    """JSON if it is that, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def changeable(method: Any) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import safetensors.torch
 import torch
@@ -15,6 +15,15 @@ from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from selector.backbone.model import Backbone
 from selector.runtime.files import replace_file
 
+Modules = Literal["all", "attention", "o_proj", "mlp"]
+# The last parts of the names of a decoder layer's linear layers; () for all of them.
+SUFFIXES: Final[dict[Modules, tuple[str, ...]]] = {
+    "all": (),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "o_proj": ("o_proj",),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
 
 def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tasks: int) -> int:
     """Of a bundle's tensors: its entries (paper, Eq. bytes_per_entry), and the gate of the refined recipe."""
@@ -23,28 +32,30 @@ def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tas
     return entries + gate_bytes(gated_tasks, d)
 
 
-def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
-    """Every linear layer inside the language model's decoder layers, by its full name."""
+def linear_layers(backbone: Backbone, modules: Modules = "all") -> dict[str, nn.Linear]:
+    """The linear layers inside the language model's decoder layers that `modules` names, by their full names."""
     attention = {id(module) for module in backbone.attention_layers()}
     names = {module: name for name, module in backbone.model.named_modules()}
     layers = tuple(name.removesuffix("self_attn") for module, name in names.items() if id(module) in attention)
-    return {name: module for module, name in names.items() if isinstance(module, nn.Linear) and name.startswith(layers)}
+    inside = {name: m for m, name in names.items() if isinstance(m, nn.Linear) and name.startswith(layers)}
+    wanted = SUFFIXES[modules]
+    return {name: layer for name, layer in inside.items() if not wanted or name.endswith(wanted)}
 
 
-def largest_rank(backbone: Backbone, allowed_bytes: int) -> int:
+def largest_rank(backbone: Backbone, allowed_bytes: int, modules: Modules = "all") -> int:
     """The largest rank whose float16 [rank, in] and [out, rank] fit. Raises ConfigError: not even rank 1 does."""
-    per_rank = sum(
-        FLOAT16_BYTES * (layer.in_features + layer.out_features) for layer in linear_layers(backbone).values()
-    )
+    layers = linear_layers(backbone, modules).values()
+    per_rank = sum(FLOAT16_BYTES * (layer.in_features + layer.out_features) for layer in layers)
     if per_rank > allowed_bytes:
         raise ConfigError(f"a LoRA of rank 1 takes {per_rank} bytes, the budget allows {allowed_bytes}")
     return allowed_bytes // per_rank
 
 
-def attach(backbone: Backbone, rank: int, seed: int) -> Any:
+def attach(backbone: Backbone, rank: int, seed: int, modules: Modules = "all") -> Any:
     """A new adapter, which changes nothing yet, in the model's own layers: the backbone runs with it from now on."""
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(linear_layers(backbone)))
+    targets = list(linear_layers(backbone, modules))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
     return get_peft_model(backbone.model, config)
 
 

@@ -1,4 +1,4 @@
-"""LoRA on every linear layer of the language model, trained on one task after the other (Hu et al., 2022).
+"""LoRA on linear layers of the language model, trained on one task after the other (Hu et al., 2022).
 
 One adapter for the whole stream, which every task trains further (peft). Its rank is the largest whose
 float16 bytes are no more than those of a memory of the same budget.
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, reattach, save
+from benchmarks.continual.methods.adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from benchmarks.continual.methods.fit import Fit, Penalty
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.suites import TaskData
@@ -49,14 +49,18 @@ class Lora:
     learning_rate: float = 5e-4
     batch_size: int = 16  # examples of a step, rehearsed ones among them
     autocast: bool = True  # bfloat16 while training
+    modules: Modules = "all"  # the layers that are adapted
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
     trials: ClassVar[Trials] = ({"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
         allowed = self.bytes_allowed(backbone, context)
-        rank = largest_rank(backbone, allowed)
-        adapted = reattach(backbone, previous / ADAPTER) if previous else attach(backbone, rank, context.seed)
+        rank = largest_rank(backbone, allowed, self.modules)
+        if previous is None:
+            adapted = attach(backbone, rank, context.seed, self.modules)
+        else:
+            adapted = reattach(backbone, previous / ADAPTER)
         parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         scorer = Scorer(backbone)
         training = AdapterTraining(task, previous, out, context, scorer, parameters)

@@ -9,7 +9,7 @@ from benchmarks.continual.suites import demo, files
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 
-SUITES: Mapping[str, Callable[[Path], Suite]] = {"demo": demo.load}
+SUITES: Mapping[str, Callable[[Path], Suite]] = {"demo": demo.load, "demo-search": demo.load_search}
 
 __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
 

@@ -1,10 +1,15 @@
-"""The demo world: the tasks of `benchmarks.demo.streams`, in that module's order, and held-out base questions."""
+"""The demo world: the tasks of `benchmarks.demo.streams`, in that module's order, and held-out base questions.
+
+A suite of its own has the tasks of `benchmarks.demo.search_streams`, on which settings are searched.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.continual.suites.suite import Suite, TaskData
+from benchmarks.demo.search_streams import SEARCH_STREAMS
 from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, write_task
 from selector.data.examples import read_task
@@ -14,13 +19,21 @@ BASE_SIZES = {"train": 504, "validation": 135, "test": 270}  # multiples of nine
 
 
 def load(data: Path, sizes: dict[str, int] = SIZES, base_sizes: dict[str, int] = BASE_SIZES) -> Suite:
-    """From the folder `data`; missing files are written first."""
-    sizes_of = {name: base_sizes if name == BASE else sizes for name in (BASE, *STREAMS)}
+    """The reported tasks, from the folder `data`; missing files are written first."""
+    return _suite("demo", STREAMS, data, sizes, base_sizes)
+
+
+def load_search(data: Path, sizes: dict[str, int] = SIZES, base_sizes: dict[str, int] = BASE_SIZES) -> Suite:
+    """The tasks of searches, likewise."""
+    return _suite("demo-search", SEARCH_STREAMS, data, sizes, base_sizes)
+
+
+def _suite(name: str, streams: Iterable[str], data: Path, sizes: dict[str, int], base_sizes: dict[str, int]) -> Suite:
     tasks = {}
-    for name, split_sizes in sizes_of.items():
-        folder = data / name
-        if not all((folder / f"{split}.jsonl").exists() for split in split_sizes):
-            write_task(folder, name, split_sizes)
-        tasks[name] = TaskData(name, **{split: tuple(read_task(folder / f"{split}.jsonl")) for split in split_sizes})
+    for task in (BASE, *streams):
+        folder, splits = data / task, base_sizes if task == BASE else sizes
+        if not all((folder / f"{split}.jsonl").exists() for split in splits):
+            write_task(folder, task, splits)
+        tasks[task] = TaskData(task, **{split: tuple(read_task(folder / f"{split}.jsonl")) for split in splits})
     base = tasks.pop(BASE)
-    return Suite("demo", tuple(tasks.values()), base)
+    return Suite(name, tuple(tasks.values()), base)
