@@ -47,6 +47,11 @@ def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int) -> int:
     return B * (FLOAT16_BYTES * d + 2 * FLOAT16_BYTES * L * J * m * D)
 
 
+def map_bytes(B: int, L: int, J: int, r: int, width: int) -> int:
+    """Bytes of B entries' maps in float16: [r, width] and [width, r] for each layer and KV head."""
+    return B * 2 * FLOAT16_BYTES * L * J * r * width
+
+
 def gate_bytes(C: int, d: int) -> int:
     """Bytes of a relevance gate with C tasks, each with two float16 keys [d] and a float32 threshold."""
     return C * (2 * FLOAT16_BYTES * d + FLOAT32_BYTES)

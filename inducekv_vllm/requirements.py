@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .config import SCHEDULER_CLS
-from .errors import UnsupportedModel
+from .errors import BundleError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from .bundle import OutputMap
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -55,6 +57,26 @@ def check_late_activation(config: VllmConfig) -> None:
         )
     if events is not None and events.enable_kv_cache_events:
         raise UnsupportedModel("memory that acts from a later position on cannot be served with KV cache events")
+
+
+def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse maps of the attention output that do not fit the served model, or that a rank could not compute alone.
+
+    Raises:
+        BundleError: the width is another than that of the query heads of a KV head.
+        UnsupportedModel: the ranks of tensor parallelism share KV heads.
+    """
+    kv_heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    heads = model.model_arch_config.total_num_attention_heads
+    width = heads // kv_heads * model.get_head_size()
+    if shape.width != width:
+        raise BundleError(
+            f"its maps have width {shape.width}, the {heads // kv_heads} query heads of a KV head here have {width}"
+        )
+    if kv_heads < ranks:
+        raise UnsupportedModel(
+            f"maps of the attention output need a KV head's query heads on one rank, and {ranks} ranks share {kv_heads}"
+        )
 
 
 def keys_read_prefix_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:

@@ -33,7 +33,7 @@ from .fingerprint import backbone_fingerprint
 from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
-from .requirements import check_engine, check_late_activation, check_merged, keys_read_prefix_cache
+from .requirements import check_engine, check_late_activation, check_maps, check_merged, keys_read_prefix_cache
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
@@ -233,6 +233,8 @@ class InduceKVWorker(CPUWorker):
             raise self._merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:
             check_late_activation(self.vllm_config)
+        if bundle.metadata.output_map is not None:
+            check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
         return ResidentBundle.from_bundle(
             bundle,
             tp_rank=get_tensor_model_parallel_rank(),

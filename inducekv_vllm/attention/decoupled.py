@@ -1,4 +1,4 @@
-"""Decoupled memory around any attention backend: output + gate softmax([memory logits ; 0]) [values ; 0].
+"""Decoupled memory around any attention backend: output + gate (softmax([memory logits ; 0]) [values ; 0] + maps).
 
 It needs the queries and the output of self-attention alone, neither its log-sum-exp nor the layout of the KV cache. So
 it works with every backend and every kind of self-attention: sliding window, sinks, soft caps, quantised caches.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .pages import RequestMemory
+from .pages import LayerPages, RequestMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,25 @@ def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, s
         read, lse = cpu.prefill_memory_attention(query[active.rows], pages, active.memory, scale)
         # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
         share = torch.sigmoid(lse + pages.bias)[..., None] * pages.gate  # [R, H, 1]
-        output[active.rows] += (share * read).to(output.dtype)
+        added = share * read  # [R, H, D]
+        if pages.map_in is not None:
+            added = added + pages.gate * mapped(output[active.rows], pages, active.memory)
+        output[active.rows] += added.to(output.dtype)
+
+
+def mapped(output: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
+    """What the maps make of self-attention's output [R, H, D]: [R, H, D], in at least float32."""
+    map_in, map_out = pages.map_in, pages.map_out  # [J, k r, G D]
+    assert map_in is not None
+    assert map_out is not None
+    if memory.map_index is not None:
+        map_in, map_out = map_in[:, memory.map_index], map_out[:, memory.map_index]
+    R, H, D = output.shape
+    blocks = output.float().view(R, map_in.shape[0], -1).transpose(0, 1)  # [J, R, G D]
+    inner = blocks @ map_in.float().mT  # [J, R, k r]
+    if memory.map_weight is not None:
+        inner = inner * memory.map_weight
+    return (inner @ map_out.float()).transpose(0, 1).reshape(R, H, D)
 
 
 def attach(impl: Any, layer_index: int, step: DecoupledStep) -> None:

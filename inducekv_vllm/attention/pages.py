@@ -23,6 +23,9 @@ class LayerPages:
     values: Tensor  # [J, B m, D]
     gate: float
     bias: float
+    # The maps of the attention output, if the bundle has any; row t of entry i's map is at index i r + t.
+    map_in: Tensor | None = None  # [J, B r, G D]
+    map_out: Tensor | None = None  # [J, B r, G D], transposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,33 +38,38 @@ class ResidentBundle:
     weighting: Weighting
     form: Form
     layers: tuple[LayerPages, ...]  # [L]
+    map_rank: int = 0  # r; 0: no maps
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values))
+        tensors = [t for p in self.layers for t in (p.keys, p.values, p.map_in, p.map_out)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @classmethod
     def from_bundle(
         cls, bundle: Bundle, *, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device
     ) -> ResidentBundle:
         """Select the KV heads of a tensor-parallel rank and convert the stored float16 to `dtype`."""
-        L, B, J, m, D = bundle.payload_keys.shape
+        L, B, J, m, _ = bundle.payload_keys.shape
         heads = kv_heads_of_rank(J, tp_rank, tp_size)
 
-        def tokens(payload: Tensor) -> Tensor:  # [B, J, m, D] -> [J of this rank, B m, D]
-            of_rank = payload[:, heads].to(device=device, dtype=dtype)
-            return of_rank.transpose(0, 1).reshape(of_rank.shape[1], B * m, D).contiguous()
+        def of_rank(payload: Tensor) -> Tensor:  # [B, J, x, y] -> [J of this rank, B x, y]
+            own = payload[:, heads].to(device=device, dtype=dtype)
+            return own.transpose(0, 1).flatten(1, 2).contiguous()
 
         layers = tuple(
             LayerPages(
-                keys=tokens(bundle.payload_keys[layer]),
-                values=tokens(bundle.payload_values[layer]),
+                keys=of_rank(bundle.payload_keys[layer]),
+                values=of_rank(bundle.payload_values[layer]),
                 gate=float(bundle.value_gates[layer]),
                 bias=float(bundle.layer_bias[layer]),
+                map_in=None if bundle.map_in is None else of_rank(bundle.map_in[layer]),
+                map_out=None if bundle.map_out is None else of_rank(bundle.map_out[layer].transpose(-1, -2)),
             )
             for layer in range(L)
         )
-        return cls(bundle.digest, B, m, bundle.metadata.weighting, bundle.metadata.form, layers)
+        rank = 0 if bundle.metadata.output_map is None else bundle.metadata.output_map.rank
+        return cls(bundle.digest, B, m, bundle.metadata.weighting, bundle.metadata.form, layers, rank)
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
@@ -83,7 +91,7 @@ def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
 
 @dataclass(frozen=True, eq=False)
 class RequestMemory:
-    """One request's view of a resident bundle: its `PageTerms`, repeated for each memory token.
+    """One request's view of a resident bundle: its `PageTerms`, repeated for each memory token and row of a map.
 
     None stands for the neutral value (all tokens in order, ones, zeros); the kernels then skip that term.
     """
@@ -94,13 +102,15 @@ class RequestMemory:
     log_weight: Tensor | None  # [S] float32
     value_scale: Tensor | None  # [S] float32
     log_remainder: float  # -inf: none
+    map_index: Tensor | None = None  # [k r] int64 into the B r rows
+    map_weight: Tensor | None = None  # [k r] float32
 
     @classmethod
     def from_terms(cls, bundle: ResidentBundle, terms: PageTerms, device: torch.device) -> RequestMemory:
         """Sort the terms into the order of the memory, so that requests that read all of it share its tensors."""
         order = np.argsort(terms.entries)  # [k]
         entries = terms.entries[order]  # [k]
-        m = bundle.payload_tokens
+        m, r = bundle.payload_tokens, bundle.map_rank
         whole = len(entries) == bundle.num_entries
 
         def spread(per_page: npt.NDArray[np.float32], neutral: float) -> Tensor | None:  # [k] -> [k m]
@@ -108,14 +118,22 @@ class RequestMemory:
                 return None
             return torch.from_numpy(np.repeat(per_page[order], m)).to(device)
 
-        tokens = (entries[:, None] * m + np.arange(m)).reshape(-1)  # [k m]
+        def index(rows: int) -> Tensor | None:  # [k rows]
+            if whole:
+                return None
+            return torch.from_numpy((entries[:, None] * rows + np.arange(rows)).reshape(-1)).to(device)
+
+        alpha = (np.exp(terms.log_weight) * terms.value_scale)[order]  # [k]
+        weighted = r > 0 and not np.all(alpha == 1)
         return cls(
             bundle=bundle,
-            token_index=None if whole else torch.from_numpy(tokens).to(device),
+            token_index=index(m),
             key_scale=spread(terms.key_scale, 1.0),
             log_weight=spread(terms.log_weight, 0.0),
             value_scale=spread(terms.value_scale, 1.0),
             log_remainder=terms.log_remainder,
+            map_index=index(r) if r else None,
+            map_weight=torch.from_numpy(np.repeat(alpha, r)).to(device) if weighted else None,
         )
 
     @property

@@ -6,7 +6,7 @@ file.py       reading and writing, atomically and without unpickling
 """
 
 from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
-from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord
+from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord, OutputMap
 from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "BundleMetadata",
     "EntryRecord",
     "Gate",
+    "OutputMap",
     "bundle_digest",
     "check_bundle",
     "expected_shapes",

@@ -1,7 +1,7 @@
 """The part of a bundle that is not tensors, and what must hold in it.
 
 Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
-each task; each version is written only for a bundle that needs it.
+each task, version 4 maps of the attention output; each version is written only for a bundle that needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..activation import Activation, earliest
 from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
-FORMAT_VERSIONS: Final = (1, 2, 3)
+FORMAT_VERSIONS: Final = (1, 2, 3, 4)
 
 
 class EntryRecord(BaseModel):
@@ -38,6 +38,15 @@ class AdapterRecord(BaseModel):
     path: str = Field(min_length=1)  # its folder, absolute or relative to the bundle's
     digest: str = Field(min_length=1)  # see `inducekv_vllm.adapters`
     rank: int = Field(ge=1)
+
+
+class OutputMap(BaseModel):
+    """The shape of the map of the attention output that every entry has for each layer and KV head."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(ge=1)  # r
+    width: int = Field(ge=1)  # G D: the outputs of the query heads that share a KV head
 
 
 class BackboneFingerprint(BaseModel):
@@ -68,7 +77,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1, 2, 3] = 1  # see `format_version_of`
+    format_version: Literal[1, 2, 3, 4] = 1  # see `format_version_of`
     backbone: BackboneFingerprint
     budget: int = Field(ge=1)  # the maximum number of entries
     payload_tokens: int = Field(ge=1)  # m
@@ -82,13 +91,15 @@ class BundleMetadata(BaseModel):
     form: Form = "merged"
     activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
     task_adapters: tuple[AdapterRecord, ...] = ()  # of the tasks that have no entries; decoupled form only
+    output_map: OutputMap | None = None  # decoupled form only
     digest: str = ""  # see `bundle_digest`
 
     @model_serializer(mode="wrap")
     def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit the fields that a format version does not have, so that its files and digests do not change."""
         fields: dict[str, Any] = serialize(self)
-        for version, name in ((2, "gate_tasks"), (3, "form"), (3, "activations"), (3, "task_adapters")):
+        later = ((2, "gate_tasks"), (3, "form"), (3, "activations"), (3, "task_adapters"), (4, "output_map"))
+        for version, name in later:
             if self.format_version < version:
                 fields.pop(name, None)
         return fields
@@ -109,8 +120,10 @@ class BundleMetadata(BaseModel):
         return next((record for record in self.task_adapters if record.task == task), None)
 
 
-def format_version_of(form: Form, gated: bool) -> Literal[1, 2, 3]:
+def format_version_of(form: Form, gated: bool, mapped: bool) -> Literal[1, 2, 3, 4]:
     """The lowest format version that holds such a bundle."""
+    if mapped:
+        return 4
     if form == "decoupled":
         return 3
     return 2 if gated else 1
@@ -141,12 +154,15 @@ def _duplicate(names: Sequence[str]) -> str | None:
 
 
 def _check_form(metadata: BundleMetadata, name: str) -> None:
-    expected = format_version_of(metadata.form, bool(metadata.gate_tasks))
+    expected = format_version_of(metadata.form, bool(metadata.gate_tasks), metadata.output_map is not None)
     if metadata.format_version != expected:
+        maps = "no map" if metadata.output_map is None else "maps"
         raise BundleError(
-            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks is format version {expected}, "
-            f"found {metadata.format_version}"
+            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks and {maps} is format version "
+            f"{expected}, found {metadata.format_version}"
         )
+    if metadata.output_map is not None:
+        _check_output_map(metadata, metadata.output_map, name)
     weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior")
     if metadata.weighting not in weightings:
         raise BundleError(
@@ -158,6 +174,19 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(
             f"{name}: {metadata.form} memory needs activations for the tasks [{', '.join(sorted(tasks))}], "
             f"found [{', '.join(sorted(metadata.activations))}]"
+        )
+
+
+def _check_output_map(metadata: BundleMetadata, output_map: OutputMap, name: str) -> None:
+    if metadata.form != "decoupled":
+        raise BundleError(f"{name}: maps of the attention output need the decoupled form, found {metadata.form!r}")
+    if output_map.width % metadata.backbone.head_dim:
+        raise BundleError(
+            f"{name}: a map acts on whole heads of {metadata.backbone.head_dim}, found the width {output_map.width}"
+        )
+    if output_map.rank > output_map.width:
+        raise BundleError(
+            f"{name}: a map of width {output_map.width} has at most that rank, found the rank {output_map.rank}"
         )
 
 

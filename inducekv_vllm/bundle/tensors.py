@@ -1,6 +1,7 @@
 """A bundle's tensors, their digest and their checks.
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size, C tasks of a relevance gate.
+Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
+C tasks of a relevance gate, r rank of a map.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .metadata import (
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
+    OutputMap,
     check_metadata,
     first_problem,
     format_version_of,
@@ -39,6 +41,8 @@ DTYPES = {
     "layer_bias": torch.float32,
     "gate_keys": torch.float16,
     "gate_thresholds": torch.float32,
+    "map_in": torch.float16,
+    "map_out": torch.float16,
 }
 
 
@@ -67,6 +71,9 @@ class Bundle:
     metadata: BundleMetadata
     gate_keys: Tensor | None = None  # [C, 2, d] float16, see `Gate`
     gate_thresholds: Tensor | None = None  # [C] float32
+    # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
+    map_in: Tensor | None = None  # [L, B, J, r, G D] float16
+    map_out: Tensor | None = None  # [L, B, J, G D, r] float16
 
     @classmethod
     def create(
@@ -90,6 +97,8 @@ class Bundle:
         form: Form = "merged",
         activations: dict[str, Activation] | None = None,
         task_adapters: tuple[AdapterRecord, ...] = (),
+        map_in: Tensor | None = None,
+        map_out: Tensor | None = None,
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -100,9 +109,10 @@ class Bundle:
             settings = json.loads(json.dumps(settings, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise BundleError(f"bundle settings must be JSON values: {error}") from error
+        maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
-                format_version=format_version_of(form, gate is not None),
+                format_version=format_version_of(form, gate is not None, bool(maps)),
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -116,6 +126,7 @@ class Bundle:
                 form=form,
                 activations=activations or {},
                 task_adapters=task_adapters,
+                output_map=_output_map(map_in),
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -127,6 +138,7 @@ class Bundle:
             "value_gates": value_gates,
             "layer_bias": layer_bias,
         }
+        tensors |= maps
         if gate is not None:
             tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
@@ -186,12 +198,25 @@ def bundle_digest(bundle: Bundle) -> str:
     return sha.hexdigest()
 
 
+def _output_map(map_in: Tensor | None) -> OutputMap | None:
+    """The shape of maps of which this [L, B, J, r, G D] is the inner half."""
+    if map_in is None:
+        return None
+    if map_in.ndim != 5:
+        raise BundleError(f"bundle: map_in must have 5 dimensions, found {map_in.ndim}")
+    return OutputMap(rank=map_in.shape[3], width=map_in.shape[4])
+
+
 def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
     payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
     C = len(metadata.gate_tasks)
     gate = {"gate_keys": (C, 2, backbone.hidden_size), "gate_thresholds": (C,)}
+    maps = {}
+    if (shape := metadata.output_map) is not None:
+        each = (backbone.num_layers, B, backbone.num_kv_heads)
+        maps = {"map_in": (*each, shape.rank, shape.width), "map_out": (*each, shape.width, shape.rank)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
         "payload_keys": payload,
@@ -200,6 +225,7 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
         "value_gates": (backbone.num_layers,),
         "layer_bias": (backbone.num_layers,),
         **(gate if C else {}),
+        **maps,
     }
 
 
@@ -216,7 +242,9 @@ def check_bundle(bundle: Bundle, name: str) -> None:
 def check_structure(bundle: Bundle, name: str) -> None:
     check_metadata(bundle.metadata, name)
     shapes, tensors = expected_shapes(bundle.metadata), bundle.tensors()
-    if set(tensors) != set(shapes):
+    if wrong := set(tensors) ^ set(shapes):
+        if wrong & {"map_in", "map_out"}:
+            raise BundleError(f"{name}: maps need both map_in and map_out, or neither")
         raise BundleError(f"{name}: a relevance gate needs keys, thresholds and at least one task, or none of them")
     for tensor_name, shape in shapes.items():
         tensor = tensors[tensor_name]

@@ -1,16 +1,18 @@
 """Attention with injected memory in transformers: the plain, differentiable reference for the server.
 
     merged      one softmax over [memory ; self]
-    decoupled   self-attention plus a softmax over [memory ; one token of logit 0 and value 0], from a position on
+    decoupled   self-attention plus a softmax over [memory ; one token of logit 0 and value 0], from a position on;
+                plus low-rank maps of the output of self-attention, if the memory has any
 
 Shapes: n requests, B entries, m payload tokens, L layers, H query heads, J KV heads, G = H / J, D head size,
-d hidden size, T query tokens, S tokens of the request itself that they may see.
+d hidden size, T query tokens, S tokens of the request itself that they may see, r rank of a map.
 
 Entry i enters layer l of a request with three numbers (design: the general form; the paper's Eq. inject_rewrite is
 `weighting="sqrt"` with zero layer bias):
 
     logit = key_scale_i * (q . k) * softmax_scale + log_weight_i + layer_bias_l
     value = value_scale_i * gate_l * v
+    map   = exp(log_weight_i) * value_scale_i * gate_l * map_out map_in o, for the output o [G D] of each KV head
 
 Memory keys are not rotated, and queries are: memory is at position 0, and the request's positions do not change.
 """
@@ -61,6 +63,8 @@ class Memory:
     layer_bias: Tensor  # [L]
     weighting: Weighting
     form: Form = "merged"
+    map_in: Tensor | None = None  # [L, B, J, r, G D]
+    map_out: Tensor | None = None  # [L, B, J, G D, r]
 
     @classmethod
     def from_bundle(
@@ -75,6 +79,8 @@ class Memory:
             layer_bias=bundle.layer_bias.to(device, dtype),
             weighting=bundle.metadata.weighting,
             form=bundle.metadata.form,
+            map_in=None if bundle.map_in is None else bundle.map_in.to(device, dtype),
+            map_out=None if bundle.map_out is None else bundle.map_out.to(device, dtype),
         )
 
     def terms(
@@ -162,6 +168,7 @@ def attention_with(
         if active is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         memory, terms = active
+        layer: Any = module.layer_idx
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
             if kwargs.get(name) is not None:
@@ -169,14 +176,16 @@ def attention_with(
         if memory.form == "decoupled":
             own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             with torch.autocast(query.device.type, enabled=False):
-                added = decoupled(query, scaling, memory, terms, module.layer_idx)  # [n, T, H, D]
+                added = decoupled(query, scaling, memory, terms, layer)  # [n, T, H, D]
+                if memory.map_in is not None:
+                    added = added + mapped(own, memory, terms, layer)
             with_memory = own + added.to(own.dtype)
             acts = _acts(terms.first_active, query, key)
             return with_memory if acts is None else torch.where(acts, with_memory, own), None
         visible = _visible(attention_mask, query, key)
         # Attention over memory runs in at least float32, whatever precision the model's products have.
         with torch.autocast(query.device.type, enabled=False):
-            output = attend_merged(query, key, value, visible, scaling, memory, terms, module.layer_idx)
+            output = attend_merged(query, key, value, visible, scaling, memory, terms, layer)
         return output.to(query.dtype), None
 
     return attention
@@ -229,6 +238,21 @@ def attend_decoupled(
     logits = torch.nn.functional.pad(memory_logits.flatten(-2), (0, 1))  # [n, J, G, T, B m + 1]
     share = logits.softmax(dim=-1)[..., :-1].view_as(memory_logits)
     return _memory_values(share, memory, terms, layer).reshape(n, H, T, D).transpose(1, 2)
+
+
+def mapped(output: Tensor, memory: Memory, terms: Terms, layer: int) -> Tensor:
+    """What the maps add to self-attention's output [n, T, H, D], computed in at least float32: [n, T, H, D]."""
+    assert memory.map_in is not None
+    assert memory.map_out is not None
+    n, T, H, D = output.shape
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    map_in, map_out = memory.map_in[layer].to(dtype), memory.map_out[layer].to(dtype)
+    J, width = map_in.shape[1], map_in.shape[3]
+    blocks = output.to(dtype).reshape(n, T, J, width)
+    inner = torch.einsum("ntjc,bjrc->ntjbr", blocks, map_in)
+    weight = memory.value_gates[layer].to(dtype) * terms.log_weight.to(dtype).exp() * terms.value_scale.to(dtype)
+    inner = inner * weight[:, None, None, :, None]
+    return torch.einsum("ntjbr,bjcr->ntjc", inner, map_out).reshape(n, T, H, D)
 
 
 def _memory_logits(query: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int) -> Tensor:

@@ -37,6 +37,7 @@ class Backbone:
     model: Any  # a PreTrainedModel for image-text-to-text
     processor: Any  # its ProcessorMixin
     num_layers: int  # L
+    num_heads: int  # H
     num_kv_heads: int  # J
     head_dim: int  # D
     hidden_size: int  # d
@@ -72,6 +73,7 @@ class Backbone:
             model=network,
             processor=processor,
             num_layers=text.num_hidden_layers,
+            num_heads=heads,
             num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             hidden_size=text.hidden_size,

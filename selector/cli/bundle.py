@@ -19,8 +19,9 @@ from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, BundleMetadata, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.footprint import PAPER_BUDGETS, footprint_bytes, gate_bytes, plan, read_config, text_geometry
+from inducekv_vllm.footprint import PAPER_BUDGETS, gate_bytes, plan, read_config, text_geometry
 
+from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
 from .flags import add_flags, error_line, require_output
 
@@ -154,14 +155,7 @@ def _task_adapter(argument: str) -> tuple[str, Path, Path]:
 
 def _summary(bundle: Bundle) -> dict[str, Any]:
     metadata, backbone = bundle.metadata, bundle.metadata.backbone
-    size = footprint_bytes(
-        bundle.num_entries,
-        backbone.hidden_size,
-        backbone.num_layers,
-        backbone.num_kv_heads,
-        metadata.payload_tokens,
-        backbone.head_dim,
-    )
+    size = entry_bytes(bundle)
     tasks = Counter(entry.task for entry in metadata.entries)
     gates, bias = bundle.value_gates, bundle.layer_bias
     return {
@@ -195,7 +189,10 @@ def _form_summary(metadata: BundleMetadata) -> dict[str, str]:
         return {}
     activations = ", ".join(f"{task} ({activation})" for task, activation in metadata.activations.items())
     adapters = ", ".join(f"{r.task} ({r.path}, rank {r.rank}, {r.digest:.12})" for r in metadata.task_adapters)
-    return {"form": metadata.form, "memory acts on": activations or "none", "task adapters": adapters or "none"}
+    summary = {"form": metadata.form, "memory acts on": activations or "none", "task adapters": adapters or "none"}
+    if metadata.output_map is not None:
+        summary["maps"] = f"rank {metadata.output_map.rank} of width {metadata.output_map.width}"
+    return summary
 
 
 def _gate_summary(bundle: Bundle) -> str:
@@ -228,7 +225,10 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
         if before != after:
             lines.append(f"entry {identity}: made from another example: {before!r} -> {after!r}")
 
-    for name, axis in (("retrieval_keys", 0), ("payload_keys", 1), ("payload_values", 1)):
+    of_entries = {"retrieval_keys": 0, "payload_keys": 1, "payload_values": 1, "map_in": 1, "map_out": 1}
+    for name, axis in of_entries.items():
+        if name not in old.tensors() or name not in new.tensors():
+            continue  # the difference of the metadata says so
         before = old.tensors()[name].index_select(axis, torch.tensor([old_rows[i] for i in kept], dtype=torch.int64))
         after = new.tensors()[name].index_select(axis, torch.tensor([new_rows[i] for i in kept], dtype=torch.int64))
         lines += _tensor_difference(f"{name} of the {len(kept)} entries kept", before, after)

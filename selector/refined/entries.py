@@ -5,6 +5,7 @@ Shapes: K entries of the next memory, n questions, d hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -93,6 +94,7 @@ def initial_memory(
     """The K entries before training: old ones as stored, new ones as extracted, all in float32.
 
     New values of decoupled memory are 0, so that untrained entries change nothing (LLaMA-Adapter, arXiv 2303.16199).
+    So are the outer halves of new maps; the inner ones are drawn from N(0, 1 / width).
     """
     examples = [inputs.training[row] for row in plan.chosen]
     extraction = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
@@ -107,6 +109,7 @@ def initial_memory(
         layer_bias=torch.zeros(backbone.num_layers),
         weighting=settings.weighting,
         form=settings.form,
+        **initial_maps(backbone, settings, len(examples)),
     )
     if inputs.previous is None:
         return new, records
@@ -116,9 +119,30 @@ def initial_memory(
         retrieval_keys=torch.cat([old.retrieval_keys[plan.kept], new.retrieval_keys]),
         payload_keys=torch.cat([old.payload_keys[:, plan.kept], new.payload_keys], dim=1),
         payload_values=torch.cat([old.payload_values[:, plan.kept], new.payload_values], dim=1),
+        map_in=_joined(old.map_in, new.map_in, plan.kept),
+        map_out=_joined(old.map_out, new.map_out, plan.kept),
     )
     entries = inputs.previous.metadata.entries
     return joined, tuple(entries[row] for row in plan.kept.tolist()) + records
+
+
+def initial_maps(backbone: Backbone, settings: RefinedSettings, num_entries: int) -> dict[str, Tensor]:
+    """map_in [L, entries, J, r, G D] and map_out [L, entries, J, G D, r] float32, or nothing."""
+    if not settings.map_rank:
+        return {}
+    J = backbone.num_kv_heads
+    width = backbone.num_heads // J * backbone.head_dim
+    if settings.map_rank > width:
+        raise ConfigError(f"a map of width {width} has at most that rank, found map_rank {settings.map_rank}")
+    generator = torch.Generator().manual_seed(settings.seed)
+    shape = (backbone.num_layers, num_entries, J, settings.map_rank, width)
+    inner = torch.randn(shape, generator=generator) / math.sqrt(width)
+    return {"map_in": inner, "map_out": torch.zeros_like(inner).transpose(-1, -2).contiguous()}
+
+
+def _joined(old: Tensor | None, new: Tensor | None, kept: Tensor) -> Tensor | None:
+    """The kept entries' tensor, then the new ones'; `check_previous` has seen that both memories have maps, or none."""
+    return None if old is None or new is None else torch.cat([old[:, kept], new], dim=1)
 
 
 def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:

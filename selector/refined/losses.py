@@ -81,6 +81,8 @@ def reachable(memory: Memory, log_prior: Tensor) -> tuple[Memory, Tensor]:
         retrieval_keys=memory.retrieval_keys[used],
         payload_keys=memory.payload_keys[:, used],
         payload_values=memory.payload_values[:, used],
+        map_in=None if memory.map_in is None else memory.map_in[:, used],
+        map_out=None if memory.map_out is None else memory.map_out[:, used],
     )
     return kept, log_prior[:, used]
 

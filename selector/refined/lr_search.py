@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
@@ -18,7 +19,7 @@ from ..backbone.scoring import Questions
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import progress_bar
 from .settings import RefinedSettings
-from .training import Training, train
+from .training import PAYLOADS, Training, train
 from .training_problem import TrainingProblem
 
 LEARNING_RATES: Final = (0.15, 0.3, 0.6)
@@ -74,8 +75,11 @@ def search_learning_rate(
 def require_storable(memory: Memory) -> None:
     """Raises BundleError: a payload is outside the range of float16."""
     limit = torch.finfo(torch.float16).max
-    for name in ("payload_keys", "payload_values"):
-        largest = float(getattr(memory, name).abs().max())
+    for name in PAYLOADS:
+        tensor: Tensor | None = getattr(memory, name)
+        if tensor is None:
+            continue
+        largest = float(tensor.abs().max())
         if largest > limit:
             raise BundleError(
                 f"refined {name} reach {largest:.4g}, a bundle's float16 holds {limit:.4g}: lower the rate"

@@ -32,6 +32,8 @@ class RefinedSettings(Settings):
         ActivationChoice,
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
     ] = "prompt"
+    # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
+    map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 0
     # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
     # uses the memory, and the entries of all tasks compete.
     gate: Gating = "two-part"
@@ -67,6 +69,8 @@ class RefinedSettings(Settings):
                 "merged memory acts on the whole prompt and weights its entries by retrieval: "
                 f"found the weighting {self.weighting!r} and the activation {self.activation!r}"
             )
+        if self.form == "merged" and self.map_rank:
+            raise ValueError(f"merged memory has no maps of the attention output, found map_rank {self.map_rank}")
         if self.form == "decoupled" and self.gate == "none" and self.activation != "prompt":
             # Without a gate every request acts from the earliest position of all tasks.
             raise ValueError(

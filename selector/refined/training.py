@@ -30,7 +30,7 @@ from .training_problem import TrainingProblem
 CALIBRATION_RATE: Final = 0.03
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together
 STEPS_BETWEEN_SAVES: Final = 25
-PAYLOADS: Final = ("payload_keys", "payload_values")
+PAYLOADS: Final = ("payload_keys", "payload_values", "map_in", "map_out")  # maps only if the memory has them
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ def clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _initial_parameters(problem: TrainingProblem) -> dict[str, Tensor]:
-    """payload_keys and payload_values [L, trained entries, J, m, D], phi [1 + L], layer_bias [L]; float32."""
+    """The payloads of the trained entries [L, trained entries, J, ...], phi [1 + L], layer_bias [L]; float32."""
     memory = problem.memory
     gates = memory.value_gates.double().clamp(max=1 - 1e-6)
     phi = torch.cat([memory.temperature.double().expm1().log()[None], (gates / (1 - gates)).log()])
+    payloads = {name: tensor for name in PAYLOADS if (tensor := getattr(memory, name)) is not None}
     return {
-        "payload_keys": memory.payload_keys[:, problem.trainable].clone(),
-        "payload_values": memory.payload_values[:, problem.trainable].clone(),
+        **{name: tensor[:, problem.trainable].clone() for name, tensor in payloads.items()},
         "phi": phi.float(),
         "layer_bias": memory.layer_bias.clone(),
     }
@@ -175,11 +175,12 @@ def _initial_parameters(problem: TrainingProblem) -> dict[str, Tensor]:
 
 def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> Memory:
     rows = problem.trainable.nonzero()[:, 0]
-    memory = replace(
-        problem.memory,
-        payload_keys=problem.memory.payload_keys.index_copy(1, rows, parameters["payload_keys"]),
-        payload_values=problem.memory.payload_values.index_copy(1, rows, parameters["payload_values"]),
-    )
+    payloads: dict[str, Any] = {
+        name: getattr(problem.memory, name).index_copy(1, rows, parameters[name])
+        for name in PAYLOADS
+        if name in parameters
+    }
+    memory = replace(problem.memory, **payloads)
     if not problem.calibrate:
         return memory
     return replace(

@@ -120,7 +120,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
 
     Raises:
         TaskDataError: the examples belong to several tasks, or to one that the previous bundle holds.
-        BundleError: the previous bundle has another form or weighting.
+        BundleError: the previous bundle has another form, weighting or rank of maps.
         ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
     """
     task = new_task(inputs.training)
@@ -147,6 +147,9 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
                     f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
                     f"found {getattr(settings, name)!r} in the settings"
                 )
+        rank = 0 if previous.output_map is None else previous.output_map.rank
+        if rank != settings.map_rank:
+            raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
     if settings.allocation == "quotas":
         quotas(inputs.entries_by_task, task, budget=settings.budget, entries_per_task=settings.entries_per_task)
     if not inputs.validation:
@@ -195,4 +198,6 @@ def _bundle(
         gate=gate,
         form=settings.form,
         activations=activations,
+        map_in=memory.map_in,
+        map_out=memory.map_out,
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.footprint import footprint_bytes, gate_bytes
+from inducekv_vllm.footprint import footprint_bytes, gate_bytes, map_bytes
 
 from .coverage import Coverage
 
@@ -29,15 +29,15 @@ def composition(records: Sequence[EntryRecord]) -> dict[str, int]:
 
 def memory_bytes(bundle: Bundle) -> int:
     """Bytes of the entries and of the relevance gate, if there is one."""
-    backbone = bundle.metadata.backbone
-    return gate_bytes(len(bundle.metadata.gate_tasks), backbone.hidden_size) + footprint_bytes(
-        bundle.num_entries,
-        backbone.hidden_size,
-        backbone.num_layers,
-        backbone.num_kv_heads,
-        bundle.payload_tokens,
-        backbone.head_dim,
-    )
+    return entry_bytes(bundle) + gate_bytes(len(bundle.metadata.gate_tasks), bundle.metadata.backbone.hidden_size)
+
+
+def entry_bytes(bundle: Bundle) -> int:
+    """Bytes of the entries' retrieval keys, payloads and maps."""
+    backbone, shape = bundle.metadata.backbone, bundle.metadata.output_map
+    B, L, J = bundle.num_entries, backbone.num_layers, backbone.num_kv_heads
+    size = footprint_bytes(B, backbone.hidden_size, L, J, bundle.payload_tokens, backbone.head_dim)
+    return size if shape is None else size + map_bytes(B, L, J, shape.rank, shape.width)
 
 
 def calibration_report(bundle: Bundle) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 
-L, J, D, d = 3, 2, 8, 16
+L, J, G, D, d = 3, 2, 2, 8, 16
 
 FINGERPRINT = BackboneFingerprint(
     architecture="TinyForConditionalGeneration/tiny",
@@ -56,6 +58,16 @@ def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:
         "gate": Gate(torch.randn(2, 2, d, generator=generator), torch.tensor([0.25, -0.5]), ("a", "b")),
     }
     return random_bundle(seed=seed, **(arguments | changes))
+
+
+def random_maps(shape: Sequence[int], rank: int, heads_per_kv_head: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """map_in and map_out for payloads of `shape` [L, B, J, m, D]; each map's gain is about `scale`."""
+    layers, entries, kv_heads, _, head_dim = shape
+    generator = torch.Generator().manual_seed(rank)
+    width = heads_per_kv_head * head_dim
+    inner, outer = (torch.randn(layers, entries, kv_heads, rank, width, generator=generator) for _ in range(2))
+    scale /= math.sqrt(width * width * rank)
+    return {"map_in": inner, "map_out": outer.transpose(-1, -2) * scale * math.sqrt(width)}
 
 
 def remade(bundle: Bundle, **changes: Any) -> Bundle:

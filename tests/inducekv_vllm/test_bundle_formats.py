@@ -12,13 +12,17 @@ import torch
 
 from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError
-from tests.inducekv_vllm.bundles import L, random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import D, G, J, L, random_bundle, random_gated_bundle, random_maps
 
 DECOUPLED: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "text"}}
 
 
 def decoupled_bundle(**changes: Any) -> Bundle:
     return random_bundle(**(DECOUPLED | changes))
+
+
+def mapped_bundle(**changes: Any) -> Bundle:
+    return decoupled_bundle(**random_maps((L, 5, J, 4, D), 3, G), **changes)
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
@@ -33,6 +37,7 @@ def metadata_of(path: Path) -> dict[str, Any]:
         (random_bundle(), 1, set()),
         (random_gated_bundle(), 2, {"gate_tasks"}),
         (decoupled_bundle(), 3, {"gate_tasks", "form", "activations"}),
+        (mapped_bundle(), 4, {"gate_tasks", "form", "activations", "output_map"}),
         (
             random_gated_bundle(form="decoupled", activations={"a": "prompt", "b": "generation"}),
             3,
@@ -45,7 +50,7 @@ def test_each_version_has_its_own_fields(bundle: Bundle, version: int, later_fie
     write_bundle(bundle, path)
     stored = metadata_of(path)
     assert stored["format_version"] == version
-    assert stored.keys() & {"gate_tasks", "form", "activations"} == later_fields
+    assert stored.keys() & {"gate_tasks", "form", "activations", "output_map"} == later_fields
     read = read_bundle(path)
     assert read.metadata == bundle.metadata
     assert all(torch.equal(t, bundle.tensors()[name]) for name, t in read.tensors().items())
@@ -77,6 +82,32 @@ def test_what_is_refused(changes: dict[str, Any], problem: str) -> None:
         decoupled_bundle(**changes)
 
 
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"map_out": None}, "maps need both map_in and map_out, or neither"),
+        ({"map_out": draw(L, 5, J, G * D, 2)}, r"map_out must be torch.float16 \[3, 5, 2, 16, 3\], found .*16, 2\]"),
+        ({"map_in": draw(L, 4, J, 3, G * D)}, r"map_in must be torch.float16 \[3, 5, 2, 3, 16\], found .*\[3, 4, 2"),
+        ({"map_in": draw(L, 5, J, 3)}, "map_in must have 5 dimensions, found 4"),
+        ({"map_in": draw(L, 5, J, 3, 12)}, "a map acts on whole heads of 8, found the width 12"),
+        ({"map_in": draw(L, 5, J, 17, 16)}, "a map of width 16 has at most that rank, found the rank 17"),
+        ({"map_in": torch.full((L, 5, J, 3, 16), float("nan"))}, "map_in contains NaN"),
+        (
+            {"form": "merged", "weighting": "prior", "activations": {}},
+            "need the decoupled form, found 'merged'",
+        ),
+    ],
+)
+def test_maps_that_are_refused(changes: dict[str, Any], problem: str) -> None:
+    maps: dict[str, Any] = random_maps((L, 5, J, 4, D), 3, G)
+    with pytest.raises(BundleError, match=problem):
+        random_bundle(**(DECOUPLED | maps | changes))
+
+
 def test_the_activation_of_a_request() -> None:
     tasks: dict[str, Any] = {"a": "generation", "b": "text"}
     metadata = random_gated_bundle(form="decoupled", activations=tasks).metadata
@@ -90,6 +121,7 @@ def test_the_digest_covers_form_and_activation() -> None:
         decoupled_bundle(weighting="prior"),
         decoupled_bundle(),
         decoupled_bundle(activations={"t": "generation"}),
+        mapped_bundle(),
     ]
     assert len({bundle.digest for bundle in bundles}) == len(bundles)
 
@@ -98,6 +130,6 @@ def test_a_version_that_does_not_fit_its_content(tmp_path: Path) -> None:
     gate = Gate(torch.zeros(1, 2, 16), torch.zeros(1), ("t",))
     bundle = decoupled_bundle(gate=gate)
     older = bundle.metadata.model_copy(update={"format_version": 2})
-    with pytest.raises(BundleError, match="decoupled memory with 1 gate_tasks is format version 3, found 2"):
+    with pytest.raises(BundleError, match="decoupled memory with 1 gate_tasks and no map is format version 3, found 2"):
         write_bundle(Bundle(**bundle.tensors(), metadata=older), tmp_path / "bundle.safetensors")
     assert not list(tmp_path.iterdir())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.errors import CapacityError
 from server.demo import CHECKPOINT
-from tests.inducekv_vllm.bundles import remade
+from tests.inducekv_vllm.bundles import random_maps, remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -25,10 +27,19 @@ from tests.inducekv_vllm.parity import (
 )
 
 BLOCK = 32
+HEADS_PER_KV_HEAD = 2  # of the demo model
 
 
-def decoupled(merged: Bundle, activation: Activation, weighting: str = "uniform", scale: float = 6.0) -> Bundle:
+def decoupled(
+    merged: Bundle,
+    activation: Activation,
+    weighting: str = "uniform",
+    scale: float = 6.0,
+    map_rank: int = 0,
+    width: int = HEADS_PER_KV_HEAD,
+) -> Bundle:
     """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
+    maps = random_maps(merged.payload_keys.shape, map_rank, width) if map_rank else {}
     return remade(
         merged,
         payload_values=scale * merged.payload_values,
@@ -37,6 +48,7 @@ def decoupled(merged: Bundle, activation: Activation, weighting: str = "uniform"
         weighting=weighting,
         form="decoupled",
         activations=dict.fromkeys(merged.metadata.tasks, activation),
+        **maps,
     )
 
 
@@ -47,7 +59,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = make_world(CHECKPOINT, folder)
     for activation in ACTIVATIONS:
         for weighting in ("uniform", "prior"):
-            world.bundles[f"{activation}-{weighting}"] = decoupled(world.bundles["prior"], activation, weighting)
+            merged = world.bundles["prior"]
+            world.bundles[f"{activation}-{weighting}"] = decoupled(merged, activation, weighting)
+            world.bundles[f"{activation}-{weighting}-maps"] = decoupled(merged, activation, weighting, map_rank=3)
         world.bundles[f"{activation}-other"] = decoupled(world.bundles["other"], activation, scale=-6.0)
     for name, bundle in world.bundles.items():
         world.paths[name] = folder / f"{name}.safetensors"
@@ -63,7 +77,7 @@ def served(world: World) -> Iterator[MemoryEngine]:
         yield MemoryEngine(world, llm)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "prior"])
+@pytest.mark.parametrize("weighting", ["uniform", "prior", "uniform-maps", "prior-maps"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_parity(served: MemoryEngine, activation: Activation, weighting: str) -> None:
     questions = prompts(6, seed=1)
@@ -74,11 +88,30 @@ def test_parity(served: MemoryEngine, activation: Activation, weighting: str) ->
 
 
 def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    kinds = (None, "text-uniform", "prompt-uniform", "generation-uniform", "sqrt", "generation-other", "text-prior")
+    kinds = (
+        None,
+        "text-uniform",
+        "prompt-uniform",
+        "generation-uniform",
+        "sqrt",
+        "generation-other",
+        "text-prior-maps",
+    )
     questions = prompts(28, seed=2)
     served.check(questions, [kinds[i % 7] for i in range(28)], greedy(max_tokens=40))
     metrics = served.offline.llm.get_metrics()
     assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
+
+
+def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
+    served.check(prompts(4, seed=8), ["generation-prior-maps"] * 4, top_k=2)
+
+
+def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
+    bundle = decoupled(served.world.bundles["prior"], "prompt", map_rank=3, width=2 * HEADS_PER_KV_HEAD)
+    write_bundle(bundle, tmp_path / "wide.safetensors")
+    with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
+        served.offline.load_bundle(tmp_path / "wide.safetensors")
 
 
 def test_samples_of_one_request(served: MemoryEngine) -> None:

@@ -31,8 +31,8 @@ from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.fingerprint import backbone_fingerprint
-from selector.backbone.injection import Memory, attend_decoupled
-from tests.inducekv_vllm.bundles import remade
+from selector.backbone.injection import Memory, attend_decoupled, mapped
+from tests.inducekv_vllm.bundles import random_maps, remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, engine, greedy, served_logprobs
 from tests.tiny_models import save_tiny_text_model
 
@@ -88,6 +88,7 @@ def make_case(config: Any, folder: Path) -> Case:
             settings={},
             form="decoupled",
             activations={"t": activation},
+            **random_maps(shape, 5, H // J),
         )
         for activation in ACTIVATIONS
     }
@@ -109,6 +110,7 @@ def memory_added(bundle: Bundle | None, start: int) -> Iterator[str]:
         memory = Memory.from_bundle(bundle)
         terms = memory.terms(torch.zeros(1, HIDDEN))  # uniform: whatever the query is
         added = attend_decoupled(query, options["scaling"], memory, terms, module.layer_idx)
+        added = added + mapped(own, memory, terms, module.layer_idx)
         added[:, :start] = 0
         return own + added, None
 
@@ -151,7 +153,8 @@ def test_parity_and_merged_memory_is_refused(config: Any, tmp_path: Path) -> Non
         offline = MemoryLLM(llm)
         for bundle in (None, *case.bundles.values()):
             assert max(deviations(case, offline, bundle, tmp_path / "bundle.safetensors")) <= TOLERANCE
-        merged = {"form": "merged", "activations": {}, "weighting": "prior", "value_gates": torch.ones(L)}
+        merged: dict[str, Any] = {"form": "merged", "activations": {}, "weighting": "prior"}
+        merged |= {"value_gates": torch.ones(L), "map_in": None, "map_out": None}
         write_bundle(remade(case.bundles["prompt"], **merged), tmp_path / "merged.safetensors")
         with pytest.raises(CapacityError, match="merged memory needs full attention in every layer"):
             offline.load_bundle(tmp_path / "merged.safetensors")

@@ -15,10 +15,11 @@ from torch import Tensor
 import selector.backbone.tiled_attention as tiled
 from inducekv_vllm.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
-from selector.backbone.injection import Memory, Terms, attend_decoupled, injected
+from selector.backbone.injection import Memory, Terms, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.tiled_attention import attend_decoupled_tiled, tiled_attention
 from selector.data.examples import read_task
+from tests.inducekv_vllm.bundles import random_maps
 
 n, H, J, T, D, d, B, m, L = 3, 4, 2, 5, 16, 12, 7, 3, 2
 TRAINED = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias", "temperature")
@@ -43,6 +44,27 @@ def test_one_head_by_hand() -> None:
     second = math.exp(0.8 * (-1.0 * 2.0) * 2.0 - 0.2 - 0.5)
     expected = [-1.25 * share * 10.0 / (first + second + 1) for share in (0.7 * first, 0.9 * second)]
     np.testing.assert_allclose(output.flatten().tolist(), expected, rtol=1e-6)
+
+
+def test_a_map_by_hand() -> None:
+    """One layer, two entries, two KV heads of two query heads of D = 1: what a loop over all of them gives."""
+    generator = torch.Generator().manual_seed(0)
+    map_in, map_out = (torch.randn(shape, generator=generator) for shape in ((1, 2, 2, 3, 2), (1, 2, 2, 2, 3)))
+    zeros = torch.zeros(1, 2, 2, 1, 1)
+    gate = torch.tensor([-1.25])
+    memory = Memory(
+        torch.zeros(2, 1), zeros, zeros, torch.tensor(1.0), gate, gate, "prior", "decoupled", map_in, map_out
+    )
+    log_weight, value_scale = torch.tensor([[0.1, -math.inf], [-0.3, 0.2]]), torch.tensor([[0.7, 0.9], [1.1, 0.4]])
+    terms = Terms(value_scale, log_weight, value_scale, torch.full((2,), -math.inf))
+    own = torch.randn(2, 5, 4, 1, generator=generator)
+    expected = torch.zeros(2, 5, 4, 1)
+    for request, token, head, entry in np.ndindex(2, 5, 2, 2):
+        block = own[request, token, 2 * head : 2 * head + 2, 0]
+        added = map_out[0, entry, head] @ (map_in[0, entry, head] @ block)
+        alpha = math.exp(log_weight[request, entry]) * value_scale[request, entry]
+        expected[request, token, 2 * head : 2 * head + 2, 0] += -1.25 * alpha * added
+    torch.testing.assert_close(mapped(own, memory, terms, layer=0), expected)
 
 
 def inputs_of(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -114,6 +136,7 @@ def memory_of(backbone: Backbone, value_scale: float = 1.0) -> Memory:
         layer_bias=torch.randn(backbone.num_layers, generator=generator),
         weighting="uniform",
         form="decoupled",
+        **random_maps(shape, 2, backbone.num_heads // backbone.num_kv_heads, scale=value_scale),
     )
 
 

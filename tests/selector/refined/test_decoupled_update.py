@@ -38,6 +38,9 @@ DECOUPLED: dict[str, Any] = {
 }
 
 
+MERGED = {"form": "merged", "weighting": "prior", "calibrate": "first"}
+
+
 @pytest.fixture(scope="module")
 def examples(task_file: Path) -> list[Example]:
     return read_task(task_file)
@@ -77,8 +80,29 @@ def test_a_stream_of_tasks(llava: Backbone, tmp_path: Path, examples: list[Examp
     assert torch.equal(second.payload_values[:, :2], first.payload_values[:, :2])  # the first half of the quota
 
 
-def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    bundle = learn(llava, tmp_path, examples, steps=0, gate="none").bundle
+def test_maps_are_trained_and_kept(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    first = learn(llava, tmp_path, examples, map_rank=3).bundle
+    assert first.map_in is not None
+    assert first.map_out is not None
+    width = llava.num_heads // llava.num_kv_heads * llava.head_dim
+    assert first.map_in.shape == (llava.num_layers, 4, llava.num_kv_heads, 3, width)
+    assert first.map_out.abs().max() > 0
+    anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
+    second = learn(llava, tmp_path, examples, "counts", first, anchors, map_rank=3).bundle
+    assert second.map_in is not None
+    assert second.map_out is not None
+    assert torch.equal(second.map_in[:, :2], first.map_in[:, :2])
+    assert torch.equal(second.map_out[:, :2], first.map_out[:, :2])
+    assert second.map_out[:, 2:].abs().max() > 0
+    with pytest.raises(BundleError, match="the previous bundle has maps of rank 3, found 2 in the settings"):
+        learn(llava, tmp_path, examples, "shapes", first, anchors, map_rank=2)
+    with pytest.raises(ConfigError, match=f"a map of width {width} has at most that rank, found map_rank 999"):
+        learn(llava, tmp_path, examples, map_rank=999)
+
+
+@pytest.mark.parametrize("map_rank", [0, 2])
+def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples: list[Example], map_rank: int) -> None:
+    bundle = learn(llava, tmp_path, examples, steps=0, gate="none", map_rank=map_rank).bundle
     scorer = Scorer(llava)
     keys = torch.cat([llava.query_keys(llava.encode_example(e)) for e in examples])
     losses = [BundledModel(scorer, each).mean_loss(examples, keys) for each in (bundle, None)]
@@ -129,6 +153,7 @@ def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float,
         ({"calibrate": "first"}, "decoupled memory needs .* calibrate=\"never\", found 'uniform' and 'first'"),
         ({"form": "merged"}, "merged memory acts on the whole prompt .* found the weighting 'uniform'"),
         ({"form": "merged", "weighting": "prior", "activation": "text"}, "and the activation 'text'"),
+        ({**MERGED, "map_rank": 2}, "merged memory has no maps of the attention output, found map_rank 2"),
         ({"activation": "answer"}, "activation must be prompt, text, generation or search, found 'answer'"),
     ],
 )
@@ -143,8 +168,7 @@ def test_a_search_needs_validation_examples(llava: Backbone, tmp_path: Path, exa
 
 
 def test_a_bundle_of_another_form_is_not_continued(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    merged = {"form": "merged", "weighting": "prior", "calibrate": "first"}
-    first = learn(llava, tmp_path, examples, **merged).bundle
+    first = learn(llava, tmp_path, examples, **MERGED).bundle
     anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
     with pytest.raises(BundleError, match="refined for the form 'merged', found 'decoupled' in the settings"):
         learn(llava, tmp_path, examples, "counts", first, anchors)
