@@ -66,9 +66,8 @@ def answer_logprobs(
     Returns:
         For each request [number of its answer tokens, vocabulary] float32.
     """
-    batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
-    with _injecting(memory, terms), _embedding_answers(backbone, prompts, answers):
-        logits = backbone.model(**batch, use_cache=False).logits  # [n, T, vocabulary]
+    with injecting(memory, terms):
+        logits = forward_with_answers(backbone, prompts, answers, use_cache=False).logits  # [n, T, vocabulary]
     logprobs = []
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         first = prompt["input_ids"].shape[1] - 1  # the position that predicts the first answer token
@@ -76,6 +75,15 @@ def answer_logprobs(
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         logprobs.append(predicted.log_softmax(dim=-1))
     return logprobs
+
+
+def forward_with_answers(
+    backbone: Backbone, prompts: Sequence[Inputs], answers: Sequence[Sequence[int]], **options: Any
+) -> Any:
+    """The model's output over n prompts, each followed by its answer, padded on the right."""
+    batch = backbone.collate([_extend(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
+    with _embedding_answers(backbone, prompts, answers):
+        return backbone.model(**batch, **options)
 
 
 @torch.no_grad()
@@ -95,7 +103,7 @@ def generate(
         terms = replace(terms, first_active=terms.first_active.to(padding.device) + padding)
     stop = backbone.model.generation_config.eos_token_id
     stop = [] if ignore_eos or stop is None else stop if isinstance(stop, list) else [stop]
-    with _injecting(memory, terms):
+    with injecting(memory, terms):
         model: Any = backbone.model
         result = model.generate(
             **batch,
@@ -120,7 +128,7 @@ def generate(
     return generations
 
 
-def _injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
+def injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
     assert (memory is None) == (terms is None), "memory and terms come together"
     return injected(memory, terms) if memory is not None and terms is not None else contextlib.nullcontext()
 

@@ -90,7 +90,7 @@ class Backbone:
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""
-        return [layer.self_attn for layer in _decoder(self.model).layers]
+        return [layer.self_attn for layer in decoder(self.model).layers]
 
     def encode(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image.Image]) -> Inputs:
         """The prefix of one request: chat template, image tokens, generation prompt; never an answer.
@@ -200,7 +200,8 @@ def _pad(value: Tensor, length: int, side: Literal["left", "right"], fill: int) 
     return torch.nn.functional.pad(value, (missing, 0) if side == "left" else (0, missing), value=fill)
 
 
-def _decoder(network: Any) -> Any:
+def decoder(network: Any) -> Any:
+    """The module that holds the language model's layers and its final norm."""
     return getattr(network.model, "language_model", None) or network.model
 
 
@@ -208,7 +209,7 @@ def _require_full_attention(network: Any, text: Any, name: str) -> None:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
         raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
-    for layer in getattr(_decoder(network), "layers", [None]):
+    for layer in getattr(decoder(network), "layers", [None]):
         attention = getattr(layer, "self_attn", None)
         if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")

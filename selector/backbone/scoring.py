@@ -25,8 +25,10 @@ from ..runtime.distributed import all_reduce_sum, in_step, shard, summed, togeth
 from .generation import answer_logprobs, answer_tokens_logprobs
 from .injection import Memory, Terms
 from .model import Backbone, Inputs
+from .tails import Tail, compute_tail, has_tails, tail_logprobs
 
 CACHED_PREFIXES = 512  # encoded prefixes kept, so that images are not decoded in every step
+CACHED_TAIL_BYTES = 2**30
 EVALUATION_BATCHES = 4  # an evaluation batch is this many training batches: it keeps nothing for a backward pass
 
 
@@ -54,6 +56,8 @@ class Scorer:
         self.backbone = backbone
         self.batch_size = batch_size
         self._prefixes: LRUCache[str, Inputs] = LRUCache(CACHED_PREFIXES)
+        self._tails: LRUCache[tuple[str, str, int], Tail] = LRUCache(CACHED_TAIL_BYTES, lambda tail: tail.nbytes)
+        self._exact_tails: bool | None = None  # None: not tried yet
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
@@ -112,9 +116,29 @@ class Scorer:
         self, examples: Sequence[Example], memory: Memory | None = None, terms: Terms | None = None
     ) -> list[Tensor]:
         """Log-probabilities at each position that predicts an answer token: [answer tokens, vocabulary] per example."""
-        prompts = [self.prefix(example) for example in examples]
         answers = [self.answer_tokens(example) for example in examples]
+        starts = [0] if terms is None or terms.first_active is None else terms.first_active.tolist()
+        if memory is not None and terms is not None and min(starts) > 0 and self._has_tails(examples[0], starts[0]):
+            tails = [self._tail(example, start) for example, start in zip(examples, starts, strict=True)]
+            late = replace(terms, first_active=None)
+            return tail_logprobs(self.backbone, tails, [len(answer) for answer in answers], memory, late)
+        prompts = [self.prefix(example) for example in examples]
         return answer_logprobs(self.backbone, prompts, answers, memory, terms)
+
+    def _has_tails(self, example: Example, first_active: int) -> bool:
+        """Whether tails are exact for this model, by one example."""
+        if self._exact_tails is None:
+            prompt, answer = self.prefix(example), self.answer_tokens(example)
+            self._exact_tails = has_tails(self.backbone, prompt, answer, first_active)
+        return self._exact_tails
+
+    def _tail(self, example: Example, first_active: int) -> Tail:
+        key = (example.source_digest, example.answer, first_active)
+        if (tail := self._tails.get(key)) is None:
+            tail = compute_tail(self.backbone, self.prefix(example), self.answer_tokens(example), first_active)
+            if tail.nbytes <= CACHED_TAIL_BYTES:
+                self._tails[key] = tail
+        return tail
 
     def losses_of(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> Tensor:
         """`losses` from the log-probabilities that `predicted` returned."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
+from tests.inducekv_vllm.bundles import random_maps
 
 B, M = 5, 3  # entries, payload tokens
 
@@ -43,6 +44,21 @@ def random_memory(backbone: Backbone, weighting: Weighting, dtype: torch.dtype =
         value_gates=0.2 + 0.6 * draw(L).sigmoid(),
         layer_bias=0.5 * draw(L),
         weighting=weighting,
+    )
+
+
+def decoupled_memory(backbone: Backbone, value_scale: float = 1.0) -> Memory:
+    """With maps; some gates are negative."""
+    memory = random_memory(backbone, "uniform")
+    generator = torch.Generator().manual_seed(1)
+    maps = random_maps(memory.payload_keys.shape, 2, backbone.num_heads // backbone.num_kv_heads, value_scale)
+    return replace(
+        memory,
+        payload_values=value_scale * memory.payload_values,
+        value_gates=torch.randn(backbone.num_layers, generator=generator),
+        layer_bias=torch.randn(backbone.num_layers, generator=generator),
+        form="decoupled",
+        **maps,
     )
 
 

@@ -19,7 +19,7 @@ from selector.backbone.injection import Memory, Terms, attend_decoupled, injecte
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.tiled_attention import attend_decoupled_tiled, tiled_attention
 from selector.data.examples import read_task
-from tests.inducekv_vllm.bundles import random_maps
+from tests.selector.backbone.memories import decoupled_memory
 
 n, H, J, T, D, d, B, m, L = 3, 4, 2, 5, 16, 12, 7, 3, 2
 TRAINED = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias", "temperature")
@@ -124,22 +124,6 @@ def prompts(backbone: Backbone, task_file: Path) -> list[Inputs]:
     return [backbone.encode_example(example) for example in read_task(task_file)[:3]]
 
 
-def memory_of(backbone: Backbone, value_scale: float = 1.0) -> Memory:
-    generator = torch.Generator().manual_seed(0)
-    shape = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
-    return Memory(
-        retrieval_keys=torch.nn.functional.normalize(torch.randn(B, backbone.hidden_size, generator=generator), dim=1),
-        payload_keys=torch.randn(shape, generator=generator),
-        payload_values=value_scale * torch.randn(shape, generator=generator),
-        temperature=torch.tensor(0.1),
-        value_gates=torch.randn(backbone.num_layers, generator=generator),
-        layer_bias=torch.randn(backbone.num_layers, generator=generator),
-        weighting="uniform",
-        form="decoupled",
-        **random_maps(shape, 2, backbone.num_heads // backbone.num_kv_heads, scale=value_scale),
-    )
-
-
 def terms_of(memory: Memory, backbone: Backbone, prompts: list[Inputs], first_active: list[int] | None) -> Terms:
     terms = memory.terms(torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts]))
     return terms if first_active is None else replace(terms, first_active=torch.tensor(first_active))
@@ -149,7 +133,7 @@ ANSWER = [40, 71, 300, 112]
 
 
 def test_values_of_zero_change_nothing_to_the_bit(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = memory_of(backbone, value_scale=0.0)
+    memory = decoupled_memory(backbone, value_scale=0.0)
     plain = score(backbone, prompts, [ANSWER] * 3)
     with_zeros = score(backbone, prompts, [ANSWER] * 3, memory, terms_of(memory, backbone, prompts, None))
     assert all(torch.equal(*pair) for pair in zip(plain, with_zeros, strict=True))
@@ -157,7 +141,7 @@ def test_values_of_zero_change_nothing_to_the_bit(backbone: Backbone, prompts: l
 
 def test_nothing_changes_before_the_first_active_position(backbone: Backbone, prompts: list[Inputs]) -> None:
     """Memory that acts from position A on changes the hidden states from A on, and no earlier one by a bit."""
-    memory = memory_of(backbone)
+    memory = decoupled_memory(backbone)
     batch = backbone.collate(prompts)
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     starts = [0, lengths[1] // 2, lengths[2] - 1]
@@ -171,7 +155,7 @@ def test_nothing_changes_before_the_first_active_position(backbone: Backbone, pr
 
 def test_generation_and_scoring_agree_on_padded_prompts(backbone: Backbone, prompts: list[Inputs]) -> None:
     """Generation pads on the left and computes the prompt once; scoring pads on the right."""
-    memory = memory_of(backbone)
+    memory = decoupled_memory(backbone)
     lengths = [prompt["input_ids"].shape[1] for prompt in prompts]
     assert len(set(lengths)) > 1
     terms = terms_of(memory, backbone, prompts, [0, lengths[1] // 2, lengths[2] - 1])
@@ -182,7 +166,7 @@ def test_generation_and_scoring_agree_on_padded_prompts(backbone: Backbone, prom
 
 
 def test_tiled_attention_in_a_model(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = memory_of(backbone)
+    memory = decoupled_memory(backbone)
     terms = terms_of(memory, backbone, prompts, [0, 3, 5])
     plain = score(backbone, prompts, [ANSWER] * 3, memory, terms)
     with tiled_attention(backbone):

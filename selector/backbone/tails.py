@@ -1,0 +1,125 @@
+"""Scoring with memory that acts late: what comes before its first active token is computed only once.
+
+An example's prefix up to there does not depend on the memory. Its keys and values are kept, and a step of training
+computes the tail alone: the active tokens of the prompt, and the answer.
+
+Shapes: n examples, P prefix tokens, t tail tokens, a answer tokens, L layers, J KV heads, D head size, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+
+from .generation import answer_logprobs, forward_with_answers, injecting
+from .injection import Memory, Terms
+from .model import Backbone, Inputs, decoder
+
+# Largest difference of log-probabilities with which a model counts as one that can be computed tail by tail; rounding
+# of its own dtype, bfloat16 at worst, stays below it.
+EXACT: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Tail:
+    """One example from its first active token on, and the untouched model's cache of what comes before."""
+
+    keys: Tensor  # [L, P, J, D], rotated
+    values: Tensor  # [L, P, J, D]
+    hidden: Tensor  # [t, d], the first layer's input
+    cos: Tensor  # [t, D], of the rotation
+    sin: Tensor  # [t, D]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, self.hidden, self.cos, self.sin))
+
+
+@torch.no_grad()
+def has_tails(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> bool:
+    """Whether the model's layers, norm and head, called one by one, give what the model gives for this example."""
+    try:
+        tail = compute_tail(backbone, prompt, answer, first_active)
+        (alone,) = tail_logprobs(backbone, [tail], [len(answer)])
+    except (AttributeError, KeyError, TypeError):  # its layers are built in another way
+        return False
+    (whole,) = answer_logprobs(backbone, [prompt], [answer])
+    return torch.allclose(alone, whole, rtol=0, atol=EXACT)
+
+
+@torch.no_grad()
+def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> Tail:
+    """The tail of one prompt with its answer."""
+    cache, seen = DynamicCache(), dict[str, Any]()
+
+    def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
+
+    handle = decoder(backbone.model).layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        forward_with_answers(backbone, [prompt], [answer], past_key_values=cache, use_cache=True)
+    finally:
+        handle.remove()
+    cos, sin = (part[0, first_active:].clone() for part in seen["position_embeddings"])
+
+    def prefix(name: str) -> Tensor:
+        return torch.stack([getattr(layer, name)[0, :, :first_active].transpose(0, 1) for layer in cache.layers])
+
+    return Tail(prefix("keys"), prefix("values"), seen["hidden"][0, first_active:].clone(), cos, sin)
+
+
+def tail_logprobs(
+    backbone: Backbone,
+    tails: Sequence[Tail],
+    answer_lengths: Sequence[int],
+    memory: Memory | None = None,
+    terms: Terms | None = None,
+) -> list[Tensor]:
+    """log p(every token) at each answer token's position, as `answer_logprobs`, with memory on every tail token.
+
+    Returns:
+        For each of n tails [a, vocabulary] float32, differentiable.
+    """
+    network = decoder(backbone.model)
+    hidden = pad_sequence([tail.hidden for tail in tails], batch_first=True)  # [n, t, d]
+    position_embeddings = tuple(
+        pad_sequence([getattr(tail, name) for tail in tails], batch_first=True) for name in ("cos", "sin")
+    )
+    past = [
+        pad_sequence([getattr(tail, name).transpose(0, 1) for tail in tails], batch_first=True).permute(2, 0, 3, 1, 4)
+        for name in ("keys", "values")
+    ]  # [L, n, J, P, D]
+    cache = DynamicCache(list(zip(*past, strict=True)))
+    visible = _visible([tail.keys.shape[1] for tail in tails], hidden.shape[1]).to(hidden.device)
+    with injecting(memory, terms):
+        for layer in network.layers:
+            output = layer(
+                hidden,
+                attention_mask=visible,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=position_embeddings,
+            )
+            hidden = output[0] if isinstance(output, tuple) else output
+    logprobs = []
+    head = backbone.model.get_output_embeddings()
+    for row, (tail, length) in enumerate(zip(tails, answer_lengths, strict=True)):
+        first = tail.hidden.shape[0] - length - 1  # the position that predicts the first answer token
+        logits = head(network.norm(hidden[row, first : first + length]))
+        logprobs.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1))
+    return logprobs
+
+
+def _visible(prefix_lengths: Sequence[int], tail_length: int) -> Tensor:
+    """Which prefix and tail tokens each tail token sees: [n, 1, t, P + t] bool."""
+    P = max(prefix_lengths)
+    prefix = torch.arange(P) < torch.tensor(prefix_lengths)[:, None]  # [n, P]
+    own = torch.ones(tail_length, tail_length, dtype=torch.bool).tril()  # [t, t]
+    n = len(prefix_lengths)
+    return torch.cat([prefix[:, None].expand(n, tail_length, P), own.expand(n, -1, -1)], dim=-1)[:, None]
