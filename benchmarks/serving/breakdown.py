@@ -20,7 +20,9 @@ def measure(url: str, methods: list[Method], rounds: int) -> dict[str, dict[str,
     """
     by_method: dict[str, dict[str, list[float]]] = {}
     traced = [
-        method for method in methods if method.name == BASE_METHOD or method.name.startswith(("memory_", "decoupled_"))
+        method
+        for method in methods
+        if method.follow_up is None and method.name.startswith((BASE_METHOD, "memory_", "decoupled_"))
     ]
     with httpx.Client(base_url=url, timeout=REQUEST_SECONDS) as client:
         for _ in range(rounds):

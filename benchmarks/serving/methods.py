@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.chat import Message
@@ -11,6 +11,9 @@ from benchmarks.serving.prompts import PromptMaker
 from inducekv_vllm.activation import ACTIVATIONS, Activation
 
 BASE_METHOD = "none"
+LORA_BASE, LORA = "lora_none", "lora"  # on the server with the adapter
+SECOND_TURN = "_turn2"
+SECOND_TURN_TOKENS = 32  # what the second turn's question adds to the conversation
 LONGER_PROMPT = "longer_prompt"
 PROMPT_REPLAY = "prompt_replay"
 BUDGETS = (64, 256)
@@ -27,6 +30,8 @@ class Method:
     model: str
     messages: Callable[[], list[Message]]
     xargs: dict[str, Any] = field(default_factory=dict)
+    follow_up: Callable[[list[Message], str], list[Message]] | None = None  # (first turn, its answer): the second turn
+    base: str = BASE_METHOD  # what its times are compared with
 
 
 def bundle_name(budget: int) -> str:
@@ -53,4 +58,27 @@ def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: i
     methods += [Method(decoupled_name(activation), decoupled_name(activation), question) for activation in ACTIVATIONS]
     methods.append(Method(LONGER_PROMPT, base, lambda: prompts.question(prompt_tokens + LONGER_BY)))
     methods.append(Method(PROMPT_REPLAY, base, lambda: prompts.replayed(replayed, prompt_tokens)))
-    return methods
+    return methods + [second_turn(method, prompts) for method in methods if method.name in with_second_turn()]
+
+
+def with_second_turn() -> list[str]:
+    """The methods that are also measured on the second turn of a conversation."""
+    return [BASE_METHOD, *map(decoupled_name, ACTIVATIONS)]
+
+
+def second_turn(method: Method, prompts: PromptMaker) -> Method:
+    """The same method, measured on a conversation's second turn, after the server has answered the first one."""
+
+    def follow_up(first: list[Message], answer: str) -> list[Message]:
+        return prompts.continued(first, answer, SECOND_TURN_TOKENS)
+
+    return replace(method, name=method.name + SECOND_TURN, follow_up=follow_up, base=BASE_METHOD + SECOND_TURN)
+
+
+def lora_methods(prompts: PromptMaker, base: str, prompt_tokens: int) -> list[Method]:
+    """The server with an adapter: the adapter, and no adapter."""
+
+    def question() -> list[Message]:
+        return prompts.question(prompt_tokens)
+
+    return [Method(LORA_BASE, base, question, base=LORA_BASE), Method(LORA, LORA, question, base=LORA_BASE)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from benchmarks.serving.load import Block
-from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT, decoupled_name
+from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT, SECOND_TURN, decoupled_name
 
 Measured = dict[int, dict[str, list[Block]]]  # concurrency -> method -> its blocks, one a round
 
@@ -22,6 +24,13 @@ TARGETS = (
     ("TTFT, decoupled, acting on the generation", "ttft_ms", decoupled_name("generation"), BASE_METHOD, 1.25),
     ("TTFT, decoupled, acting on the text", "ttft_ms", decoupled_name("text"), BASE_METHOD, 1.4),
     ("TPOT, decoupled", "tpot_ms", decoupled_name("generation"), BASE_METHOD, 1.15),
+    (
+        "TTFT of a second turn, decoupled, acting on the generation",
+        "ttft_ms",
+        decoupled_name("generation") + SECOND_TURN,
+        BASE_METHOD + SECOND_TURN,
+        1.0,
+    ),
     ("TTFT, 256 entries against the longer prompt", "ttft_ms", "memory_B256_all", LONGER_PROMPT, 0.5),
 )
 
@@ -49,20 +58,20 @@ def _iqr(values: list[float]) -> float:
     return ordered[(3 * len(ordered)) // 4 if len(ordered) > 1 else 0] - ordered[len(ordered) // 4]
 
 
-def with_ratios(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Each method's row of one concurrency, with its ratios to the untouched model."""
-    base = rows[BASE_METHOD]
+def with_ratios(rows: dict[str, dict[str, float]], bases: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Each method's row of one concurrency, with its ratios to its own base: the untouched model, asked the same."""
     ratios = {"ttft_ratio": "ttft_ms", "tpot_ratio": "tpot_ms", "throughput_ratio": "tokens_per_s"}
     return {
-        method: row | {ratio: row[metric] / base[metric] for ratio, metric in ratios.items()}
+        method: row
+        | {ratio: row[metric] / rows[bases.get(method, BASE_METHOD)][metric] for ratio, metric in ratios.items()}
         for method, row in rows.items()
     }
 
 
-def tabulate(measured: Measured) -> dict[str, dict[str, dict[str, float]]]:
-    """concurrency -> method -> row."""
+def tabulate(measured: Measured, bases: Mapping[str, str] = MappingProxyType({})) -> dict[str, dict[str, Any]]:
+    """concurrency -> method -> row; `bases` names what a method is compared with, if it is not the first one."""
     return {
-        str(concurrency): with_ratios({method: summarize(blocks) for method, blocks in methods.items()})
+        str(concurrency): with_ratios({method: summarize(blocks) for method, blocks in methods.items()}, bases)
         for concurrency, methods in measured.items()
     }
 
@@ -99,11 +108,11 @@ def table(concurrency: str, rows: dict[str, dict[str, float]]) -> Table:
         ("requests", "requests", ".0f"),
         ("prompt", "prompt_tokens", ".0f"),
         ("TTFT ms", "ttft_ms", ".1f"),
-        ("x none", "ttft_ratio", ".2f"),
+        ("x base", "ttft_ratio", ".2f"),
         ("TPOT ms", "tpot_ms", ".2f"),
-        ("x none", "tpot_ratio", ".2f"),
+        ("x base", "tpot_ratio", ".2f"),
         ("tokens/s", "tokens_per_s", ".1f"),
-        ("x none", "throughput_ratio", ".2f"),
+        ("x base", "throughput_ratio", ".2f"),
     )
     result = Table("method", *(Column(label, justify="right") for label, _, _ in columns))
     result.title = f"concurrency {concurrency}"

@@ -22,27 +22,34 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
+from benchmarks.chat import Message
+from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
+from benchmarks.continual.serving import LORA_RANKS
 from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
-from benchmarks.serving.load import Block, chat_body, send_requests
+from benchmarks.serving.load import REQUEST_SECONDS, Block, chat_body, send_requests
 from benchmarks.serving.methods import (
     BUDGETS,
     DECOUPLED_BUDGET,
+    LORA,
     PAYLOAD_TOKENS,
     PROMPT_TOKENS,
     Method,
     bundle_name,
     decoupled_name,
+    lora_methods,
     make_methods,
 )
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
+FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
@@ -65,13 +72,19 @@ def main() -> int:
             methods = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
             measured = measure(url, methods, args, console)
             parts = breakdown.measure(url, methods, args.rounds)
+        adapter, rank = save_adapter(model, work)
+        with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
+            rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
+            for concurrency, blocks in measure(url, rivals, args, console).items():
+                measured[concurrency] |= blocks
     result = {
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
         **{name: getattr(args, name) for name in REPORTED},
         "retrieval_ms": retrieval.measure(),
         "breakdown_ms": parts,
-        "concurrency": report.tabulate(measured),
+        "lora_rank": rank,
+        "concurrency": report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)}),
         "machine": describe_machine(),
     }
     targets = report.check_targets(result["concurrency"]["1"])
@@ -175,6 +188,20 @@ def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: 
     return [str(model), *memories, *limits, *args.serve_args]
 
 
+def save_adapter(model: Path, work: Path) -> tuple[Path, int]:
+    """A LoRA adapter of every linear layer, no larger than the 64 entries of decoupled memory; and its rank."""
+    backbone = Backbone.load(model)
+    rank = largest_rank(backbone, memory_bytes(backbone, DECOUPLED_BUDGET, PAYLOAD_TOKENS, gated_tasks=0))
+    save(attach(backbone, rank, SEED), work / LORA)
+    return work / LORA, rank
+
+
+def lora_server_arguments(model: Path, adapter: Path, rank: int, context: int, args: argparse.Namespace) -> list[str]:
+    served = min(r for r in LORA_RANKS if r >= rank)
+    flags = ["--enable-lora", "--max-lora-rank", str(served), "--lora-modules", f"{LORA}={adapter}"]
+    return [*server_arguments(model, {}, context, args), *flags]
+
+
 def base_name(url: str) -> str:
     models = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"]
     return str(next(model["id"] for model in models if not model.get("parent")))
@@ -201,8 +228,19 @@ def measure(url: str, methods: list[Method], args: argparse.Namespace, console: 
 def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Block:
     """One block: a single request alone, otherwise two requests for each place."""
     number = 1 if concurrency == 1 else 2 * concurrency
-    bodies = [chat_body(method.model, method.messages(), output_tokens, method.xargs) for _ in range(number)]
+    bodies = [chat_body(method.model, messages(url, method), output_tokens, method.xargs) for _ in range(number)]
     return asyncio.run(send_requests([(url, body) for body in bodies], concurrency))
+
+
+def messages(url: str, method: Method) -> list[Message]:
+    """Those of the request that is measured; the first turn of a conversation is asked here, and not measured."""
+    first = method.messages()
+    if method.follow_up is None:
+        return first
+    body = chat_body(method.model, first, FIRST_ANSWER_TOKENS, method.xargs) | {"stream": False}
+    del body["stream_options"]
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=REQUEST_SECONDS).raise_for_status().json()
+    return method.follow_up(first, reply["choices"][0]["message"]["content"])
 
 
 if __name__ == "__main__":
