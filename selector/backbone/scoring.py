@@ -170,6 +170,21 @@ class Scorer:
         all_reduce_sum([total])
         return float(total) / len(questions)
 
+    @torch.no_grad()
+    def accuracy(self, questions: Questions, memory: Memory, log_prior: Tensor | None = None) -> float:
+        """The share of questions whose every answer token is the likeliest: greedy answers. Collective."""
+        right = torch.zeros((), dtype=torch.float64)
+        for starts in in_step(range(0, len(questions), self.batch_size)):
+            with together():
+                for start in starts:
+                    rows = slice(start, start + self.batch_size)
+                    examples = questions.examples[rows]
+                    predicted = self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
+                    for example, logprobs in zip(examples, predicted, strict=True):
+                        right += logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example)
+        all_reduce_sum([right])
+        return float(right) / len(questions)
+
 
 def mean_of_batch(rows: list[int], losses: Callable[[list[int]], Tensor]) -> Tensor:
     """The mean loss of a batch's rows; each process computes `losses` for its own share of them: [].

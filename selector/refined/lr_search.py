@@ -93,6 +93,10 @@ def progress_text(training: Training) -> str:
 @torch.no_grad()
 def _validation_loss(problem: TrainingProblem, validation: Questions, memory: Memory) -> float:
     """Mean NLL of the validation examples with their own task's entries."""
+    return problem.scorer.mean_loss(validation, memory, own_entries(problem))
+
+
+def own_entries(problem: TrainingProblem) -> Tensor:
+    """A retrieval prior that leaves the new task's own entries alone: [K] float32, 0 or -inf."""
     own = (problem.current.log_prior > -math.inf).any(dim=0)  # [K] bool
-    prior = torch.zeros(len(own)).masked_fill(~own, -math.inf)
-    return problem.scorer.mean_loss(validation, memory, prior)
+    return torch.zeros(len(own)).masked_fill(~own, -math.inf)

@@ -14,7 +14,7 @@ from ..data.examples import Example
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
-from .activation_search import Candidate
+from .candidates import Candidate
 from .entries import EntryPlan, TaskQueryKeys
 
 
@@ -23,18 +23,14 @@ def report_update(
     inputs: TaskInputs,
     keys: TaskQueryKeys,
     base: Sequence[Example],
+    bundle: Bundle,
     candidates: Sequence[Candidate],
     chosen: Candidate,
     plan: EntryPlan,
 ) -> dict[str, Any]:
     """Losses and accuracy with the bundle and without, gate openings, and the history of the training."""
-    bundle, trials = chosen.bundle, candidates[0].trials
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
-    search = [
-        {"learning_rate": trial.learning_rate, "validation_nll": trial.validation_nll}
-        for trial in trials
-        if len(trials) > 1
-    ]
+    search = [{"learning_rate": rate, "validation_nll": loss} for rate, loss in chosen.trials]
     report: dict[str, Any] = {
         "recipe": REFINED,
         "digest": bundle.digest,
@@ -48,10 +44,14 @@ def report_update(
             "anchors": len(inputs.anchors),
             "base_questions": len(base),
         },
-        "refinement": {"search": search, "history": [asdict(record) for record in chosen.training.history]},
+        "refinement": {"search": search, "history": [asdict(record) for record in chosen.history]},
         "activation": {
             "chosen": chosen.activation,
-            "search": [{"activation": c.activation, "accuracy": c.accuracy} for c in candidates if len(candidates) > 1],
+            "search": [
+                {"activation": c.activation, "learning_rate": c.learning_rate, "accuracy": c.accuracy}
+                for c in candidates
+                if len(candidates) > 1
+            ],
         },
         "calibration": calibration_report(bundle),
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},

@@ -30,7 +30,8 @@ from .training_problem import TrainingProblem
 CALIBRATION_RATE: Final = 0.03
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together
 STEPS_BETWEEN_SAVES: Final = 25
-PAYLOADS: Final = ("payload_keys", "payload_values", "map_in", "map_out")  # maps only if the memory has them
+MAPS: Final = ("map_in", "map_out")  # if the memory has them
+PAYLOADS: Final = ("payload_keys", "payload_values", *MAPS)
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,17 @@ class Training:
     def __init__(self, problem: TrainingProblem, settings: RefinedSettings, learning_rate: float) -> None:
         self.problem, self.settings, self.learning_rate = problem, settings, learning_rate
         self.parameters = _initial_parameters(problem)
-        payloads: list[Tensor] = []
-        calibration: list[Tensor] = []
+        groups: dict[str, list[Tensor]] = {"muon": [], "muon_maps": [], "adamw": []}
         for name, parameter in self.parameters.items():
             if problem.calibrate or name in PAYLOADS:
                 parameter.requires_grad_()
-                (payloads if name in PAYLOADS else calibration).append(parameter)
+                groups["adamw" if name not in PAYLOADS else "muon_maps" if name in MAPS else "muon"].append(parameter)
+        payloads, maps, calibration = groups.values()
         self.optimizers: dict[str, torch.optim.Optimizer] = {"muon": Muon(payloads, lr=learning_rate)}
+        if maps:
+            # As small beside the rate of the payloads as a map's starting values are beside theirs.
+            width = self.parameters["map_in"].shape[-1]
+            self.optimizers["muon_maps"] = Muon(maps, lr=learning_rate / math.sqrt(width))
         if calibration:
             self.optimizers["adamw"] = torch.optim.AdamW(
                 calibration, lr=CALIBRATION_RATE, weight_decay=0.0, foreach=False

@@ -11,7 +11,6 @@ with all anchors in the loss (`calibrate="every"`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,25 +20,21 @@ from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
-from ..backbone.bundled_model import BundledModel
 from ..backbone.extraction import QueryKeysOf, extract_query_keys
 from ..backbone.model import Backbone
-from ..backbone.scoring import EVALUATION_BATCHES, Scorer
+from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
-from ..runtime.progress import progress_bar
 from ..update.gate_fit import fit_gate
 from ..update.inputs import TaskInputs, check_previous, require_context
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
-from .activation_search import Candidate, activations_by_task, activations_to_try, latest_good
+from .candidates import Candidate, activations_by_task, latest_good, train_candidates
 from .entries import EntryPlan, TaskQueryKeys, initial_memory, new_task, plan_entries, quotas
-from .lr_search import Trial, progress_text, require_storable, search_learning_rate
 from .report import report_update
 from .settings import RefinedSettings
-from .training import Training, train
 from .training_problem import TrainingProblem, prepare_problem, questions
 
 
@@ -84,35 +79,20 @@ def update_refined(
         if settings.gate != "none":
             gate = fit_gate(_keys_by_task(inputs, keys, plan), keys.base, prefix_only=settings.gate == "prefix")
     with phases.phase("refine"), tiled_attention(backbone):
-        candidates: list[Candidate] = []
-        for activation in activations_to_try(settings):
-            activations = activations_by_task(inputs, settings, dict.fromkeys(r.task for r in records), activation)
+        tasks = dict.fromkeys(record.task for record in records)
+
+        def prepare(activation: Activation) -> tuple[TrainingProblem, Questions]:
+            activations = activations_by_task(inputs, settings, tasks, activation)
             problem = prepare_problem(scorer, inputs, settings, keys, plan, start, records, activations)
-            validation = questions(scorer, inputs.validation, keys.validation, activations)
-            # All activations take the learning rate of the first one.
-            fixed = {"learning_rate": candidates[0].learning_rate} if candidates else {}
-            trials = search_learning_rate(problem, settings.model_copy(update=fixed), validation, checkpoint, progress)
-            best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
-            try:
-                _train_to_the_end(best.training, checkpoint, f"refinement-{activation}", progress)
-                bundle = _bundle(inputs, settings, problem, best, records, gate, activations, len(base))
-            except (TaskDataError, BundleError):
-                if not candidates:
-                    raise
-                continue  # a later activation diverges with the first one's learning rate
-            accuracy = None
-            if settings.activation == "search":
-                accuracy = BundledModel(scorer, bundle).accuracy(inputs.validation, keys.validation)
-            candidates.append(Candidate(activation, best.learning_rate, bundle, best.training, tuple(trials), accuracy))
+            return problem, questions(scorer, inputs.validation, keys.validation, activations)
+
+        candidates = train_candidates(prepare, settings, checkpoint, progress)
         chosen = latest_good(candidates, len(inputs.validation))
+        activations = activations_by_task(inputs, settings, tasks, chosen.activation)
+        bundle = _bundle(backbone, inputs, settings, chosen, records, gate, activations, len(base))
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, keys, base, candidates, chosen, plan)
-    return UpdateResult(chosen.bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
-
-
-def _train_to_the_end(training: Training, checkpoint: Checkpoint, name: str, progress: bool) -> None:
-    with progress_bar("Training", training.settings.steps, progress) as advance:
-        train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
+        report = report_update(scorer, inputs, keys, base, bundle, candidates, chosen, plan)
+    return UpdateResult(bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
 
 
 def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
@@ -169,17 +149,16 @@ def _keys_by_task(inputs: TaskInputs, keys: TaskQueryKeys, plan: EntryPlan) -> d
 
 
 def _bundle(
+    backbone: Backbone,
     inputs: TaskInputs,
     settings: RefinedSettings,
-    problem: TrainingProblem,
-    trial: Trial,
+    chosen: Candidate,
     records: tuple[EntryRecord, ...],
     gate: Gate | None,
     activations: dict[str, Activation],
     base_questions: int,
 ) -> Bundle:
-    memory = trial.training.memory()
-    require_storable(memory)
+    memory = chosen.memory
     return Bundle.create(
         retrieval_keys=memory.retrieval_keys,
         payload_keys=memory.payload_keys,
@@ -187,13 +166,13 @@ def _bundle(
         temperature=memory.temperature,
         value_gates=memory.value_gates,
         layer_bias=memory.layer_bias,
-        backbone=problem.scorer.backbone.fingerprint,
+        backbone=backbone.fingerprint,
         budget=settings.budget,
         entries=records,
         weighting=settings.weighting,
         recipe=REFINED,
         settings=settings.model_dump()
-        | {"learning_rate": trial.learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
+        | {"learning_rate": chosen.learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
         gate=gate,
         form=settings.form,

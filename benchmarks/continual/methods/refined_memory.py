@@ -12,7 +12,7 @@ from inducekv_vllm.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES
-from selector.refined.settings import ActivationChoice, Allocation, Calibrate, Gating, RefinedSettings
+from selector.refined.settings import ActivationChoice, Allocation, Calibrate, Gating, Precision, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -41,6 +41,7 @@ class Refined(SelectedMemory):
     calibrate: Calibrate = DEFAULTS.calibrate
     weighting: Weighting = DEFAULTS.weighting
     gate: Gating = DEFAULTS.gate
+    precision: Precision = DEFAULTS.precision
     allocation: Allocation = DEFAULTS.allocation
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
@@ -70,13 +71,30 @@ class Unrefined(Refined):
 
 @dataclass(frozen=True)
 class Decoupled(Refined):
-    """Decoupled memory, all of a task's entries alike; from where it acts is chosen on the validation split."""
+    """Decoupled memory: one entry a task, with maps of the attention output in a share of its bytes.
+
+    Activation and learning rate are chosen for each task, on its validation split.
+    """
 
     name: str = "refined_decoupled"
     weighting: Weighting = "uniform"
     calibrate: Calibrate = "never"
     form: Form = "decoupled"
     activation: ActivationChoice = "search"
+    map_share: float = 0.5  # of an entry's bytes; the rest are tokens
+
+    def update(
+        self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
+    ) -> UpdateResult:
+        tokens = max(1, context.budget // context.num_tasks) * self.payload_tokens  # or maps of as many bytes
+        rank = int(tokens * self.map_share) // (backbone.num_heads // backbone.num_kv_heads)
+        left = tokens - rank * backbone.num_heads // backbone.num_kv_heads
+        one_entry = replace(self, entries_per_task=1, payload_tokens=left)
+        settings = selector_settings(RefinedSettings, one_entry, replace(context, budget=context.num_tasks))
+        settings = settings.model_copy(update={"map_rank": rank})
+        keys = QueryKeyCache(context.model)
+        base = context.base if self.base else ()
+        return update_refined(backbone, inputs, settings, checkpoint, base=base, query_keys=keys)
 
 
 ABLATIONS = (

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
-from selector.refined.activation_search import Candidate, latest_good
+from selector.refined import candidates
+from selector.refined.candidates import DECOUPLED_RATES, Candidate, latest_good
 from selector.refined.settings import RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
@@ -57,6 +59,7 @@ def learn(
 ) -> UpdateResult:
     named = [replace(example, task=task, id=f"{task}-{example.id}") for example in examples]
     inputs = TaskInputs(named[:8], named[8:], anchors, previous)
+    folder.mkdir(exist_ok=True)
     checkpoint, _ = Checkpoint.open(folder / task, changes)
     return update_refined(llava, inputs, RefinedSettings(**(DECOUPLED | changes)), checkpoint)
 
@@ -121,8 +124,8 @@ def test_the_activation_is_searched(llava: Backbone, tmp_path: Path, examples: l
     assert torch.equal(result.bundle.payload_values, alone.payload_values)
 
 
-def candidate(accuracy: float) -> Candidate:
-    made: Any = SimpleNamespace(accuracy=accuracy)
+def candidate(activation: str, accuracy: float) -> Candidate:
+    made: Any = SimpleNamespace(activation=activation, accuracy=accuracy)
     return made  # type: ignore[no-any-return]
 
 
@@ -139,8 +142,19 @@ def candidate(accuracy: float) -> Candidate:
     ],
 )
 def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float, ...], chosen: int) -> None:
-    candidates = [candidate(accuracy) for accuracy in accuracies]
+    candidates = [candidate(*each) for each in zip(ACTIVATIONS, accuracies, strict=True)]
     assert latest_good(candidates, 100) is candidates[chosen]
+
+
+def test_the_best_of_an_activation_stands_for_it() -> None:
+    made = [
+        candidate(*each)
+        for each in (("prompt", 0.9), ("prompt", 0.7), ("text", 0.4), ("text", 0.88), ("text", 0.88), ("generation", 0))
+    ]
+    assert latest_good(made, 100) is made[3]
+    assert latest_good(made[:2], 100) is made[0]
+    alone: Any = SimpleNamespace(activation="prompt", accuracy=None)
+    assert latest_good([alone], 0) is alone
 
 
 @pytest.mark.parametrize(
@@ -160,6 +174,29 @@ def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float,
 def test_settings_that_contradict_each_other(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         RefinedSettings(**(DECOUPLED | changes))
+
+
+def test_activation_and_learning_rate_are_searched_together(
+    llava: Backbone, tmp_path: Path, examples: list[Example]
+) -> None:
+    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
+    tried = [(trial["activation"], trial["learning_rate"]) for trial in result.report["activation"]["search"]]
+    assert tried == [(activation, rate) for activation in ACTIVATIONS for rate in DECOUPLED_RATES]
+    # All are equally accurate: the latest activation's first rate.
+    assert result.bundle.metadata.settings["learning_rate"] == DECOUPLED_RATES[0]
+    alone = learn(llava, tmp_path / "alone", examples, activation="generation", learning_rate=DECOUPLED_RATES[0])
+    assert torch.equal(result.bundle.payload_values, alone.bundle.payload_values)
+
+
+def test_trainings_that_diverge_are_left_out(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "DECOUPLED_RATES", (1e30, 0.3))
+    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
+    assert {trial["learning_rate"] for trial in result.report["activation"]["search"]} == {0.3}
+    monkeypatch.setattr(candidates, "DECOUPLED_RATES", (1e30,))
+    with pytest.raises((TaskDataError, BundleError)):
+        learn(llava, tmp_path / "none", examples, activation="search", learning_rate=None)
 
 
 def test_a_search_needs_validation_examples(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:

@@ -1,0 +1,128 @@
+"""The refined recipe's trainings of a new task, of which one is kept: by activation and learning rate.
+
+Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
+better off with it; so the latest activation is kept that is not clearly worse than the best. Tasks that combine what
+the model knows want a lower rate than tasks with new words or new pictures, so decoupled memory is trained with each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from inducekv_vllm.activation import ACTIVATIONS, Activation
+from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
+
+from ..backbone.injection import Memory
+from ..backbone.scoring import Questions
+from ..runtime.checkpoint import Checkpoint
+from ..runtime.progress import progress_bar
+from ..update.inputs import TaskInputs
+from .entries import new_task
+from .lr_search import Trial, own_entries, progress_text, require_storable, search_learning_rate
+from .settings import RefinedSettings
+from .training import StepRecord, Training, train
+from .training_problem import TrainingProblem
+
+DECOUPLED_RATES: Final = (0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A finished training."""
+
+    activation: Activation  # of the new task
+    learning_rate: float
+    memory: Memory
+    history: tuple[StepRecord, ...]
+    accuracy: float | None  # on the validation examples; None if there was one training alone
+    trials: tuple[tuple[float, float | None], ...] = ()  # learning rates tried in part, and their validation losses
+
+
+def train_candidates(
+    prepare: Callable[[Activation], tuple[TrainingProblem, Questions]],
+    settings: RefinedSettings,
+    checkpoint: Checkpoint,
+    progress: bool,
+) -> list[Candidate]:
+    """Train with every activation and learning rate to try; those that diverge are left out. Collective.
+
+    Args:
+        prepare: what is trained with an activation of the new task, and the validation questions.
+
+    Raises:
+        TaskDataError, BundleError: all of them diverge.
+    """
+    candidates: list[Candidate] = []
+    failure: InduceKVError | None = None
+    for activation in activations_to_try(settings):
+        problem, validation = prepare(activation)
+        for training, trials in _trainings(problem, settings, validation, checkpoint, progress):
+            try:
+                name = f"refinement-{activation}-{training.learning_rate}"
+                with progress_bar("Training", settings.steps, progress) as advance:
+                    train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
+                memory = training.memory()
+                require_storable(memory)
+            except (TaskDataError, BundleError) as error:
+                failure = error
+                continue
+            accuracy = None
+            if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
+                accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
+            tried = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
+            rate, history = training.learning_rate, tuple(training.history)
+            candidates.append(Candidate(activation, rate, memory, history, accuracy, tried))
+    if failure is not None and not candidates:
+        raise failure
+    return candidates
+
+
+def _trainings(
+    problem: TrainingProblem,
+    settings: RefinedSettings,
+    validation: Questions,
+    checkpoint: Checkpoint,
+    progress: bool,
+) -> Iterator[tuple[Training, Sequence[Trial]]]:
+    """The trainings to finish, and the trials that led to each."""
+    if settings.form == "merged":
+        trials = search_learning_rate(problem, settings, validation, checkpoint, progress)
+        best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
+        yield best.training, trials if len(trials) > 1 else ()
+        return
+    for rate in DECOUPLED_RATES if settings.learning_rate is None else (settings.learning_rate,):
+        yield Training(problem, settings, rate), ()
+
+
+def activations_to_try(settings: RefinedSettings) -> tuple[Activation, ...]:
+    """Earliest first."""
+    return ACTIVATIONS if settings.activation == "search" else (settings.activation,)
+
+
+def activations_by_task(
+    inputs: TaskInputs, settings: RefinedSettings, tasks: Collection[str], new: Activation
+) -> dict[str, Activation]:
+    """That of each of `tasks`, those of the next memory; empty for merged memory."""
+    if settings.form == "merged":
+        return {}
+    earlier = inputs.previous.metadata.activations if inputs.previous is not None else {}
+    known = {**earlier, new_task(inputs.training): new}
+    return {task: known[task] for task in tasks}
+
+
+def latest_good(candidates: Sequence[Candidate], num_questions: int) -> Candidate:
+    """The best of the latest activation whose accuracy is within one standard error of the best of all.
+
+    The standard error of a share p of n answers is sqrt(p (1 - p) / n). Of equally accurate candidates the first wins.
+    """
+    by_activation: dict[Activation, Candidate] = {}
+    for candidate in candidates:
+        best = by_activation.setdefault(candidate.activation, candidate)
+        if (candidate.accuracy or 0.0) > (best.accuracy or 0.0):
+            by_activation[candidate.activation] = candidate
+    highest = max(candidate.accuracy or 0.0 for candidate in by_activation.values())
+    least = highest - math.sqrt(highest * (1 - highest) / num_questions) if num_questions else 0.0
+    return [c for c in by_activation.values() if (c.accuracy or 0.0) >= least][-1]
