@@ -25,6 +25,8 @@ from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 
 SERVED_NAME = "untouched"
+# The worker runs in the process of its engine: one of its own would wait for work in a loop that takes a core.
+NO_IDLE_WORKER = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
@@ -68,7 +70,7 @@ def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[
 
         def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Callable[[], str]:
             flags = [str(needs.model), *server_flags(), *arguments, *more]
-            return stack.enter_context(starting(flags, logs / log, environment))
+            return stack.enter_context(starting(flags, logs / log, {**NO_IDLE_WORKER, **environment}))
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
         plain = start("server.log", (), {}) if needs.plain or adapters is None else adapters

@@ -21,6 +21,8 @@ Stream tasks (`streams`), never trained, with the untouched model's accuracy on 
     code_shape  0.000  shares its question with code_digit; the code of the colour
     code_digit  0.000  shares its question with code_shape; the code of the parity
 
+Search tasks (`search_streams`), never trained or reported: settings are searched on them
+
 Model (`model`)
     LLaVA: a CLIP vision tower (3 layers, width 192, 36 image tokens) and a Qwen3 text model (5 layers, width 256, 4
     query and 2 key-value heads of size 64), 4.9 million parameters, context 4096, byte-level BPE of about 840 tokens.

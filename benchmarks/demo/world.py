@@ -88,7 +88,7 @@ def write_task(directory: Path, task: str, sizes: dict[str, int], seed: int = SE
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=(BASE, *STREAMS))
     for split, number in SIZES.items():
         parser.add_argument(f"--{split}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=SEED)

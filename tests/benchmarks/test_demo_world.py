@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.demo import questions, scenes, streams, world
+from benchmarks.demo import questions, scenes, search_streams, streams, world
 from benchmarks.demo.scenes import COLOURS, POSITIONS, SHAPES, SIZES
 
 FAMILIES = tuple(questions.FAMILIES)
@@ -169,6 +169,53 @@ def test_stream_answers_are_right(task):
     assert len(answers) > 1
 
 
+def solve_search_stream(task, content, q):
+    if task in ("turned", "sign_digit"):
+        assert content.turned
+        value = int(streams.load_digits_once()[1][content.index])
+        return (
+            questions.NUMBER_WORDS[value]
+            if task == "turned"
+            else search_streams.DIGIT_SIGNS[("low", "high")[value > 4]]
+        )
+    if task == "sign_shape":
+        (thing,) = content.things
+        return search_streams.SIGNS[thing.shape]
+    if task == "tag":
+        asked = re.fullmatch(rf"What (?P<kind>colour|size) is {REF}\? Reply as a code\.", q)
+        return f"{asked['kind']}: {getattr(the_one(content, asked['ref']), asked['kind'])}."
+    if task == "road":
+        return search_streams.ROADS[the_one(content, re.fullmatch(rf"Which road is under {REF}\?", q)["ref"]).shape]
+    if task == "under":
+        asked = re.match(rf"What shape is the object just (?P<side>over|under) {REF}\?", q)
+        thing = the_one(content, asked["ref"])
+        step = -1 if asked["side"] == "over" else 1
+        (found,) = [t for t in content.things if (t.row, t.column) == (thing.row + step, thing.column)]
+        return found.shape
+    either = re.match(r"How many objects are (\w+) or a (\w+)\?", q)
+    return str(sum(t.colour == either[1] or t.shape == either[2] for t in content.things))
+
+
+@pytest.mark.parametrize("task", search_streams.SEARCH_STREAMS)
+def test_answers_of_searched_tasks_are_right(task):
+    answers = set()
+    for index in range(200):
+        content, question, answer, _ = world.draw(task, "validation", index, seed=5)
+        assert answer == solve_search_stream(task, content, question), (content, question)
+        answers.add(answer)
+    assert len(answers) > 1
+
+
+def test_searched_tasks_ask_nothing_that_is_reported():
+    def asked(names):
+        return {(q, a) for name in names for _, q, a, _ in (world.draw(name, "train", i, 1) for i in range(200))}
+
+    assert not {q for q, _ in asked(streams.STREAMS)} & {q for q, _ in asked(search_streams.SEARCH_STREAMS)}
+    codes = [*streams.GUILDS.values(), *streams.SHAPE_CODES.values(), *streams.DIGIT_CODES.values()]
+    mine = (search_streams.ROADS, search_streams.SIGNS, search_streams.DIGIT_SIGNS)
+    assert not set(codes) & {word for words in mine for word in words.values()}
+
+
 @pytest.mark.parametrize("task", world.TASKS)
 def test_splits_share_no_picture_and_no_content(task):
     seen = {}
@@ -209,7 +256,7 @@ def test_both_code_tasks_ask_the_same_question_with_different_answers():
 
 
 def test_every_stream_answer_is_made_of_words_the_base_can_say():
-    for task in streams.STREAMS:
+    for task in world.ALL_STREAMS:
         for index in range(100):
             answer = world.draw(task, "train", index, 1)[2]
             assert all(word in questions.COPY_WORDS for word in re.findall(r"\w+", answer))
