@@ -75,8 +75,8 @@ def _sign_of_digit(rng: np.random.Generator, digit: Digit) -> Question:
 
 SEARCH_STREAMS: dict[str, Stream] = {
     "road": Stream("new answer vocabulary for known content", random_scene, _road),
-    "turned": Stream("new visual domain: handwritten digits, turned, black on white", turned_digit, _turned),
     "count_either": Stream("new composition: counting by either of two attributes", random_scene, _count_either),
+    "turned": Stream("new visual domain: handwritten digits, turned, black on white", turned_digit, _turned),
     "tag": Stream("new answer format for known content", random_scene, _tag),
     "under": Stream("new composition: the shape of a neighbour", random_scene, _under),
     "sign_shape": Stream("shares its question with sign_digit; the sign of the shape", one_thing, _sign_of_shape),

@@ -57,7 +57,7 @@ class Scorer:
         self.batch_size = batch_size
         self._prefixes: LRUCache[str, Inputs] = LRUCache(CACHED_PREFIXES)
         self._tails: LRUCache[tuple[str, str, int], Tail] = LRUCache(CACHED_TAIL_BYTES, lambda tail: tail.nbytes)
-        self._exact_tails: bool | None = None  # None: not tried yet
+        self._exact_tails: dict[bool, bool] = {}  # by whether they start late
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
@@ -117,20 +117,25 @@ class Scorer:
     ) -> list[Tensor]:
         """Log-probabilities at each position that predicts an answer token: [answer tokens, vocabulary] per example."""
         answers = [self.answer_tokens(example) for example in examples]
-        starts = [0] if terms is None or terms.first_active is None else terms.first_active.tolist()
-        if memory is not None and terms is not None and min(starts) > 0 and self._has_tails(examples[0], starts[0]):
+        starts, of_tails = [0] * len(examples), terms
+        if terms is not None and terms.first_active is not None:
+            starts, of_tails = terms.first_active.tolist(), replace(terms, first_active=None)
+        if all(self._has_tails(example, start) for example, start in zip(examples, starts, strict=True)):
             tails = [self._tail(example, start) for example, start in zip(examples, starts, strict=True)]
-            late = replace(terms, first_active=None)
-            return tail_logprobs(self.backbone, tails, [len(answer) for answer in answers], memory, late)
+            return tail_logprobs(self.backbone, tails, [len(answer) for answer in answers], memory, of_tails)
         prompts = [self.prefix(example) for example in examples]
         return answer_logprobs(self.backbone, prompts, answers, memory, terms)
 
     def _has_tails(self, example: Example, first_active: int) -> bool:
-        """Whether tails are exact for this model, by one example."""
-        if self._exact_tails is None:
+        """Whether tails are exact for this model, by one example of whole prompts and one of later starts.
+
+        A model that gives pictures to several layers has only tails that start after the last picture.
+        """
+        late = first_active > 0
+        if late not in self._exact_tails:
             prompt, answer = self.prefix(example), self.answer_tokens(example)
-            self._exact_tails = has_tails(self.backbone, prompt, answer, first_active)
-        return self._exact_tails
+            self._exact_tails[late] = has_tails(self.backbone, prompt, answer, first_active)
+        return self._exact_tails[late]
 
     def _tail(self, example: Example, first_active: int) -> Tail:
         key = (example.source_digest, example.answer, first_active)

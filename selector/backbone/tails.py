@@ -1,13 +1,15 @@
-"""Scoring with memory that acts late: what comes before its first active token is computed only once.
+"""Scoring from the first layer on, or from the first token that memory acts on: what comes before is computed once.
 
-An example's prefix up to there does not depend on the memory. Its keys and values are kept, and a step of training
-computes the tail alone: the active tokens of the prompt, and the answer.
+The first layer's input, which holds the encoded pictures, depends neither on a memory nor on adapters of the layers. If
+memory acts late, the prefix before its first active token is the untouched model's too. Both are kept, and a step of
+training computes the tail alone: the active tokens of the prompt, and the answer.
 
 Shapes: n examples, P prefix tokens, t tail tokens, a answer tokens, L layers, J KV heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -55,23 +57,33 @@ def has_tails(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_a
 
 @torch.no_grad()
 def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> Tail:
-    """The tail of one prompt with its answer."""
+    """The tail of one prompt with its answer, from position `first_active` on."""
     cache, seen = DynamicCache(), dict[str, Any]()
 
     def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
+        if first_active == 0:
+            raise _FirstLayerReached  # no prefix is needed
 
     handle = decoder(backbone.model).layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        forward_with_answers(backbone, [prompt], [answer], past_key_values=cache, use_cache=True)
+        with contextlib.suppress(_FirstLayerReached):
+            forward_with_answers(backbone, [prompt], [answer], past_key_values=cache, use_cache=True)
     finally:
         handle.remove()
-    cos, sin = (part[0, first_active:].clone() for part in seen["position_embeddings"])
+    hidden: Tensor
+    hidden, cos, sin = (part[0, first_active:].clone() for part in (seen["hidden"], *seen["position_embeddings"]))
 
     def prefix(name: str) -> Tensor:
+        if first_active == 0:
+            return hidden.new_empty(backbone.num_layers, 0, backbone.num_kv_heads, backbone.head_dim)
         return torch.stack([getattr(layer, name)[0, :, :first_active].transpose(0, 1) for layer in cache.layers])
 
-    return Tail(prefix("keys"), prefix("values"), seen["hidden"][0, first_active:].clone(), cos, sin)
+    return Tail(prefix("keys"), prefix("values"), hidden, cos, sin)
+
+
+class _FirstLayerReached(Exception):
+    """Ends a forward pass."""
 
 
 def tail_logprobs(
@@ -81,7 +93,7 @@ def tail_logprobs(
     memory: Memory | None = None,
     terms: Terms | None = None,
 ) -> list[Tensor]:
-    """log p(every token) at each answer token's position, as `answer_logprobs`, with memory on every tail token.
+    """log p(every token) at each answer token's position, as `answer_logprobs`; memory acts on every tail token.
 
     Returns:
         For each of n tails [a, vocabulary] float32, differentiable.
@@ -95,7 +107,7 @@ def tail_logprobs(
         pad_sequence([getattr(tail, name).transpose(0, 1) for tail in tails], batch_first=True).permute(2, 0, 3, 1, 4)
         for name in ("keys", "values")
     ]  # [L, n, J, P, D]
-    cache = DynamicCache(list(zip(*past, strict=True)))
+    cache = DynamicCache(list(zip(*past, strict=True))) if past[0].shape[3] else None
     visible = _visible([tail.keys.shape[1] for tail in tails], hidden.shape[1]).to(hidden.device)
     with injecting(memory, terms):
         for layer in network.layers:
@@ -103,7 +115,7 @@ def tail_logprobs(
                 hidden,
                 attention_mask=visible,
                 past_key_values=cache,
-                use_cache=True,
+                use_cache=cache is not None,
                 position_embeddings=position_embeddings,
             )
             hidden = output[0] if isinstance(output, tuple) else output
