@@ -26,7 +26,7 @@ from selector.update.settings import BuildSettings
 
 SERVED_NAME = "untouched"
 # The worker runs in the process of its engine: one of its own would wait for work in a loop that takes a core.
-NO_IDLE_WORKER = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+NO_IDLE_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
