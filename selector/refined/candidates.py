@@ -2,7 +2,8 @@
 
 Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
 better off with it; so the latest activation is kept that is not clearly worse than the best. Tasks that combine what
-the model knows want a lower rate than tasks with new words or new pictures, so decoupled memory is trained with each.
+the model knows want a lower learning rate than tasks with new pictures: the latest activation, whose training is the
+cheapest, is trained with each rate, and the others with the better one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Candidate:
     memory: Memory
     history: tuple[StepRecord, ...]
     accuracy: float | None  # on the validation examples; None if there was one training alone
+    validation_nll: float | None  # likewise
     trials: tuple[tuple[float, float | None], ...] = ()  # learning rates tried in part, and their validation losses
 
 
@@ -57,9 +59,10 @@ def train_candidates(
     """
     candidates: list[Candidate] = []
     failure: InduceKVError | None = None
-    for activation in activations_to_try(settings):
+    rate = settings.learning_rate
+    for activation in reversed(activations_to_try(settings)):
         problem, validation = prepare(activation)
-        for training, trials in _trainings(problem, settings, validation, checkpoint, progress):
+        for training, trials in _trainings(problem, settings, rate, validation, checkpoint, progress):
             try:
                 name = f"refinement-{activation}-{training.learning_rate}"
                 with progress_bar("Training", settings.steps, progress) as advance:
@@ -69,20 +72,30 @@ def train_candidates(
             except (TaskDataError, BundleError) as error:
                 failure = error
                 continue
-            accuracy = None
+            accuracy = loss = None
             if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
                 accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
+                loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
             tried = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
-            rate, history = training.learning_rate, tuple(training.history)
-            candidates.append(Candidate(activation, rate, memory, history, accuracy, tried))
+            history = tuple(training.history)
+            candidates.append(Candidate(activation, training.learning_rate, memory, history, accuracy, loss, tried))
+        if any(candidate.accuracy == 1 for candidate in candidates):
+            break  # none is better, and this is the latest
+        if settings.form == "decoupled" and candidates:
+            rate = min(candidates, key=_loss).learning_rate
     if failure is not None and not candidates:
         raise failure
-    return candidates
+    return sorted(candidates, key=lambda candidate: ACTIVATIONS.index(candidate.activation))
+
+
+def _loss(candidate: Candidate) -> float:
+    return math.inf if candidate.validation_nll is None else candidate.validation_nll
 
 
 def _trainings(
     problem: TrainingProblem,
     settings: RefinedSettings,
+    rate: float | None,
     validation: Questions,
     checkpoint: Checkpoint,
     progress: bool,
@@ -93,8 +106,8 @@ def _trainings(
         best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
         yield best.training, trials if len(trials) > 1 else ()
         return
-    for rate in DECOUPLED_RATES if settings.learning_rate is None else (settings.learning_rate,):
-        yield Training(problem, settings, rate), ()
+    for each in DECOUPLED_RATES if rate is None else (rate,):
+        yield Training(problem, settings, each), ()
 
 
 def activations_to_try(settings: RefinedSettings) -> tuple[Activation, ...]:
@@ -116,12 +129,12 @@ def activations_by_task(
 def latest_good(candidates: Sequence[Candidate], num_questions: int) -> Candidate:
     """The best of the latest activation whose accuracy is within one standard error of the best of all.
 
-    The standard error of a share p of n answers is sqrt(p (1 - p) / n). Of equally accurate candidates the first wins.
+    The standard error of a share p of n answers is sqrt(p (1 - p) / n). An activation's best is that of the least loss.
     """
     by_activation: dict[Activation, Candidate] = {}
     for candidate in candidates:
         best = by_activation.setdefault(candidate.activation, candidate)
-        if (candidate.accuracy or 0.0) > (best.accuracy or 0.0):
+        if _loss(candidate) < _loss(best):
             by_activation[candidate.activation] = candidate
     highest = max(candidate.accuracy or 0.0 for candidate in by_activation.values())
     least = highest - math.sqrt(highest * (1 - highest) / num_questions) if num_questions else 0.0

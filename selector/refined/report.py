@@ -49,6 +49,7 @@ def report_update(
             "chosen": chosen.activation,
             "search": [
                 {"activation": c.activation, "learning_rate": c.learning_rate, "accuracy": c.accuracy}
+                | {"nll": c.validation_nll}
                 for c in candidates
                 if len(candidates) > 1
             ],

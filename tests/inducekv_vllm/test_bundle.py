@@ -108,7 +108,10 @@ def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Pa
         ({"gate": replace(GATE, tasks=("a", "c"))}, "entry 'e2' belongs to the task 'b', which the gate does not have"),
         ({"gate": Gate(torch.zeros(3, 2, d), torch.zeros(3), ("a", "b", "c"))}, "gate task 'c' has no entries"),
         ({"gate": replace(GATE, tasks=("a", "a"))}, "gate task 'a' occurs more than once"),
-        ({"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())}, "with 0 gate_tasks is format version 1, found 2"),
+        (
+            {"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())},
+            "with 0 gate_tasks and no map is format version 1, found 2",
+        ),
         ({"gate": replace(GATE, keys=with_one(GATE.keys, NAN))}, "gate_keys contains NaN"),
         ({"gate": replace(GATE, keys=GATE.keys.float() * 1e6)}, "contains NaN or inf"),  # beyond float16
         (
@@ -245,9 +248,9 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
 def test_metadata_that_cannot_be_used(path: Path) -> None:
     tensors, good = raw(random_bundle())
     for change, problem in [
-        ({"format_version": 4}, "format version 4 is not supported, expected one of 1, 2, 3"),
-        ({"format_version": 2}, "with 0 gate_tasks is format version 1, found 2"),
-        ({"gate_tasks": ["t"]}, "with 1 gate_tasks is format version 2, found 1"),
+        ({"format_version": 5}, "format version 5 is not supported, expected one of 1, 2, 3, 4"),
+        ({"format_version": 2}, "with 0 gate_tasks and no map is format version 1, found 2"),
+        ({"gate_tasks": ["t"]}, "with 1 gate_tasks and no map is format version 2, found 1"),
         ({"format_version": None}, "format version None"),
         ({"weighting": "cube"}, "weighting"),
         ({"budget": 4}, "5 entries exceed the budget of 4"),

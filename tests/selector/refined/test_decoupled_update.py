@@ -124,8 +124,8 @@ def test_the_activation_is_searched(llava: Backbone, tmp_path: Path, examples: l
     assert torch.equal(result.bundle.payload_values, alone.payload_values)
 
 
-def candidate(activation: str, accuracy: float) -> Candidate:
-    made: Any = SimpleNamespace(activation=activation, accuracy=accuracy)
+def candidate(activation: str, accuracy: float, loss: float = 1.0) -> Candidate:
+    made: Any = SimpleNamespace(activation=activation, accuracy=accuracy, validation_nll=loss)
     return made  # type: ignore[no-any-return]
 
 
@@ -146,14 +146,20 @@ def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float,
     assert latest_good(candidates, 100) is candidates[chosen]
 
 
-def test_the_best_of_an_activation_stands_for_it() -> None:
+def test_the_least_loss_of_an_activation_stands_for_it() -> None:
     made = [
         candidate(*each)
-        for each in (("prompt", 0.9), ("prompt", 0.7), ("text", 0.4), ("text", 0.88), ("text", 0.88), ("generation", 0))
+        for each in (
+            ("prompt", 0.9, 2.0),
+            ("prompt", 0.7, 3.0),
+            ("text", 0.4, 3.0),
+            ("text", 0.88, 2.0),
+            ("text", 0.9, 2.0),
+        )
     ]
     assert latest_good(made, 100) is made[3]
     assert latest_good(made[:2], 100) is made[0]
-    alone: Any = SimpleNamespace(activation="prompt", accuracy=None)
+    alone: Any = SimpleNamespace(activation="prompt", accuracy=None, validation_nll=None)
     assert latest_good([alone], 0) is alone
 
 
@@ -180,12 +186,22 @@ def test_activation_and_learning_rate_are_searched_together(
     llava: Backbone, tmp_path: Path, examples: list[Example]
 ) -> None:
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
-    tried = [(trial["activation"], trial["learning_rate"]) for trial in result.report["activation"]["search"]]
-    assert tried == [(activation, rate) for activation in ACTIVATIONS for rate in DECOUPLED_RATES]
-    # All are equally accurate: the latest activation's first rate.
-    assert result.bundle.metadata.settings["learning_rate"] == DECOUPLED_RATES[0]
-    alone = learn(llava, tmp_path / "alone", examples, activation="generation", learning_rate=DECOUPLED_RATES[0])
+    trials = result.report["activation"]["search"]
+    latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["activation"] == "generation"}
+    assert set(latest) == set(DECOUPLED_RATES)
+    rate = min(latest, key=lambda each: latest[each])
+    assert [(t["activation"], t["learning_rate"]) for t in trials[:2]] == [("prompt", rate), ("text", rate)]
+    assert result.bundle.metadata.settings["learning_rate"] == rate
+    alone = learn(llava, tmp_path / "alone", examples, activation="generation", learning_rate=rate)
     assert torch.equal(result.bundle.payload_values, alone.bundle.payload_values)
+
+
+def test_nothing_earlier_is_tried_once_all_answers_are_right(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
+    result = learn(llava, tmp_path, examples, activation="search")
+    assert result.report["activation"] == {"chosen": "generation", "search": []}
 
 
 def test_trainings_that_diverge_are_left_out(
