@@ -73,7 +73,7 @@ def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
 def recipe_settings(
     recipe: str, options: SelectOptions, values: dict[str, Any], previous: Bundle | None
 ) -> PaperSettings | RefinedSettings:
-    """The recipe's settings: the given values, the previous bundle's budget, and defaults for the rest.
+    """The recipe's settings: the given values, the previous bundle's budget and form, and defaults for the rest.
 
     Raises:
         ConfigError: a flag of the other recipe is given, or a value is out of range.
@@ -86,6 +86,12 @@ def recipe_settings(
         raise ConfigError("--base is a setting of the recipe 'refined' only")
     if previous is not None:
         values = {"budget": previous.metadata.budget, **values}
+        form = previous.metadata.form
+        if recipe == previous.metadata.recipe == REFINED and values.get("form", form) == form:
+            # What all entries of a memory have in common.
+            shared = {name: getattr(previous.metadata, name) for name in ("form", "weighting", "payload_tokens")}
+            shape = previous.metadata.output_map
+            values = {**shared, "map_rank": 0 if shape is None else shape.rank, **values}
     return RECIPES[recipe](**values)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,28 +21,42 @@ Precision = Literal["bfloat16", "float32"]
 ActivationChoice = Literal[Activation, "search"]
 
 
+# Defaults of merged memory, of the settings in which they differ.
+MERGED: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "payload_tokens": 8,
+        "weighting": "prior",
+        "activation": "prompt",
+        "map_rank": 0,
+        "entries_per_task": 4,
+        "calibrate": "first",
+    }
+)
+
+
 class RefinedSettings(Settings):
     """One task's update by the refined recipe. Raises `ConfigError` for values out of range."""
 
     budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
-    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
-    form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "merged"
-    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "prior"
+    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 16  # m
+    # Decides the defaults of other settings: see `MERGED`.
+    form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
+    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "uniform"
     # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": each is
     # trained, and the latest one within a standard error of the best validation accuracy is kept.
     activation: Annotated[
         ActivationChoice,
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
-    ] = "prompt"
+    ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
-    map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 0
+    map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 8
     # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
     # uses the memory, and the entries of all tasks compete.
     gate: Gating = "two-part"
     # "joint" has no quotas: the entries are chosen over all tasks together, old and new; the others are evicted, and
     # old entries that stay are not trained again.
     allocation: Allocation = "quotas"
-    entries_per_task: Annotated[int, Field(ge=1), Flag("halved for all tasks if the budget does not hold as many")] = 4
+    entries_per_task: Annotated[int, Field(ge=1), Flag("halved for all tasks if the budget does not hold as many")] = 1
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
     nested: Annotated[bool, Flag("do not train every half of a task's entries on its own; merge halved quotas")] = True
     steps: Annotated[int, Field(ge=0), Flag("training steps")] = 400
@@ -53,10 +69,19 @@ class RefinedSettings(Settings):
     distillation: Annotated[float, Field(ge=0), Flag("weight of the previous memory's answers where entries merge")] = (
         1.0
     )
-    calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "first"
+    calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "never"
     # Of the model's matrix products in training; parameters stay float32.
     precision: Annotated[Precision, Flag("of the model's matrix products in training")] = "bfloat16"
     seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_form(cls, values: Any) -> Any:
+        if values.get("form") == "merged":
+            return {**MERGED, **values}
+        if values.get("gate") == "none":
+            return {"activation": "prompt", **values}  # without a task, from the earliest position of all
+        return values
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -26,7 +26,8 @@ ENVIRONMENT = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS"
 SMALL = ("--payload-tokens", "2", "--allow-worse")
 PAPER = ("--recipe", "paper", "--budget", "3", "--iterations", "2", "--inner-steps", "1", "--full-pool", *SMALL)
 FIXED = ("--beta", "0.5", "--gamma", "0.1")  # no grid search
-REFINED = ("--budget", "4", "--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
+STEPS = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
+REFINED = ("--form", "merged", "--budget", "4", *STEPS)
 
 
 @dataclass(frozen=True)

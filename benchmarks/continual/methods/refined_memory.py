@@ -18,12 +18,12 @@ from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 
-DEFAULTS = RefinedSettings()
+DEFAULTS = RefinedSettings(form="merged")
 
 
 @dataclass(frozen=True)
 class Refined(SelectedMemory):
-    """The recipe with its own defaults, except that the number of tasks is given.
+    """The recipe with merged memory and its defaults, except that the number of tasks is given.
 
     `RefinedSettings` says what the fields mean.
     """
@@ -39,6 +39,7 @@ class Refined(SelectedMemory):
     learning_rate: float | None = None  # None: searched for each task, on its validation split
     beta: float = DEFAULTS.beta
     calibrate: Calibrate = DEFAULTS.calibrate
+    form: Form = DEFAULTS.form
     weighting: Weighting = DEFAULTS.weighting
     gate: Gating = DEFAULTS.gate
     precision: Precision = DEFAULTS.precision

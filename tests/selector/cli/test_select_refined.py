@@ -1,4 +1,7 @@
-"""`inducekv-select` by its default recipe, the refined one: a stream of tasks, resumption after SIGKILL, refusals."""
+"""`inducekv-select` by its default recipe, the refined one: a stream of tasks, resumption after SIGKILL, refusals.
+
+Most tests are of merged memory, which has more to go wrong: several entries a task and a calibration.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +81,29 @@ def test_entries_that_were_not_nested_are_merged_when_their_quota_shrinks(stream
     assert all(measured["anchors"] is None for measured in two["refinement"]["history"])
 
 
+def test_the_defaults_are_decoupled_memory_and_the_next_task_takes_its_form(stream: Stream) -> None:
+    options = stream.options[2:]  # without --form merged
+    assert "merged" not in options
+    default = replace(stream, options=options)
+    first = default.update("colours", "--map-rank", "2")
+    second = default.update("counts", previous="colours")
+    for bundle, tasks in ((first, ["colours"]), (second, ["colours", "counts"])):
+        metadata = bundle.metadata
+        assert (metadata.form, metadata.weighting, metadata.payload_tokens) == ("decoupled", "uniform", 2)
+        assert [entry.task for entry in metadata.entries] == list(metadata.activations) == tasks
+        assert metadata.output_map is not None
+        assert metadata.output_map.rank == 2
+    for before, after in zip(payload(first, "colours"), payload(second, "colours"), strict=True):
+        assert torch.equal(before, after)
+    assert "refined for the form 'decoupled', found 'merged'" in stream.refuse("places", previous="counts")
+
+
+def test_a_merged_memory_is_continued_as_such(stream: Stream) -> None:
+    stream.update("colours")
+    second = replace(stream, options=stream.options[2:]).update("counts", previous="colours")
+    assert (second.metadata.form, second.metadata.weighting) == ("merged", "prior")
+
+
 def test_the_report_describes_the_bundle_on_disk(stream: Stream, llava: Backbone, tmp_path: Path) -> None:
     """NLL, accuracy and gate, computed again from the files."""
     questions = questions_about("colours", "What colour is the small circle?")
@@ -129,7 +155,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(stream: Stream, tmp_p
     expected = stream.update("colours", "--steps", "40").digest
     stream.output("colours").unlink()
     options = ("--steps", "40", "--anchors", str(tmp_path / "other"))
-    progress = stream.progress("colours") / "refinement-prompt.safetensors"
+    progress = stream.progress("colours") / "refinement-prompt-0.05.safetensors"
     kill_when(progress.exists, SELECT, *stream.arguments("colours", *options))
     assert progress.exists()
     assert not stream.output("colours").exists()

@@ -110,18 +110,31 @@ def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RefinedSettings(**wrong)
-    assert RefinedSettings(weighting="sqrt", gate="none").weighting == "sqrt"
+        RefinedSettings(form="merged", **wrong)
+    assert RefinedSettings(form="merged", weighting="sqrt", gate="none").weighting == "sqrt"
+
+
+def test_the_form_decides_the_defaults() -> None:
+    default, merged = RefinedSettings(), RefinedSettings(form="merged")
+    assert (default.form, default.weighting, default.activation, default.calibrate) == (
+        "decoupled",
+        "uniform",
+        "search",
+        "never",
+    )
+    assert (merged.weighting, merged.activation, merged.calibrate, merged.map_rank) == ("prior", "prompt", "first", 0)
+    assert RefinedSettings(form="merged", calibrate="every").calibrate == "every"
+    assert RefinedSettings(gate="none").activation == "prompt"
 
 
 def test_a_memory_refined_for_another_weighting_is_refused() -> None:
     training: Any = [SimpleNamespace(task="new", id="n0")]
     anchors: Any = [SimpleNamespace(task="a", id="a9")]
     inputs = TaskInputs(training, (), anchors, bundle_of([0], "a", weighting="sqrt"))
-    settings = RefinedSettings(learning_rate=0.1)
+    settings = RefinedSettings(form="merged", learning_rate=0.1)
     with pytest.raises(BundleError, match="refined for the weighting 'sqrt', found 'prior'"):
         check_tasks(inputs, settings)
-    check_tasks(inputs, RefinedSettings(learning_rate=0.1, weighting="sqrt", gate="none"))
+    check_tasks(inputs, RefinedSettings(form="merged", learning_rate=0.1, weighting="sqrt", gate="none"))
 
 
 def test_halves_of_a_quota_are_nested_and_old_entries_are_in_all() -> None:
@@ -138,7 +151,7 @@ def test_a_task_whose_quota_is_halved_keeps_its_first_entries(nested: bool) -> N
     previous.metadata.settings = {"nested": nested}
     inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
     keys = TaskQueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
-    plan = plan_entries(inputs, RefinedSettings(budget=4, entries_per_task=3), keys)
+    plan = plan_entries(inputs, RefinedSettings(form="merged", budget=4, entries_per_task=3), keys)
     assert plan.kept.tolist() == [0, 1]
     assert plan.shares == {"a": 1, "b": 1, "new": 1}
     assert plan.shrunk == (set() if nested else {"a", "b"})

@@ -25,7 +25,7 @@ from selector.refined.training_problem import RoutedQuestions, Teacher, Training
 from selector.runtime.checkpoint import Checkpoint
 
 LEARNING_RATE = 0.3
-EXACT = RefinedSettings(steps=4, batch_size=3, precision="float32")
+EXACT = RefinedSettings(form="merged", steps=4, batch_size=3, precision="float32")
 
 
 @pytest.fixture(scope="module")
