@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-RECIPES = ("paper", "refined")  # InduceKV as the paper has it, and the practical form
+RECIPES = ("paper", "refined", "refined_decoupled")  # the paper's, and the practical one with either form of memory
 RIVALS = ("gated_lora_replay", "lora_replay")  # whom the recipes are held against first
 
 # name: (title, what it is)
 METHODS: Mapping[str, tuple[str, str]] = {
     "no_memory": ("no memory", "the untouched model"),
     "paper": ("InduceKV (paper)", "the paper's recipe: training prefixes are selected, and kept as they are"),
-    "refined": (
-        "InduceKV (refined)",
-        "the practical recipe: what is kept of the prefixes is trained, behind a gate",
+    "refined_decoupled": (
+        "InduceKV (decoupled)",
+        "the default: one trained entry a task with memory of its own softmax and a map, behind a gate",
     ),
+    "refined": ("InduceKV (merged)", "trained prefixes in one softmax with the request, behind a gate"),
     "random_memory": ("random memory", "prefixes drawn at random, nothing optimised"),
     "kcenter_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
     "lora": ("LoRA", "one low-rank adapter, trained on one task after the other"),
@@ -49,7 +50,6 @@ ABLATIONS: Mapping[str, Ablation] = {
     "fixed_calibration": Ablation("paper", "no inner calibration (fixed temperature and gates)", "paper"),
     "paper_no_gates": Ablation("paper", "no value gates", "paper"),
     "paper_uniform": Ablation("paper", "uniform weights", "paper"),
-    "refined_decoupled": Ablation("refined", "decoupled memory", "refined"),
     "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
     "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
     "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
@@ -77,6 +77,8 @@ def described(method: str) -> str:
 
 def ablation_of(method: str) -> Ablation | None:
     """What a method is an ablation of; an unknown name that begins with a recipe's tells it. None where it is none."""
+    if method in METHODS:
+        return None
     if method in ABLATIONS:
         return ABLATIONS[method]
     recipe = next((recipe for recipe in RECIPES if method.startswith(recipe + "_")), None)
