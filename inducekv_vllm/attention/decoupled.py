@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from . import cpu
 from .pages import LayerPages, RequestMemory
 
 
@@ -66,17 +66,35 @@ def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, s
     """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
     for active in step.active:
         pages = active.memory.bundle.layers[layer]
-        read, lse = cpu.prefill_memory_attention(query[active.rows], pages, active.memory, scale)
-        # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
-        share = torch.sigmoid(lse + pages.bias)[..., None] * pages.gate  # [R, H, 1]
-        added = share * read  # [R, H, D]
+        added = attend(query[active.rows], pages, active.memory, scale)
         if pages.map_in is not None:
-            added = added + pages.gate * mapped(output[active.rows], pages, active.memory)
-        output[active.rows] += added.to(output.dtype)
+            added = added + mapped(output[active.rows], pages, active.memory).to(added.dtype)
+        output[active.rows] += added
+
+
+def attend(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Tensor:
+    """gate softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [R, H, D].
+
+    The token of logit 0 and value 0 is the last of the pages, and their values are times the gate, so this is plain
+    attention. The G query heads of a KV head are folded into the rows, so K is not repeated.
+    """
+    keys, values, mask = pages.keys, pages.values, memory.log_weight  # [J, S + 1, D], [J, S + 1, D], [S + 1]
+    if memory.token_index is not None:
+        keys, values = keys[:, memory.token_index], values[:, memory.token_index]
+    if pages.bias:
+        bias = torch.full((keys.shape[1],), pages.bias, device=keys.device)
+        bias[-1] = 0
+        mask = bias if mask is None else mask + bias
+    R, H, D = query.shape
+    J = keys.shape[0]
+    rows = query.view(R, J, H // J, D).transpose(0, 1).reshape(1, J, -1, D)
+    mask = None if mask is None else mask.to(query.dtype)[None, None, None]  # [1, 1, 1, S + 1]
+    read = scaled_dot_product_attention(rows, keys[None], values[None], mask, scale=scale)
+    return read.view(J, R, -1, D).transpose(0, 1).reshape(R, H, D)
 
 
 def mapped(output: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
-    """What the maps make of self-attention's output [R, H, D]: [R, H, D], in at least float32."""
+    """What the maps make of self-attention's output [R, H, D], times the gate: [R, H, D] float32."""
     map_in, map_out = pages.map_in, pages.map_out  # [J, k r, G D]
     assert map_in is not None
     assert map_out is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..bundle import Bundle
 from ..errors import UnsupportedModel
@@ -17,10 +19,13 @@ from ..page_terms import Form, PageTerms, Weighting
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """One layer's memory tokens on this rank; payload token t of entry i is at index i m + t."""
+    """One layer's memory tokens on this rank; payload token t of entry i is at index i m + t.
 
-    keys: Tensor  # [J, B m, D], before RoPE, as at position 0
-    values: Tensor  # [J, B m, D]
+    Decoupled memory has one more token, the last one, with key and value 0, and its values and maps are times the gate.
+    """
+
+    keys: Tensor  # [J, B m, D], before RoPE, as at position 0; decoupled: [J, B m + 1, D]
+    values: Tensor  # as the keys
     gate: float
     bias: float
     # The maps of the attention output, if the bundle has any; row t of entry i's map is at index i r + t.
@@ -53,21 +58,28 @@ class ResidentBundle:
         L, B, J, m, _ = bundle.payload_keys.shape
         heads = kv_heads_of_rank(J, tp_rank, tp_size)
 
-        def of_rank(payload: Tensor) -> Tensor:  # [B, J, x, y] -> [J of this rank, B x, y]
-            own = payload[:, heads].to(device=device, dtype=dtype)
+        decoupled = bundle.metadata.form == "decoupled"
+
+        def of_rank(payload: Tensor, factor: float = 1.0) -> Tensor:  # [B, J, x, y] -> [J of this rank, B x, y]
+            own = (payload[:, heads].float() * factor).to(device=device, dtype=dtype)
             return own.transpose(0, 1).flatten(1, 2).contiguous()
 
-        layers = tuple(
-            LayerPages(
-                keys=of_rank(bundle.payload_keys[layer]),
-                values=of_rank(bundle.payload_values[layer]),
-                gate=float(bundle.value_gates[layer]),
+        def tokens(payload: Tensor, factor: float = 1.0) -> Tensor:
+            return pad(of_rank(payload, factor), (0, 0, 0, int(decoupled)))
+
+        def pages(layer: int) -> LayerPages:
+            gate = float(bundle.value_gates[layer])
+            factor = gate if decoupled else 1.0
+            return LayerPages(
+                keys=tokens(bundle.payload_keys[layer]),
+                values=tokens(bundle.payload_values[layer], factor),
+                gate=gate,
                 bias=float(bundle.layer_bias[layer]),
                 map_in=None if bundle.map_in is None else of_rank(bundle.map_in[layer]),
-                map_out=None if bundle.map_out is None else of_rank(bundle.map_out[layer].transpose(-1, -2)),
+                map_out=None if bundle.map_out is None else of_rank(bundle.map_out[layer].transpose(-1, -2), factor),
             )
-            for layer in range(L)
-        )
+
+        layers = tuple(pages(layer) for layer in range(L))
         rank = 0 if bundle.metadata.output_map is None else bundle.metadata.output_map.rank
         return cls(bundle.digest, B, m, bundle.metadata.weighting, bundle.metadata.form, layers, rank)
 
@@ -93,6 +105,8 @@ def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
 class RequestMemory:
     """One request's view of a resident bundle: its `PageTerms`, repeated for each memory token and row of a map.
 
+    S counts the last token of decoupled memory too, whose log weight is 0.
+
     None stands for the neutral value (all tokens in order, ones, zeros); the kernels then skip that term.
     """
 
@@ -113,21 +127,25 @@ class RequestMemory:
         m, r = bundle.payload_tokens, bundle.map_rank
         whole = len(entries) == bundle.num_entries
 
+        null = [bundle.num_entries * m] if bundle.form == "decoupled" else []  # the index of the last token
+
         def spread(per_page: npt.NDArray[np.float32], neutral: float) -> Tensor | None:  # [k] -> [k m]
             if np.all(per_page == neutral):
                 return None
-            return torch.from_numpy(np.repeat(per_page[order], m)).to(device)
+            last = np.full(len(null), neutral, dtype=np.float32)
+            return torch.from_numpy(np.concatenate([np.repeat(per_page[order], m), last])).to(device)
 
-        def index(rows: int) -> Tensor | None:  # [k rows]
+        def index(rows: int, more: Sequence[int] = ()) -> Tensor | None:  # [k rows]
             if whole:
                 return None
-            return torch.from_numpy((entries[:, None] * rows + np.arange(rows)).reshape(-1)).to(device)
+            own = (entries[:, None] * rows + np.arange(rows)).reshape(-1)
+            return torch.from_numpy(np.concatenate([own, np.asarray(more, dtype=np.int64)])).to(device)
 
         alpha = (np.exp(terms.log_weight) * terms.value_scale)[order]  # [k]
         weighted = r > 0 and not np.all(alpha == 1)
         return cls(
             bundle=bundle,
-            token_index=index(m),
+            token_index=index(m, null),
             key_scale=spread(terms.key_scale, 1.0),
             log_weight=spread(terms.log_weight, 0.0),
             value_scale=spread(terms.value_scale, 1.0),
@@ -141,7 +159,7 @@ class RequestMemory:
         """S"""
         if self.token_index is not None:
             return len(self.token_index)
-        return self.bundle.num_entries * self.bundle.payload_tokens
+        return self.bundle.layers[0].keys.shape[1]
 
     @property
     def has_remainder(self) -> bool:
