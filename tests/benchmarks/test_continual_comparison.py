@@ -139,7 +139,7 @@ def test_a_winner_beyond_the_error():
     streams = Streams([*UNTOUCHED, *GATED, *REPLAY, *refined])
     assert verdict(streams) == "better"
     assert summary(streams) == (
-        "InduceKV (merged) falls behind nobody. Highest AP: InduceKV (merged) (32 entries: 80.7 ± 0.3%). Next: gated "
+        "InduceKV (refined) falls behind nobody. Highest AP: InduceKV (refined) (32 entries: 80.7 ± 0.3%). Next: gated "
         "LoRA + replay (32 entries: −19.7 ± 0.3). Points are of AP ± standard error over 3 seeds, paired; a difference "
         "counts beyond 4.3 errors."
     )
@@ -151,7 +151,7 @@ def test_a_tie_within_the_error_is_no_win():
     assert verdict(streams) == "open"
     assert shortfalls(streams, [32], "refined") == "ties with gated LoRA + replay (32 entries: +1.0 ± 1.5)"
     assert leaders(streams, [32]) == (
-        "Highest AP: InduceKV (merged) (32 entries: 62.0 ± 1.5%). "
+        "Highest AP: InduceKV (refined) (32 entries: 62.0 ± 1.5%). "
         "Next: gated LoRA + replay (32 entries: −1.0 ± 1.5 within the error)."
     )
 
@@ -241,7 +241,7 @@ def test_ablations_stand_beside_their_recipe():
     full = seeds("refined", [[0.8, 0.8], [0.82, 0.82], [0.84, 0.84]], learned=[0.9, 0.9])
     gate = seeds("refined_no_gate", [[0.7, 0.7], [0.72, 0.72], [0.75, 0.75]], base=0.3, learned=[0.9, 0.9])
     rows = rows_of(ablation_table(Streams([*full, *gate]), 32, "refined"))
-    assert rows[0][:3] == ["InduceKV (merged), full", "3", "82.0 ± 1.2"]
+    assert rows[0][:3] == ["InduceKV (refined), full", "3", "82.0 ± 1.2"]
     assert rows[1][0] == "no relevance gate"
     assert rows[1][3] == "−9.7 ± 0.3 ▼"
     assert rows[1][5] == "+9.7 ± 0.3 ▲"  # forgets as much more
@@ -255,7 +255,7 @@ def test_an_ablation_of_two_parts_is_held_against_the_ablation_of_one():
     rows = rows_of(ablation_table(Streams([*full, *sqrt, *gate]), 32, "refined"))
     assert [row[0] for row in rows[1:]] == [
         "no relevance gate",
-        "sqrt weighting, no relevance gate (against: InduceKV (merged), no relevance gate)",
+        "sqrt weighting, no relevance gate (against: InduceKV (refined), no relevance gate)",
     ]
     assert rows[2][3] == "−30.0 ± 0.0 ▼"
     alone = rows_of(ablation_table(Streams([*full, *sqrt]), 32, "refined"))
@@ -276,7 +276,7 @@ def test_losses_to_rivals_are_marked_by_task():
     table = rival_table(Streams([*UNTOUCHED, *GATED, *refined]))
     assert table.head == ["difference (points)", "entries", "all tasks (AP)", "guild", "digit", "base"]
     title, *differences = rows_of(table)[1]
-    assert title == "InduceKV (merged) − gated LoRA + replay"
+    assert title == "InduceKV (refined) − gated LoRA + replay"
     assert differences == [32, "+9.7 ± 0.2", "+30.0 ± 0.0", "−10.7 ± 0.3", "0.0 ± 0.0"]
     assert table.marked == {(1, 4)}
 
@@ -285,11 +285,11 @@ def test_accuracies_are_shaded_and_the_best_of_each_task_is_marked():
     refined = seeds("refined", [[0.9, 0.5], [0.91, 0.5], [0.92, 0.51]])
     streams = Streams([*UNTOUCHED, *GATED, *refined])
     table = task_table(streams, 32)
-    assert [row[0] for row in table.rows] == ["InduceKV (merged)", "gated LoRA + replay", "no memory"]
+    assert [row[0] for row in table.rows] == ["InduceKV (refined)", "gated LoRA + replay", "no memory"]
     assert table.rows[0][1:] == ["91.0 ± 0.6", "50.3 ± 0.3", "90.0 ± 0.0"]
     assert table.marked == {(0, 1), (1, 2), (0, 3), (1, 3)}
     assert (table.shares[0, 1], table.shares[2, 1]) == (0.91, 0.1)
-    assert base_table(streams, 32).rows[0] == ["InduceKV (merged)", "90.0 ± 0.0", "90.0 ± 0.0"]
+    assert base_table(streams, 32).rows[0] == ["InduceKV (refined)", "90.0 ± 0.0", "90.0 ± 0.0"]
 
 
 def test_the_mean_matrix_leaves_what_is_not_learned_open():

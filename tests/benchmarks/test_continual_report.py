@@ -122,7 +122,7 @@ def test_the_page_opens_with_a_chart_a_table_and_a_short_paragraph(page, html, c
     summary = html.partition('<p class="summary open">')[2].partition("</p>")[0]
     assert summary == content["finding"]
     assert len(summary) < 6 * 105
-    assert summary.startswith("InduceKV (merged) cannot be compared with gated LoRA + replay (32 entries), ties with ")
+    assert summary.startswith("InduceKV (refined) cannot be compared with gated LoRA + replay (32 entries), ties with ")
     assert "Highest AP: " in summary
 
 
@@ -137,7 +137,7 @@ def test_every_section_has_its_content(page):
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
     assert "no relevance gate" in page.text["ablations"]
     diagnostics = page.text["diagnostics"]
-    assert "Gate, InduceKV (merged), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
+    assert "Gate, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]
     for section in ("results", "task-by-task", "learning-and-forgetting", "cost", "settings"):
@@ -255,7 +255,7 @@ def test_searched_settings_are_listed(out, tmp_path):
     write_report(out, tuned=tmp_path / "tuned.json")
     settings = Page((out / "report.html").read_text()).text["settings"]
     assert "LoRA + replay learning_rates = [0.001] 62.5 50.0 3 used here" in settings
-    assert "InduceKV (merged) steps = 9 62.5 50.0 3 this run used others" in settings
+    assert "InduceKV (refined) steps = 9 62.5 50.0 3 this run used others" in settings
     assert "EWC" not in settings
 
 
@@ -264,7 +264,7 @@ def test_a_diagnostic_that_cannot_be_drawn(content):
     with pytest.raises(ConfigError, match="diagnostic 'gate' cannot be drawn"):
         render_html(broken)
     unknown = content | {"diagnostics": [GATE | {"diagnostic": "of_another_version"}]}
-    assert "Of another version, InduceKV (merged)" in Page(render_html(unknown)).text["diagnostics"]
+    assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 
 def test_a_folder_of_nothing_or_with_another_model_is_refused(out, tmp_path, capsys):

@@ -16,7 +16,10 @@ METHODS: Mapping[str, tuple[str, str]] = {
         "InduceKV (decoupled)",
         "the default: one trained entry a task with memory of its own softmax and a map, behind a gate",
     ),
-    "refined": ("InduceKV (merged)", "trained prefixes in one softmax with the request, behind a gate"),
+    "refined": (
+        "InduceKV (refined)",
+        "the practical recipe with merged memory: trained prefixes in one softmax with the request, behind a gate",
+    ),
     "random_memory": ("random memory", "prefixes drawn at random, nothing optimised"),
     "kcenter_memory": ("k-center memory", "prefixes far from each other, nothing optimised"),
     "lora": ("LoRA", "one low-rank adapter, trained on one task after the other"),
