@@ -83,6 +83,18 @@ def test_a_stream_of_tasks(llava: Backbone, tmp_path: Path, examples: list[Examp
     assert torch.equal(second.payload_values[:, :2], first.payload_values[:, :2])  # the first half of the quota
 
 
+def test_what_a_task_learns_does_not_depend_on_the_tasks_before(
+    llava: Backbone, tmp_path: Path, examples: list[Example]
+) -> None:
+    settings: dict[str, Any] = {"entries_per_task": 1, "map_rank": 2, "activation": "text"}
+    alone = learn(llava, tmp_path / "alone", examples, "counts", **settings).bundle
+    first = learn(llava, tmp_path, examples[::-1], **settings).bundle
+    anchors = [replace(e, task="colours", id=f"anchor-{e.id}") for e in examples[:2]]
+    after = learn(llava, tmp_path, examples, "counts", first, anchors, **settings).bundle
+    for name in ("payload_keys", "payload_values", "map_in", "map_out"):
+        assert torch.equal(after.tensors()[name][:, 1:], alone.tensors()[name])
+
+
 def test_maps_are_trained_and_kept(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
     first = learn(llava, tmp_path, examples, map_rank=3).bundle
     assert first.map_in is not None
