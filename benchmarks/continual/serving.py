@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.continual.answering.endpoint import LOAD_ROUTES, LOADS, Endpoint, EndpointFailed, Loadable
 from benchmarks.continual.answering.http import Endpoints
 from benchmarks.continual.methods import Method
-from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
 from benchmarks.continual.suites import Suite
+from benchmarks.lora_adapter import RANKS, attach, largest_rank, memory_bytes, save
 from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
@@ -27,7 +27,6 @@ from selector.update.settings import BuildSettings
 SERVED_NAME = "untouched"
 # The worker runs in the process of its engine: one of its own would wait for work in a loop that takes a core.
 NO_IDLE_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
 
@@ -88,9 +87,9 @@ def server_flags() -> list[str]:
 def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment. Raises ConfigError: vLLM serves no adapter of that rank."""
     rank = needs.rank
-    if rank > LORA_RANKS[-1]:
-        raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {LORA_RANKS[-1]} at most")
-    served = min(r for r in LORA_RANKS if r >= rank)
+    if rank > RANKS[-1]:
+        raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {RANKS[-1]} at most")
+    served = min(r for r in RANKS if r >= rank)
     flags = ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", str(max(2, needs.jobs))]
     return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 

@@ -2,7 +2,8 @@
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
 targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
-`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of another length).
+`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of another length), or to
+`--output`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -23,15 +25,15 @@ from rich.progress import Progress
 from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks.chat import Message
-from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes, save
-from benchmarks.continual.serving import LORA_RANKS
 from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
+from benchmarks.lora_adapter import RANKS, attach, largest_rank, memory_bytes, save
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
 from benchmarks.serving.load import REQUEST_SECONDS, Block, chat_body, send_requests
 from benchmarks.serving.methods import (
+    BASE_METHOD,
     BUDGETS,
     DECOUPLED_BUDGET,
     LORA,
@@ -69,7 +71,8 @@ def main() -> int:
         prompts = PromptMaker(model, read_exemplars(tasks), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            methods = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
+            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
+            methods = chosen(every, args.methods)
             measured = measure(url, methods, args, console)
             parts = breakdown.measure(url, methods, args.rounds)
         adapter, rank = save_adapter(model, work)
@@ -93,7 +96,7 @@ def main() -> int:
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
         length = "" if args.prompt_tokens == PROMPT_TOKENS else f"_{args.prompt_tokens}"
-        path = RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
+        path = args.output or RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -109,6 +112,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each method at concurrency 1")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--methods", nargs="+", metavar="PREFIX", help="only methods whose names begin so, and `none`")
+    parser.add_argument("--output", type=Path, help="the JSON file (default: in benchmarks/results)")
     parser.add_argument("--smoke", action="store_true", help="one short round: shows that it runs, measures nothing")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the server, last of all")
     args = parser.parse_args()
@@ -197,9 +202,18 @@ def save_adapter(model: Path, work: Path) -> tuple[Path, int]:
 
 
 def lora_server_arguments(model: Path, adapter: Path, rank: int, context: int, args: argparse.Namespace) -> list[str]:
-    served = min(r for r in LORA_RANKS if r >= rank)
+    served = min(r for r in RANKS if r >= rank)
     flags = ["--enable-lora", "--max-lora-rank", str(served), "--lora-modules", f"{LORA}={adapter}"]
     return [*server_arguments(model, {}, context, args), *flags]
+
+
+def chosen(methods: list[Method], prefixes: Sequence[str] | None) -> list[Method]:
+    """The methods whose names begin with one of `prefixes`, and what they are compared with."""
+    if prefixes is None:
+        return methods
+    names = {method.name for method in methods if method.name.startswith(tuple(prefixes))}
+    bases = {BASE_METHOD} | {method.base for method in methods if method.name in names}
+    return [method for method in methods if method.name in names | bases]
 
 
 def base_name(url: str) -> str:

@@ -10,9 +10,9 @@ from benchmarks.continual.answering import Ask, OfflineAnswerer, OfflineModel, p
 from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.answering.plans import Copied, Gated, Plain, Shown
 from benchmarks.continual.methods import Artifact
-from benchmarks.continual.methods.adapter import attach, save
 from benchmarks.continual.methods.gated import GATE, write_gate
 from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
+from benchmarks.lora_adapter import attach, save
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys, extract_query_keys

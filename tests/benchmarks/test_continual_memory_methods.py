@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.continual.methods import METHODS, RunContext
-from benchmarks.continual.methods.adapter import memory_bytes
 from benchmarks.continual.methods.built_memory import shares
 from benchmarks.continual.methods.memory import BUNDLE, selector_settings
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
+from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryLLM

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.continual.answering import plan
 from benchmarks.continual.methods import METHODS, Artifact, RunContext, query_keys
-from benchmarks.continual.methods.adapter import attach, largest_rank, memory_bytes
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher
 from benchmarks.continual.methods.fit import Fit, share_of_rate
 from benchmarks.continual.methods.gated import GATE, gate_of, read_gate, write_gate
@@ -26,6 +25,7 @@ from benchmarks.continual.methods.lwf import Lwf, divergence, record
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
 from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
+from benchmarks.lora_adapter import attach, largest_rank, memory_bytes
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import footprint_bytes
@@ -144,6 +144,18 @@ def test_a_new_adapter_changes_nothing_and_reaches_every_linear_layer(suite, mod
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * LAYERS  # A and B of seven layers in each block
     assert not [name for name in trained if "vision" in name or "lm_head" in name]
+
+
+@pytest.mark.parametrize(("modules", "per_layer"), [("all", 7), ("attention", 4), ("o_proj", 1), ("mlp", 3)])
+def test_an_adapter_of_some_layers(suite, model, modules, per_layer):
+    backbone = Backbone.load(model)
+    allowed = 10 * RANK_BYTES
+    rank = largest_rank(backbone, allowed, modules)
+    adapted = attach(backbone, rank, seed=0, modules=modules)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * per_layer * LAYERS
+    assert 2 * sum(parameter.numel() for parameter in trained) <= allowed
+    assert 2 * sum(parameter.numel() for parameter in trained) * (rank + 1) > allowed * rank
 
 
 def test_an_adapter_has_the_rank_that_the_bytes_allow_in_float16(learned, backbone, allowed):

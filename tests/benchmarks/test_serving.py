@@ -16,7 +16,7 @@ from benchmarks.server_process import ServerFailed, serving
 from benchmarks.serving import load, methods, report, retrieval
 from benchmarks.serving.load import Block, Timing
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
-from benchmarks.serving.run import write_exemplars
+from benchmarks.serving.run import chosen, write_exemplars
 from server.demo import CHECKPOINT
 
 BODY = load.chat_body("m", [], 3, {})
@@ -133,6 +133,30 @@ def test_replay_fills_the_context_and_stays_inside_it(prompts: PromptMaker) -> N
     ]
     for _ in range(3):
         assert 0.85 * context < prompts.length(replay.messages()) + output <= context
+
+
+def test_a_method_is_chosen_with_what_it_is_compared_with(prompts: PromptMaker) -> None:
+    every = methods.make_methods(prompts, "base", 4096, 32, methods.PROMPT_TOKENS)
+    assert chosen(every, None) == every
+    assert [m.name for m in chosen(every, ["memory_B64"])] == ["none", "memory_B64_all", "memory_B64_top8"]
+    assert {m.name for m in chosen(every, ["decoupled_B64_text_turn2"])} == {
+        "none",
+        "none_turn2",
+        "decoupled_B64_text_turn2",
+    }
+
+
+def test_a_second_turn_continues_the_first(prompts: PromptMaker) -> None:
+    every = {m.name: m for m in methods.make_methods(prompts, "base", 4096, 32, methods.PROMPT_TOKENS)}
+    method = every["none_turn2"]
+    first = method.messages()
+    assert method.follow_up is not None
+    second = method.follow_up(first, "red")
+    assert second[:1] == first
+    assert second[1] == {"role": "assistant", "content": "red"}
+    assert second[2]["role"] == "user"
+    words = prompts.length(second) - prompts.length([*first, second[1], {"role": "user", "content": ""}])
+    assert words == methods.SECOND_TURN_TOKENS
 
 
 def test_retrieval_over_512_entries_takes_less_than_a_millisecond() -> None:

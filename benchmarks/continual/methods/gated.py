@@ -17,13 +17,13 @@ from typing import ClassVar
 import safetensors
 import safetensors.torch
 
-from benchmarks.continual.methods.adapter import memory_bytes
 from benchmarks.continual.methods.lora import ADAPTER
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors
 from benchmarks.continual.methods.replay import LoraReplay
 from benchmarks.continual.suites import TaskData
+from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Gate
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore

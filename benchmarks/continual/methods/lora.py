@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from benchmarks.continual.methods.adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from benchmarks.continual.methods.fit import Fit, Penalty
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.suites import TaskData
+from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example

@@ -20,10 +20,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.continual.methods.adapter import memory_bytes
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
 from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.continual.suites import TaskData
+from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES
 from selector.backbone.extraction import extract_keys

@@ -15,6 +15,7 @@ from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from selector.backbone.model import Backbone
 from selector.runtime.files import replace_file
 
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 Modules = Literal["all", "attention", "o_proj", "mlp"]
 # The last parts of the names of a decoder layer's linear layers; () for all of them.
 SUFFIXES: Final[dict[Modules, tuple[str, ...]]] = {
