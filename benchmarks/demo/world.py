@@ -21,7 +21,7 @@ from benchmarks.demo.streams import STREAMS, Digit, render_digit
 
 BASE = "base"
 ALL_STREAMS = {**STREAMS, **SEARCH_STREAMS}
-TASKS = (BASE, *ALL_STREAMS)
+TASKS = (BASE, *STREAMS)  # without those of searches
 SIZES = {"train": 512, "validation": 128, "test": 256}
 SEED = 7
 
@@ -88,7 +88,7 @@ def write_task(directory: Path, task: str, sizes: dict[str, int], seed: int = SE
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=(BASE, *STREAMS))
+    parser.add_argument("--tasks", nargs="+", choices=(BASE, *ALL_STREAMS), default=TASKS)
     for split, number in SIZES.items():
         parser.add_argument(f"--{split}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=SEED)
