@@ -122,10 +122,10 @@ def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Need
 
 
 def save_sample(what: Loadable, needs: Needs, folder: Path) -> Path:
-    """A memory of one entry, or a new adapter of the run's largest rank, for a trial load."""
+    """A memory of one entry, or a new adapter of rank 1, for a trial load."""
     backbone = Backbone.load(needs.model)
     if what == "adapter":
-        save(attach(backbone, needs.rank, seed=0), folder / "adapter")
+        save(attach(backbone, 1, seed=0), folder / "adapter")
         return folder / "adapter"
     example = needs.suite.tasks[0].train[0]
     write_bundle(build_bundle(backbone, [example], BuildSettings(budget=1)), folder / "sample.safetensors")

@@ -65,6 +65,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = resolve_model(args.model, work)
+        adapter, rank = save_adapter(model, work)
         tasks = write_exemplars(work)
         bundles = build_bundles(model, tasks, args.weighting, work)
         bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
@@ -75,7 +76,6 @@ def main() -> int:
             methods = chosen(every, args.methods)
             measured = measure(url, methods, args, console)
             parts = breakdown.measure(url, methods, args.rounds)
-        adapter, rank = save_adapter(model, work)
         with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
             rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
             for concurrency, blocks in measure(url, rivals, args, console).items():

@@ -10,13 +10,13 @@
     slots.py          reference-counted slots of the request table
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
-B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved pages), L layers,
-C tokens of a KV-cache block.
+B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved pages; one more if decoupled),
+L layers, C tokens of a KV-cache block.
 
-The base implementation computes the self-attention output of every row. For rows with memory, memory attention computes
-an output and a log-sum-exp over the S memory tokens. `merge_memory` combines the two into one softmax, and `add_memory`
-adds decoupled memory:
+The base implementation computes the self-attention output of every row. For rows with merged memory, memory attention
+computes an output and a log-sum-exp over the S memory tokens, and `merge_memory` combines the two into one softmax. For
+rows with decoupled memory, `add_memory` adds plain attention over the S tokens, and the maps:
 
     merged      w = sigmoid(lse_memory + layer_bias - lse_self)    output = (1 - w) self + w gate memory
-    decoupled   w = sigmoid(lse_memory + layer_bias)               output = self + w gate memory
+    decoupled   output = self + gate (softmax([logits ; 0]) [values ; 0] + maps(self))
 """

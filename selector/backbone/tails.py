@@ -23,9 +23,10 @@ from .generation import answer_logprobs, forward_with_answers, injecting
 from .injection import Memory, Terms
 from .model import Backbone, Inputs, decoder
 
-# Largest difference of log-probabilities with which a model counts as one that can be computed tail by tail; rounding
-# of its own dtype, bfloat16 at worst, stays below it.
-EXACT: Final = 0.05
+# Largest difference of log-probabilities with which a model counts as one that can be computed tail by tail: the
+# rounding of float32 sums, or some steps of the model's own dtype.
+LEAST_TOLERANCE: Final = 1e-3
+DTYPE_STEPS: Final = 32
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,20 @@ class Tail:
 @torch.no_grad()
 def has_tails(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> bool:
     """Whether the model's layers, norm and head, called one by one, give what the model gives for this example."""
-    try:
-        tail = compute_tail(backbone, prompt, answer, first_active)
-        (alone,) = tail_logprobs(backbone, [tail], [len(answer)])
-    except (AttributeError, KeyError, TypeError):  # its layers are built in another way
-        return False
-    (whole,) = answer_logprobs(backbone, [prompt], [answer])
-    return torch.allclose(alone, whole, rtol=0, atol=EXACT)
+    with torch.autocast(backbone.device.type, enabled=False):
+        try:
+            tail = compute_tail(backbone, prompt, answer, first_active)
+            (alone,) = tail_logprobs(backbone, [tail], [len(answer)])
+        except (AttributeError, KeyError, TypeError):  # its layers are built in another way
+            return False
+        (whole,) = answer_logprobs(backbone, [prompt], [answer])
+    tolerance = max(LEAST_TOLERANCE, DTYPE_STEPS * torch.finfo(backbone.model.dtype).eps)
+    return torch.allclose(alone, whole, rtol=0, atol=tolerance)
 
 
 @torch.no_grad()
 def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> Tail:
-    """The tail of one prompt with its answer, from position `first_active` on."""
+    """The tail of one prompt with its answer, from position `first_active` on; in the model's own precision."""
     cache, seen = DynamicCache(), dict[str, Any]()
 
     def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,7 +70,7 @@ def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], firs
 
     handle = decoder(backbone.model).layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        with contextlib.suppress(_FirstLayerReached):
+        with contextlib.suppress(_FirstLayerReached), torch.autocast(backbone.device.type, enabled=False):
             forward_with_answers(backbone, [prompt], [answer], past_key_values=cache, use_cache=True)
     finally:
         handle.remove()

@@ -90,6 +90,7 @@ def recipe_settings(
         if recipe == previous.metadata.recipe == REFINED and values.get("form", form) == form:
             # What all entries of a memory have in common.
             shared = {name: getattr(previous.metadata, name) for name in ("form", "weighting", "payload_tokens")}
+            shared |= {n: v for n, v in previous.metadata.settings.items() if n == "entries_per_task"}
             shape = previous.metadata.output_map
             values = {**shared, "map_rank": 0 if shape is None else shape.rank, **values}
     return RECIPES[recipe](**values)

@@ -79,10 +79,13 @@ def train_candidates(
             tried = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
             history = tuple(training.history)
             candidates.append(Candidate(activation, training.learning_rate, memory, history, accuracy, loss, tried))
-        if any(candidate.accuracy == 1 for candidate in candidates):
+        if not candidates:
+            continue
+        best = min(candidates, key=_loss)
+        if best.accuracy == 1:
             break  # none is better, and this is the latest
-        if settings.form == "decoupled" and candidates:
-            rate = min(candidates, key=_loss).learning_rate
+        if settings.form == "decoupled":
+            rate = best.learning_rate
     if failure is not None and not candidates:
         raise failure
     return sorted(candidates, key=lambda candidate: ACTIVATIONS.index(candidate.activation))

@@ -298,7 +298,7 @@ def test_ewc_holds_the_adapter_where_it_is(learned, suite, tmp_path):
         out = tmp_path / str(strength)
         out.mkdir()
         # Several steps: the first one is taken at the anchor, where the penalty has no gradient.
-        held = replace(stream.method, strength=strength, steps=20, learning_rate=1e-3, autocast=False)
+        held = replace(stream.method, strength=strength, steps=20, learning_rate=1e-3, precision="float32")
         held.learn(suite.tasks[1], stream.states[0], out, stream.context(1))
         after = load_file(out / MATRICES)
         moved[strength] = sum(float((after[key].float() - before[key].float()).square().sum()) for key in before)

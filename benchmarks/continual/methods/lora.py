@@ -23,6 +23,7 @@ from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes,
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
+from selector.refined.settings import Precision
 
 ADAPTER = "adapter"
 
@@ -48,7 +49,7 @@ class Lora:
     steps: int = 300
     learning_rate: float = 5e-4
     batch_size: int = 16  # examples of a step, rehearsed ones among them
-    autocast: bool = True  # bfloat16 while training
+    precision: Precision = "bfloat16"  # of matrix products in training
     modules: Modules = "all"  # the layers that are adapted
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
     trials: ClassVar[Trials] = ({"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3})
@@ -67,7 +68,9 @@ class Lora:
         began = time.monotonic()
         rehearsed, penalty = self.rehearsed(training), self.penalty(training)
         seed = (context.seed, context.number)
-        fit = Fit(scorer, parameters, task.train, rehearsed, self.batch_size, seed, self.autocast, penalty)
+        fit = Fit(
+            scorer, parameters, task.train, rehearsed, self.batch_size, seed, self.precision == "bfloat16", penalty
+        )
         history = fit.run(self.learning_rate, self.steps)
         report = {
             "rank": rank,

@@ -8,6 +8,7 @@ from typing import ClassVar
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext, Trials
 from benchmarks.continual.methods.query_keys import QueryKeyCache
+from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
@@ -87,7 +88,11 @@ class Decoupled(Refined):
     def update(
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
-        tokens = max(1, context.budget // context.num_tasks) * self.payload_tokens  # or maps of as many bytes
+        if context.budget < context.num_tasks:
+            raise ConfigError(
+                f"the budget of {context.budget} is below one entry for each of {context.num_tasks} tasks"
+            )
+        tokens = context.budget // context.num_tasks * self.payload_tokens  # or maps of as many bytes
         rank = int(tokens * self.map_share) // (backbone.num_heads // backbone.num_kv_heads)
         left = tokens - rank * backbone.num_heads // backbone.num_kv_heads
         one_entry = replace(self, entries_per_task=1, payload_tokens=left)

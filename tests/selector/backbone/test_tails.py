@@ -51,10 +51,29 @@ def test_tails_give_what_whole_prompts_give(backbone: Backbone, examples: list[E
         torch.testing.assert_close(in_tails, whole, rtol=0, atol=1e-4)
     # Qwen3-VL gives pictures to several layers, so its whole prompts do not start from the first layer's input.
     exact = activation != "prompt" or "Qwen3VL" not in type(backbone.model).__name__
-    assert scorer._exact_tails == {activation != "prompt": exact}
+    assert scorer._exact_tails == {(activation != "prompt", True): exact}
     for mine, expected in zip(gradients(in_tails, memory), gradients(whole, memory), strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_text_does_not_decide_for_pictures(backbone: Backbone, examples: list[Example]) -> None:
+    text = replace(examples[0], messages=({"role": "user", "content": [{"type": "text", "text": "yes no 1 2"}]},))
+    text = replace(text, images=(), id="text", source_digest="text")
+    scorer, mixed = Scorer(backbone), [text, *examples]
+    prompts, answers = [scorer.prefix(e) for e in mixed], [scorer.answer_tokens(e) for e in mixed]
+    expected = scorer.losses_of(mixed, answer_logprobs(backbone, prompts, answers))
+    torch.testing.assert_close(scorer.losses(mixed[:1]), expected[:1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scorer.losses(mixed), expected, rtol=0, atol=1e-4)
+    assert scorer._exact_tails[False, False]
+
+
+def test_tails_are_in_the_precision_of_the_model(backbone: Backbone, examples: list[Example]) -> None:
+    first, second = Scorer(backbone), Scorer(backbone)
+    with torch.autocast("cpu", torch.bfloat16):
+        first.losses(examples)
+    torch.testing.assert_close(first.losses(examples), second.losses(examples), rtol=0, atol=0)
+    assert first._exact_tails == second._exact_tails
 
 
 def test_only_tails_are_computed_in_a_step(
@@ -91,4 +110,4 @@ def test_a_model_of_another_build_is_scored_whole(
     monkeypatch.setattr(tails, "tail_logprobs", lambda *args: [logprobs.roll(1) for logprobs in exact(*args)])
     other = Scorer(backbone)
     torch.testing.assert_close(other.losses(examples, memory, terms), expected, rtol=0, atol=1e-4)
-    assert other._exact_tails == {True: False}
+    assert other._exact_tails == {(True, True): False}
