@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,7 +18,7 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.anchors import AnchorStore
-from selector.data.examples import read_task
+from selector.data.examples import Example, read_task
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.selector.conftest import record, write_task
@@ -285,10 +286,11 @@ def test_a_full_disk_leaves_the_store_as_it_was_and_the_run_can_be_repeated(
 
 
 def test_a_loss_that_is_no_number_is_an_error(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any, **_: Any) -> list[torch.Tensor]:
-        return [torch.full((len(answer), 1000), float("nan"), requires_grad=True) for answer in arguments[2]]
+    def broken(scorer: Scorer, examples: Sequence[Example], *_: Any) -> list[torch.Tensor]:
+        lengths = [len(scorer.answer_tokens(example)) for example in examples]
+        return [torch.full((length, 1000), float("nan"), requires_grad=True) for length in lengths]
 
-    monkeypatch.setattr("selector.backbone.scoring.answer_logprobs", broken)
+    monkeypatch.setattr(Scorer, "predicted", broken)
     assert "the loss is not a finite number for the examples 'colours" in stream.refuse("colours")
     assert not stream.output("colours").exists()
 

@@ -30,7 +30,9 @@ def records(*tasks: str) -> tuple[EntryRecord, ...]:
 
 def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
     """What a plan and the checks look at: entries whose keys are axes."""
-    metadata = SimpleNamespace(entries=records(*tasks), form="merged", weighting=weighting, recipe="refined")
+    metadata = SimpleNamespace(
+        entries=records(*tasks), form="merged", output_map=None, weighting=weighting, recipe="refined"
+    )
     return SimpleNamespace(retrieval_keys=torch.eye(d)[axes].half(), metadata=metadata, temperature=torch.tensor(0.07))
 
 
