@@ -52,6 +52,13 @@ def largest_rank(backbone: Backbone, allowed_bytes: int, modules: Modules = "all
     return allowed_bytes // per_rank
 
 
+def served_rank(rank: int, what: str) -> int:
+    """The least `--max-lora-rank` that takes this rank. Raises ConfigError, beginning with `what`: vLLM has none."""
+    if rank > RANKS[-1]:
+        raise ConfigError(f"{what} has rank {rank}, vLLM serves {RANKS[-1]} at most")
+    return min(each for each in RANKS if each >= rank)
+
+
 def attach(backbone: Backbone, rank: int, seed: int, modules: Modules = "all") -> Any:
     """A new adapter, which changes nothing yet, in the model's own layers: the backbone runs with it from now on."""
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from benchmarks.continual.answering.endpoint import LOAD_ROUTES, LOADS, Endpoint
 from benchmarks.continual.answering.http import Endpoints
 from benchmarks.continual.methods import Method
 from benchmarks.continual.suites import Suite
-from benchmarks.lora_adapter import RANKS, attach, largest_rank, memory_bytes, save
+from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save, served_rank
 from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
@@ -86,10 +86,7 @@ def server_flags() -> list[str]:
 
 def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment. Raises ConfigError: vLLM serves no adapter of that rank."""
-    rank = needs.rank
-    if rank > RANKS[-1]:
-        raise ConfigError(f"an adapter of budget {needs.budget} has rank {rank}, vLLM serves {RANKS[-1]} at most")
-    served = min(r for r in RANKS if r >= rank)
+    served = served_rank(needs.rank, f"an adapter of budget {needs.budget}")
     flags = ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", str(max(2, needs.jobs))]
     return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 

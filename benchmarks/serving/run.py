@@ -27,7 +27,7 @@ from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTo
 from benchmarks.chat import Message
 from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
-from benchmarks.lora_adapter import RANKS, attach, largest_rank, memory_bytes, save
+from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save, served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import breakdown, report, retrieval
@@ -202,8 +202,13 @@ def save_adapter(model: Path, work: Path) -> tuple[Path, int]:
 
 
 def lora_server_arguments(model: Path, adapter: Path, rank: int, context: int, args: argparse.Namespace) -> list[str]:
-    served = min(r for r in RANKS if r >= rank)
-    flags = ["--enable-lora", "--max-lora-rank", str(served), "--lora-modules", f"{LORA}={adapter}"]
+    flags = [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(served_rank(rank, "the adapter")),
+        "--lora-modules",
+        f"{LORA}={adapter}",
+    ]
     return [*server_arguments(model, {}, context, args), *flags]
 
 

@@ -24,7 +24,7 @@ from ..data.examples import Example
 from ..runtime.distributed import all_reduce_sum, in_step, shard, summed, together
 from .generation import answer_logprobs, answer_tokens_logprobs
 from .injection import Memory, Terms
-from .model import TOKEN_INPUTS, Backbone, Inputs
+from .model import Backbone, Inputs
 from .tails import Tail, compute_tail, has_tails, tail_logprobs
 
 CACHED_PREFIXES = 512  # encoded prefixes kept, so that images are not decoded in every step
@@ -57,7 +57,7 @@ class Scorer:
         self.batch_size = batch_size
         self._prefixes: LRUCache[str, Inputs] = LRUCache(CACHED_PREFIXES)
         self._tails: LRUCache[tuple[str, str, int], Tail] = LRUCache(CACHED_TAIL_BYTES, lambda tail: tail.nbytes)
-        self._exact_tails: dict[tuple[bool, bool], bool] = {}  # by whether they start late and the prompt has media
+        self._exact_tails: dict[tuple[bool, bool], bool] = {}  # by whether they start late and the prompt has images
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
@@ -131,10 +131,10 @@ class Scorer:
 
         A model that gives pictures to several layers has only tails that start after the last picture.
         """
-        prompt = self.prefix(example)
-        kind = (first_active > 0, bool(prompt.keys() - set(TOKEN_INPUTS)))
+        kind = (first_active > 0, bool(example.images))
         if kind not in self._exact_tails:
-            self._exact_tails[kind] = has_tails(self.backbone, prompt, self.answer_tokens(example), first_active)
+            prompt, answer = self.prefix(example), self.answer_tokens(example)
+            self._exact_tails[kind] = has_tails(self.backbone, prompt, answer, first_active)
         return self._exact_tails[kind]
 
     def _tail(self, example: Example, first_active: int) -> Tail:

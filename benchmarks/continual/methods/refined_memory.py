@@ -52,12 +52,15 @@ class Refined(SelectedMemory):
     def update(
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
-        share = max(1, context.budget // context.num_tasks)
-        shared = replace(self, entries_per_task=self.entries_per_task or share)
-        settings = selector_settings(RefinedSettings, shared, context)
+        settings = self.settings(backbone, context)
         base = context.base if self.base else ()
         keys = QueryKeyCache(context.model)
         return update_refined(backbone, inputs, settings, checkpoint, base=base, query_keys=keys)
+
+    def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:
+        share = max(1, context.budget // context.num_tasks)
+        shared = replace(self, entries_per_task=self.entries_per_task or share)
+        return selector_settings(RefinedSettings, shared, context)
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,7 @@ class Decoupled(Refined):
     activation: ActivationChoice = "search"
     map_share: float = 0.5  # of an entry's bytes; the rest are tokens
 
-    def update(
-        self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
-    ) -> UpdateResult:
+    def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:
         if context.budget < context.num_tasks:
             raise ConfigError(
                 f"the budget of {context.budget} is below one entry for each of {context.num_tasks} tasks"
@@ -97,10 +98,7 @@ class Decoupled(Refined):
         left = tokens - rank * backbone.num_heads // backbone.num_kv_heads
         one_entry = replace(self, entries_per_task=1, payload_tokens=left)
         settings = selector_settings(RefinedSettings, one_entry, replace(context, budget=context.num_tasks))
-        settings = settings.model_copy(update={"map_rank": rank})
-        keys = QueryKeyCache(context.model)
-        base = context.base if self.base else ()
-        return update_refined(backbone, inputs, settings, checkpoint, base=base, query_keys=keys)
+        return settings.model_copy(update={"map_rank": rank})
 
 
 ABLATIONS = (
