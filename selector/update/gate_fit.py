@@ -23,7 +23,8 @@ from inducekv_vllm.errors import ConfigError
 
 SHRINKAGE: Final = 2e-2  # of the covariance towards a multiple of the identity
 FOLDS: Final = 5
-MISSED: Final = 0.02  # share of a task's own held-out questions that the gate may miss
+MISSED: Final = 0.05  # share of a task's own held-out questions that the gate may miss, to keep others out
+MISSED_ALONE: Final = 0.02  # if nothing is known of other questions
 INTRUDED: Final = 0.01  # share of other held-out questions that it may let in, if it misses no more for it
 
 
@@ -56,7 +57,7 @@ def _one_class(own: Tensor) -> tuple[Tensor, Tensor]:
     key = own.double().mean(dim=0)  # [p, d]
     key[:-1] = 0  # a task's questions share their text; their prefixes differ
     key = key / key.norm()
-    return key[None], torch.einsum("npd,pd->n", own.double(), key.half().double()).quantile(MISSED)[None]
+    return key[None], torch.einsum("npd,pd->n", own.double(), key.half().double()).quantile(MISSED_ALONE)[None]
 
 
 def _fit(tasks: Sequence[Tensor], base: Tensor) -> tuple[Tensor, Tensor]:
