@@ -73,9 +73,14 @@ def reattach(backbone: Backbone, folder: Path) -> Any:
 
 
 def save(adapted: Any, folder: Path) -> int:
-    """Writes the adapter as peft does, its matrices in float16; returns their bytes."""
+    """Writes the adapter as peft does, its matrices in float16; returns their bytes.
+
+    Those of a model on the meta device, which has no numbers, are random.
+    """
     folder.mkdir()
     adapted.peft_config["default"].save_pretrained(str(folder))
-    tensors = {name: t.detach().half().contiguous() for name, t in get_peft_model_state_dict(adapted).items()}
+    matrices = get_peft_model_state_dict(adapted).items()
+    numbers = {name: 0.01 * torch.randn(t.shape) if t.is_meta else t.detach() for name, t in matrices}
+    tensors = {name: t.half().contiguous() for name, t in numbers.items()}
     replace_file(folder / "adapter_model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -147,8 +147,20 @@ def published_name(name: str) -> str | None:
     return f"language_model.model.{rest}" if part == "language_model" else f"{part}.{rest}"
 
 
-def export(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
-    """Writes a complete checkpoint, tensors stored as float16, and swaps it in as a whole."""
+def _write_weights(model: LlavaForConditionalGeneration, path: Path) -> None:
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        published = published_name(name)
+        if published is not None and not name.endswith("position_ids"):
+            tensors[published] = tensor.detach().to(torch.float16).contiguous().clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def export(
+    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path, *, weights: bool = True
+) -> Path:
+    """Writes a complete checkpoint, tensors stored as float16, or all of it but `weights`; swaps it in as a whole."""
     staging = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -161,13 +173,8 @@ def export(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerF
         part["dtype"] = "float32"
     (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     GenerationConfig(eos_token_id=END, pad_token_id=PAD, do_sample=False).save_pretrained(staging)
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        published = published_name(name)
-        if published is not None and not name.endswith("position_ids"):
-            tensors[published] = tensor.detach().to(torch.float16).contiguous().clone()
-    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    (staging / "model.safetensors").chmod(0o644)
+    if weights:
+        _write_weights(model, staging / "model.safetensors")
     old = directory.with_name(directory.name + ".old")
     if directory.exists():
         os.replace(directory, old)

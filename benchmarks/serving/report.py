@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from benchmarks.serving import paper_tables
 from benchmarks.serving.load import Block
 from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT, SECOND_TURN, decoupled_name
 
@@ -42,6 +43,7 @@ def summarize(blocks: list[Block]) -> dict[str, float]:
     timings = [timing for block in blocks for timing in block.timings]
     ttft = [1000 * timing.ttft for timing in timings]
     tpot = [1000 * timing.tpot for timing in timings if not math.isnan(timing.tpot)]
+    whole = [t.ttft + (t.tpot * (t.output_tokens - 1) if t.output_tokens > 1 else 0.0) for t in timings]
     return {
         "requests": len(timings),
         "prompt_tokens": median(timing.prompt_tokens for timing in timings),
@@ -49,6 +51,7 @@ def summarize(blocks: list[Block]) -> dict[str, float]:
         "ttft_iqr_ms": _iqr(ttft),
         "tpot_ms": median(tpot) if tpot else float("nan"),
         "tpot_iqr_ms": _iqr(tpot) if tpot else float("nan"),
+        "e2e_s": median(whole),
         "tokens_per_s": median(block.tokens_per_second for block in blocks),
     }
 
@@ -97,6 +100,8 @@ def check_retrieval(milliseconds: dict[str, float]) -> list[dict[str, Any]]:
 def show(result: dict[str, Any], console: Console) -> None:
     for concurrency, rows in result["concurrency"].items():
         console.print(table(concurrency, rows))
+    for paper in paper_tables.tables(result["compute_matched"], result["budget_latency"]):
+        console.print(paper)
     for target in result["targets"]:
         verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
         console.print(f"{target['target']}: {target['reached']:.2f} (at most {target['limit']}) {verdict}")

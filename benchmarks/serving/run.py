@@ -1,9 +1,9 @@
-"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
+"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR | --geometry NAME] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-targets, where the time of a request with memory goes, and one JSON object as the last line; the same object goes to
-`benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of another length), or to
-`--output`.
+paper's tables, the targets, where the time of a request with memory goes, and one JSON object as the last line; the
+same object goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of
+another length), or to `--output`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -19,44 +18,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoConfig
 
 from benchmarks.chat import Message
-from benchmarks.demo.model import build_config, export
 from benchmarks.demo.world import write_task
-from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save, served_rank
+from benchmarks.geometries import GEOMETRIES, Geometry
+from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from benchmarks.serving import breakdown, report, retrieval
+from benchmarks.serving import breakdown, paper_tables, report, retrieval
+from benchmarks.serving.bundles import (
+    SEED,
+    build_bundles,
+    decouple,
+    random_bundles,
+    save_adapter,
+    stored_bytes,
+)
+from benchmarks.serving.checkpoints import save, save_without_weights
 from benchmarks.serving.load import REQUEST_SECONDS, Block, chat_body, send_requests
 from benchmarks.serving.methods import (
     BASE_METHOD,
     BUDGETS,
     DECOUPLED_BUDGET,
     LORA,
-    PAYLOAD_TOKENS,
     PROMPT_TOKENS,
     Method,
     bundle_name,
-    decoupled_name,
     lora_methods,
     make_methods,
 )
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
-from inducekv_vllm.activation import ACTIVATIONS
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
 FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
-KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
+KV_CACHE_BYTES = 2 << 30  # at least
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-SEED, MODEL_SEED = 11, 0
-REPORTED = ("model", "dtype", "weighting", "prompt_tokens", "output_tokens", "smoke")
+REPORTED = ("model", "geometry", "budgets", "dtype", "weighting", "prompt_tokens", "output_tokens", "smoke")
 
 
 def main() -> int:
@@ -64,15 +65,18 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = resolve_model(args.model, work)
-        adapter, rank = save_adapter(model, work)
-        tasks = write_exemplars(work)
-        bundles = build_bundles(model, tasks, args.weighting, work)
+        model, geometry = resolve_model(args, work)
+        adapter, rank, adapter_bytes = save_adapter(model, geometry, work)
+        tasks = write_exemplars(work, args.budgets)
+        if geometry is None:
+            bundles = build_bundles(model, tasks, args.budgets, args.weighting, work)
+        else:
+            bundles = random_bundles(model, geometry, args.budgets, args.weighting, work)
         bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
         prompts = PromptMaker(model, read_exemplars(tasks), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
+            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens, args.budgets)
             methods = chosen(every, args.methods)
             measured = measure(url, methods, args, console)
             parts = breakdown.measure(url, methods, args.rounds)
@@ -80,6 +84,8 @@ def main() -> int:
             rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
             for concurrency, blocks in measure(url, rivals, args, console).items():
                 measured[concurrency] |= blocks
+        stored = {method.name: stored_bytes(bundles, method.model) for method in methods} | {LORA: adapter_bytes}
+    rows = report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)})
     result = {
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
@@ -87,16 +93,19 @@ def main() -> int:
         "retrieval_ms": retrieval.measure(),
         "breakdown_ms": parts,
         "lora_rank": rank,
-        "concurrency": report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)}),
+        "stored_bytes": stored,
+        "concurrency": rows,
+        "compute_matched": paper_tables.compute_matched(rows["1"], stored),
+        "budget_latency": paper_tables.budget_latency(rows["1"], stored),
         "machine": describe_machine(),
     }
-    targets = report.check_targets(result["concurrency"]["1"])
+    targets = report.check_targets(rows["1"])
     result["targets"] = targets + report.check_retrieval(result["retrieval_ms"])
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
         length = "" if args.prompt_tokens == PROMPT_TOKENS else f"_{args.prompt_tokens}"
-        path = args.output or RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
+        path = args.output or RESULTS / f"serving_{args.geometry or Path(args.model).name}_{args.dtype}{length}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -104,7 +113,14 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
+    model.add_argument(
+        "--geometry",
+        choices=GEOMETRIES,
+        help="instead of a model: one of this shape, whose random weights are made where they are served",
+    )
+    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help=f"{DECOUPLED_BUDGET} among them")
     parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
     # Left to itself vLLM serves a float32 checkpoint in bfloat16.
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -119,86 +135,48 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if 1 not in args.concurrency or min(args.concurrency) < 1:
         parser.error("--concurrency takes positive numbers, 1 among them")
+    if DECOUPLED_BUDGET not in args.budgets or min(args.budgets) < 1 or len(set(args.budgets)) < len(args.budgets):
+        parser.error(f"--budgets takes different positive numbers, {DECOUPLED_BUDGET} among them")
     if args.rounds < 1 or args.output_tokens < 2:
         parser.error("--rounds must be at least 1 and --output-tokens at least 2")
+    if args.geometry is not None:
+        args.model = None
     if args.smoke:
         args.rounds, args.output_tokens, args.concurrency = 1, 4, [1, 2]
     return args
 
 
-def resolve_model(name: str, work: Path) -> Path:
-    if name == "80m":
-        return save_80m(work / "model_80m")
-    return CHECKPOINT if name == "demo" else Path(name)
+def resolve_model(args: argparse.Namespace, work: Path) -> tuple[Path, Geometry | None]:
+    """The checkpoint's folder, and its geometry if it has no weights."""
+    if args.geometry is not None:
+        geometry = GEOMETRIES[args.geometry]
+        return save_without_weights(geometry, work / args.geometry), geometry
+    if args.model == "80m":
+        return save(GEOMETRIES["80m"], work / "model_80m"), None
+    return CHECKPOINT if args.model == "demo" else Path(args.model), None
 
 
-def save_80m(directory: Path, tokenizer_source: Path = CHECKPOINT) -> Path:
-    """Writes a checkpoint of about 160 MB of float16 to `directory`, the same bytes every time.
-
-    It has the demo model's architecture, tokenizer and processor; it is wider, deeper and untrained. Its answers mean
-    nothing, its costs are those of any model of its shape.
-    """
-    config = build_config()
-    text = config.text_config
-    assert isinstance(text, Qwen3Config)
-    text.hidden_size = 768
-    text.intermediate_size = 2048
-    text.num_hidden_layers = 12
-    text.num_attention_heads = 12
-    text.num_key_value_heads = 4
-    text.head_dim = 64
-    text.layer_types = ["full_attention"] * 12
-    torch.manual_seed(MODEL_SEED)
-    model = LlavaForConditionalGeneration(config)
-    return export(model, PreTrainedTokenizerFast.from_pretrained(tokenizer_source), directory)
-
-
-def write_exemplars(work: Path) -> Path:
+def write_exemplars(work: Path, budgets: Sequence[int] = BUDGETS) -> Path:
     """Task data enough for the largest bundle; returns the JSONL."""
-    write_task(work / TASK, TASK, {"train": max(BUDGETS)})
+    write_task(work / TASK, TASK, {"train": max(budgets)})
     return work / TASK / "train.jsonl"
-
-
-def build_bundles(model: Path, tasks: Path, weighting: str, work: Path) -> dict[str, Path]:
-    """One bundle a budget, by the command a user would run."""
-    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in BUDGETS}
-    for budget, path in zip(BUDGETS, bundles.values(), strict=True):
-        command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
-        command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
-        subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
-    return bundles
-
-
-def decouple(merged: Path, work: Path) -> dict[str, Path]:
-    """The entries of a merged bundle as decoupled memory, with each activation: its costs do not depend on values."""
-    bundle = read_bundle(merged)
-    facts = ("backbone", "budget", "entries", "recipe", "settings")
-    bundles = {decoupled_name(activation): work / f"{activation}.safetensors" for activation in ACTIVATIONS}
-    for activation, path in zip(ACTIVATIONS, bundles.values(), strict=True):
-        decoupled = Bundle.create(
-            **bundle.tensors(),
-            **{name: getattr(bundle.metadata, name) for name in facts},
-            weighting="uniform",
-            form="decoupled",
-            activations=dict.fromkeys(bundle.metadata.tasks, activation),
-        )
-        write_bundle(decoupled, path)
-    return bundles
 
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
-    limits += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--limit-mm-per-prompt", json.dumps({"image": 257})]
+    limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
+    limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
+    if args.geometry is not None:
+        limits += ["--load-format", "dummy"]
     return [str(model), *memories, *limits, *args.serve_args]
 
 
-def save_adapter(model: Path, work: Path) -> tuple[Path, int]:
-    """A LoRA adapter of every linear layer, no larger than the 64 entries of decoupled memory; and its rank."""
-    backbone = Backbone.load(model)
-    rank = largest_rank(backbone, memory_bytes(backbone, DECOUPLED_BUDGET, PAYLOAD_TOKENS, gated_tasks=0))
-    save(attach(backbone, rank, SEED), work / LORA)
-    return work / LORA, rank
+def kv_cache_bytes(model: Path, context: int, requests: int) -> int:
+    """Room for `requests` at full context, in float32."""
+    text = AutoConfig.from_pretrained(model).text_config
+    token = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    return max(KV_CACHE_BYTES, requests * context * token)
 
 
 def lora_server_arguments(model: Path, adapter: Path, rank: int, context: int, args: argparse.Namespace) -> list[str]:

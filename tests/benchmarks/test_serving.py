@@ -11,12 +11,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
+from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.server_process import ServerFailed, serving
-from benchmarks.serving import load, methods, report, retrieval
+from benchmarks.serving import load, methods, paper_tables, report, retrieval
+from benchmarks.serving.bundles import decouple, random_bundles, save_adapter, stored_bytes
+from benchmarks.serving.checkpoints import config_of, save_without_weights
 from benchmarks.serving.load import Block, Timing
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from benchmarks.serving.run import chosen, write_exemplars
+from inducekv_vllm.footprint import footprint_bytes
 from server.demo import CHECKPOINT
 
 BODY = load.chat_body("m", [], 3, {})
@@ -157,6 +162,64 @@ def test_a_second_turn_continues_the_first(prompts: PromptMaker) -> None:
     assert second[2]["role"] == "user"
     words = prompts.length(second) - prompts.length([*first, second[1], {"role": "user", "content": ""}])
     assert words == methods.SECOND_TURN_TOKENS
+
+
+def row(ttft_ms: float, tpot_ms: float, prompt: float = 256.0) -> dict[str, float]:
+    return {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_s": 1.0, "prompt_tokens": prompt}
+
+
+def test_the_papers_tables_have_what_was_measured_and_nothing_else() -> None:
+    rows = {
+        "none": row(100, 10),
+        "memory_B64_all": row(200, 12),
+        "memory_B64_top8": row(150, 11),
+        "memory_B512_all": row(400, 20),
+        "decoupled_B64_text": row(150, 11),
+        "decoupled_B64_text_turn2": row(80, 11),
+        "longer_prompt": row(900, 15, 2304),
+        "lora": row(300, 30),
+    }
+    stored = {"memory_B64_all": 2**20, "memory_B512_all": 2**23, "lora": 2**20}
+    budgets = paper_tables.budget_latency(rows, stored)
+    assert [(row["tier"], row["entries"], row["kv_tokens"]) for row in budgets] == [("S", 64, 512), ("XL", 512, 4096)]
+    assert budgets[1]["bytes"] == 2**23
+    assert budgets[1]["decode_tokens_per_s"] == pytest.approx(50)
+    matched = {row["method"]: row for row in paper_tables.compute_matched(rows, stored)}
+    assert list(matched) == [
+        "no memory",
+        "LoRA",
+        "longer prompt",
+        "InduceKV, merged, 64 entries",
+        "InduceKV, merged, 512 entries",
+        "InduceKV, decoupled, 64 entries, text",
+    ]
+    assert matched["longer prompt"]["added_prompt_tokens"] == 2048
+    assert matched["InduceKV, merged, 512 entries"]["added_kv_tokens"] == 4096
+    assert matched["LoRA"]["extra_bytes"] == 2**20
+    assert [table.title for table in paper_tables.tables([*matched.values()], [])] == ["Compute-Matched"]
+
+
+def test_a_4b_geometry_has_the_papers_footprint() -> None:
+    """Paper, table of footprints: 72.31 MiB for 64 entries of 8 tokens at Qwen3-VL-4B."""
+    text = config_of(GEOMETRIES["qwen3-vl-4b"]).text_config
+    shape = (text.hidden_size, text.num_hidden_layers, text.num_key_value_heads, 8, text.head_dim)
+    assert footprint_bytes(64, *shape) / 2**20 == pytest.approx(72.31, abs=0.005)
+
+
+def test_a_geometry_needs_no_weights(tmp_path: Path) -> None:
+    geometry = Geometry(layers=2, heads=6, kv_heads=2, head_size=16, hidden_size=64, intermediate_size=96)
+    model = save_without_weights(geometry, tmp_path / "model")
+    assert not list(model.glob("*.safetensors"))
+    bundles = random_bundles(model, geometry, [64], "sqrt", tmp_path)
+    bundles |= decouple(bundles["memory_B64"], tmp_path)
+    assert stored_bytes(bundles, "memory_B64") == stored_bytes(bundles, "decoupled_B64_text") > 0
+    assert stored_bytes(bundles, "model") == 0
+    adapter, rank, size = save_adapter(model, geometry, tmp_path)
+    assert rank >= 1
+    assert 0 < size <= stored_bytes(bundles, "memory_B64")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    assert sum(tensor.nbytes for tensor in tensors.values()) == size
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 def test_retrieval_over_512_entries_takes_less_than_a_millisecond() -> None:

@@ -1,0 +1,34 @@
+"""The sizes of models that are measured without their weights; those of their language models' configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Geometry:
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # J
+    head_size: int  # D
+    hidden_size: int  # d
+    intermediate_size: int  # of the MLP
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+
+GEOMETRIES = {
+    "qwen3-vl-2b": Geometry(28, 16, 8, 128, 2048, 6144),
+    "qwen3-vl-4b": Geometry(36, 32, 8, 128, 2560, 9728),
+    "qwen3-vl-8b": Geometry(36, 32, 8, 128, 4096, 12288),
+    "qwen2.5-vl-7b": Geometry(28, 28, 4, 128, 3584, 18944),
+    "llava-1.5-7b": Geometry(32, 32, 32, 128, 4096, 11008),
+    "80m": Geometry(12, 12, 4, 64, 768, 2048),  # of no published model: what two cores can serve
+    "tiny": Geometry(2, 6, 2, 64, 48, 64),
+}

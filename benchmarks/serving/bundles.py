@@ -1,0 +1,118 @@
+"""What the servers of the benchmark load: bundles of every budget and activation, and a LoRA adapter of equal bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import normalize
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from benchmarks.geometries import Geometry
+from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
+from benchmarks.serving.methods import DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
+from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, write_bundle
+from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.page_terms import Weighting
+from selector.backbone.model import Backbone
+
+SEED = 11
+TEMPERATURE = 0.07  # the paper's start
+
+
+def build_bundles(
+    model: Path, tasks: Path, budgets: Sequence[int], weighting: Weighting, work: Path
+) -> dict[str, Path]:
+    """One bundle a budget, of examples of `tasks`, by the command a user would run."""
+    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in budgets}
+    for budget, path in zip(budgets, bundles.values(), strict=True):
+        command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
+        command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
+        subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
+    return bundles
+
+
+def random_bundles(
+    model: Path, geometry: Geometry, budgets: Sequence[int], weighting: Weighting, work: Path
+) -> dict[str, Path]:
+    """One bundle a budget for a model that has no weights: its costs do not depend on its numbers."""
+    generator = torch.Generator().manual_seed(SEED)
+    L, J, D, d = geometry.layers, geometry.kv_heads, geometry.head_size, geometry.hidden_size
+    bundles = {}
+    for budget in budgets:
+        shape = (L, budget, J, PAYLOAD_TOKENS, D)
+        bundle = Bundle.create(
+            retrieval_keys=normalize(torch.randn(budget, d, generator=generator), dim=1),
+            payload_keys=torch.randn(shape, generator=generator),
+            payload_values=0.01 * torch.randn(shape, generator=generator),
+            temperature=TEMPERATURE,
+            value_gates=torch.full((L,), 0.5),
+            layer_bias=torch.zeros(L),
+            backbone=backbone_fingerprint(model),
+            budget=budget,
+            entries=tuple(
+                EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(budget)
+            ),
+            weighting=weighting,
+            recipe="random",
+            settings={},
+        )
+        bundles[bundle_name(budget)] = work / f"B{budget}.safetensors"
+        write_bundle(bundle, bundles[bundle_name(budget)])
+    return bundles
+
+
+def decouple(merged: Path, work: Path) -> dict[str, Path]:
+    """The entries of a merged bundle as decoupled memory, with each activation: its costs do not depend on values."""
+    bundle = read_bundle(merged)
+    facts = ("backbone", "budget", "entries", "recipe", "settings")
+    bundles = {decoupled_name(activation): work / f"{activation}.safetensors" for activation in ACTIVATIONS}
+    for activation, path in zip(ACTIVATIONS, bundles.values(), strict=True):
+        decoupled = Bundle.create(
+            **bundle.tensors(),
+            **{name: getattr(bundle.metadata, name) for name in facts},
+            weighting="uniform",
+            form="decoupled",
+            activations=dict.fromkeys(bundle.metadata.tasks, activation),
+        )
+        write_bundle(decoupled, path)
+    return bundles
+
+
+def stored_bytes(bundles: dict[str, Path], name: str) -> int:
+    """Of a method's bundle (paper, Eq. bytes_per_entry); 0 if the model of this name has no memory."""
+    if name not in bundles:
+        return 0
+    facts = read_bundle(bundles[name], verify=False).metadata
+    shape = facts.backbone
+    return footprint_bytes(
+        facts.budget, shape.hidden_size, shape.num_layers, shape.num_kv_heads, facts.payload_tokens, shape.head_dim
+    )
+
+
+def save_adapter(model: Path, geometry: Geometry | None, work: Path) -> tuple[Path, int, int]:
+    """A LoRA adapter of every linear layer, no larger than the 64 entries of decoupled memory: folder, rank, bytes."""
+    backbone = Backbone.load(model) if geometry is None else _without_weights(model, geometry)
+    rank = largest_rank(backbone, memory_bytes(backbone, DECOUPLED_BUDGET, PAYLOAD_TOKENS, gated_tasks=0))
+    size = save(attach(backbone, rank, SEED), work / LORA)
+    return work / LORA, rank, size
+
+
+def _without_weights(model: Path, geometry: Geometry) -> Backbone:
+    """The modules of a model, on the meta device."""
+    with torch.device("meta"):
+        network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
+    return Backbone(
+        model=network,
+        processor=None,
+        num_layers=geometry.layers,
+        num_heads=geometry.heads,
+        num_kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_size,
+        hidden_size=geometry.hidden_size,
+    )
