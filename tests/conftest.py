@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tests.inducekv_vllm.parity import World
     from tests.server.launch import Adapted
 
+# Triton decides when it is first imported whether kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Files whose tests share a server or an engine, and the name of that group.
 GROUPS = {
@@ -52,12 +55,6 @@ class GroupScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
-
-
-def pytest_configure() -> None:
-    """Triton decides when it is first imported whether kernels are compiled or interpreted."""
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:

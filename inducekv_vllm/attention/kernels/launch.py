@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_SIZES = range(16, 257, 8)
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
+MERGE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 MERGED_NUMBERS = 8192  # that a program of the merging kernel holds at a time
 INTEGERS = dict.fromkeys(("token_index", "length", "decoupled", "map_index", "map_length"), torch.int32)
 # Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
@@ -46,12 +50,36 @@ def add_memory(
         ValueError: the arguments do not fit `shape` or each other.
     """
     _check_call(pool, step, query, output, self_lse, shape)
+    for launch in launches(pool, tables, step, query, output, self_lse, scale, shape):
+        launch.kernel[launch.grid](**launch.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, how many programs it has, and its arguments by name, with Triton's `num_warps` and `num_stages`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+
+
+def launches(
+    pool: LayerPool,
+    tables: SlotTables,
+    step: StepTensors,
+    query: Tensor,
+    output: Tensor,
+    self_lse: Tensor | None,
+    scale: float,
+    shape: LaunchShape,
+) -> list[Launch]:
+    """The launches of `add_memory`, in their order; without its checks."""
     _, H, D = query.shape
     J = pool.keys.shape[0]
     G, DP = H // J, triton.next_power_of_2(D)
     lse = self_lse if shape.lse else None
     map_in, map_out = (pool.map_in, pool.map_out) if shape.maps else (None, None)
-    epilogue = {
+    epilogue: dict[str, Any] = {
         "output": output,
         "self_lse": lse,
         "map_in": map_in,
@@ -95,36 +123,37 @@ def add_memory(
         parts = (shape.items, J, shape.block_rows, D)
         epilogue["partial_output"] = torch.empty(parts, dtype=torch.float32, device=query.device)
         epilogue["partial_sums"] = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
-    device.memory_tiles[(shape.items if shape.split else shape.tiles, J)](
-        **epilogue,
-        query=query,
-        keys=pool.keys,
-        values=pool.values,
-        token_index=tables.token_index,
-        log_weight=tables.log_weight,
-        key_scale=tables.key_scale,
-        value_scale=tables.value_scale,
-        length=tables.length,
-        work=step.work,
-        scale=scale,
-        query_row=query.stride(0),
-        query_head=query.stride(1),
-        keys_head=pool.keys.stride(0),
-        keys_token=pool.keys.stride(1),
-        values_head=pool.values.stride(0),
-        values_token=pool.values.stride(1),
-        terms_slot=tables.token_index.stride(0),
-        BN=shape.block_tokens,
-        ONE_SLOT=shape.one_slot,
-        SPLIT=shape.split,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+    read = {
+        "query": query,
+        "keys": pool.keys,
+        "values": pool.values,
+        "token_index": tables.token_index,
+        "log_weight": tables.log_weight,
+        "key_scale": tables.key_scale,
+        "value_scale": tables.value_scale,
+        "length": tables.length,
+        "work": step.work,
+        "scale": scale,
+        "query_row": query.stride(0),
+        "query_head": query.stride(1),
+        "keys_head": pool.keys.stride(0),
+        "keys_token": pool.keys.stride(1),
+        "values_head": pool.values.stride(0),
+        "values_token": pool.values.stride(1),
+        "terms_slot": tables.token_index.stride(0),
+        "BN": shape.block_tokens,
+        "ONE_SLOT": shape.one_slot,
+        "SPLIT": shape.split,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+    programs = shape.items if shape.split else shape.tiles
+    found = [Launch(device.memory_tiles, (programs, J), epilogue | read)]
     if shape.split:
         GP = triton.next_power_of_2(G)
-        device.merge_items[(shape.tiles * shape.height, J)](
-            **epilogue, tile_work=step.tile_work, GP=GP, BI=max(1, MERGED_NUMBERS // (GP * DP)), num_warps=4
-        )
+        merge = {"tile_work": step.tile_work, "GP": GP, "BI": max(1, MERGED_NUMBERS // (GP * DP)), **MERGE_OPTIONS}
+        found.append(Launch(device.merge_items, (shape.tiles * shape.height, J), epilogue | merge))
+    return found
 
 
 def processors(of: torch.device) -> Processors:

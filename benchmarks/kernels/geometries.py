@@ -1,0 +1,33 @@
+"""The sizes of models that the kernels are measured at; those of their language models' configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Geometry:
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # J
+    head_size: int  # D
+    hidden_size: int  # d
+    intermediate_size: int  # of the MLP
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+
+GEOMETRIES = {
+    "qwen3-vl-2b": Geometry(28, 16, 8, 128, 2048, 6144),
+    "qwen3-vl-4b": Geometry(36, 32, 8, 128, 2560, 9728),
+    "qwen3-vl-8b": Geometry(36, 32, 8, 128, 4096, 12288),
+    "qwen2.5-vl-7b": Geometry(28, 28, 4, 128, 3584, 18944),
+    "llava-1.5-7b": Geometry(32, 32, 32, 128, 4096, 11008),
+    "tiny": Geometry(2, 6, 2, 64, 48, 64),
+}
