@@ -78,7 +78,8 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        whole = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (whole and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
@@ -86,7 +87,7 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
             signature[parameter.name] = POINTERS[value.dtype]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (whole and value % 16 == 0):
             attributes[(number,)] = DIVISIBLE
     return ASTSource(kernel, signature, constants, attributes)
 

@@ -1,7 +1,7 @@
 """All layers' attention and projections, with and without memory, under one CUDA graph.
 
 A layer is its four matrix products (queries, keys and values; attention's output; both of the MLP) and self-attention
-by PyTorch's FlashAttention. Norms, rotations, activations and the vocabulary are left out: they take the same time with
+by FlashAttention. Norms, rotations, activations and the vocabulary are left out: they take the same time with
 memory and without, so that the ratio of both is rather worse here than in a whole model.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.geometries import Geometry
+from benchmarks.kernels.self_attention import attend
 from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import TOLERANCE, Case, Phase, Workload, build, deviation
 
@@ -24,7 +25,6 @@ CONTEXT, SMALL_CONTEXT = 1024, 16  # tokens in the KV cache of each request that
 STEPS: tuple[tuple[Phase, int], ...] = (("decode", 1), ("decode", 64), ("prefill", 2048))
 MAP_ROWS = 16
 WEIGHT_SIZE = 0.3  # of a matrix product's output, so that hidden states keep their size without norms
-HALF = (torch.float16, torch.bfloat16)
 
 
 def cases() -> list[Case]:
@@ -49,7 +49,7 @@ class Layer:
     out: Tensor  # [H D, d]
     up: Tensor  # [d, 2 I]
     down: Tensor  # [I, d]
-    keys: Tensor  # [R, J, CONTEXT, D]; empty in a prefill
+    keys: Tensor  # [R, CONTEXT, J, D]; empty in a prefill
     values: Tensor
 
 
@@ -99,14 +99,11 @@ def forward(layers: list[Layer], hidden: Tensor, workload: Workload, add_memory:
         qkv = hidden @ layer.qkv
         query, key, value = qkv.view(R, -1, D).split([g.heads, J, J], dim=1)  # [R, H, D], [R, J, D] twice
         if workload.case.phase == "decode":
-            # The G query heads of a KV head are rows of one head: K is read once for all.
-            rows = query.reshape(R, J, -1, D)
-            output, lse = self_attention(rows, layer.keys, layer.values, causal=False, scale=g.scale)
-            output, lse = output.reshape(R, g.heads, D), lse.reshape(R, g.heads)
+            output, lse = attend(query[:, None], layer.keys, layer.values, causal=False, scale=g.scale)
+            output, lse = output[:, 0], lse[:, 0]  # [R, H, D], [R, H]
         else:
-            own, keys, values = (x.transpose(0, 1)[None] for x in (query, key, value))
-            output, lse = self_attention(own, keys, values, causal=True, scale=g.scale)
-            output, lse = output[0].transpose(0, 1), lse[0].T  # [R, H, D], [R, H]
+            output, lse = attend(query[None], key[None], value[None], causal=True, scale=g.scale)
+            output, lse = output[0], lse[0]
         if add_memory is not None:
             add_memory(workload, number, query, output, lse)
         hidden = torch.addmm(hidden, output.reshape(R, -1), layer.out)
@@ -114,40 +111,11 @@ def forward(layers: list[Layer], hidden: Tensor, workload: Workload, add_memory:
     return hidden
 
 
-def self_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """PyTorch's FlashAttention; for float32 on a GPU, which it does not take, plain products.
-
-    Args:
-        query: [n, h, R, D].
-        keys: [n, j, T, D], h a multiple of j.
-        values: as the keys.
-
-    Returns:
-        Output [n, h, R, D], and log-sum-exp [n, h, R] float32.
-    """
-    R, repeated = query.shape[2], query.shape[1] // keys.shape[1]
-    if query.is_cuda and query.dtype in HALF:
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, keys, values, 0.0, causal, False, scale=scale
-        )
-        return output, lse[..., :R]
-    keys, values = (x.repeat_interleave(repeated, dim=1) for x in (keys, values))
-    if not query.is_cuda:
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, scale=scale
-        )
-        return output, lse.float()
-    logits = query @ keys.mT * scale
-    if causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
-    return logits.softmax(-1) @ values, logits.logsumexp(-1)
-
-
 def _layer(g: Geometry, case: Case, dtype: torch.dtype, device: str, context: int) -> Layer:
     def weight(inputs: int, outputs: int) -> Tensor:
         return (torch.randn(inputs, outputs, device=device) * WEIGHT_SIZE / math.sqrt(inputs)).to(dtype)
 
-    cached = (case.rows if case.phase == "decode" else 0, g.kv_heads, context, g.head_size)
+    cached = (case.rows if case.phase == "decode" else 0, context, g.kv_heads, g.head_size)
     keys, values = (torch.randn(cached, device=device).to(dtype) for _ in range(2))
     width = g.heads * g.head_size
     return Layer(

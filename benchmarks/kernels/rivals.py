@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.kernels.geometries import Geometry
-from benchmarks.kernels.layers import self_attention
+from benchmarks.kernels.self_attention import attend
 from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import TOLERANCE, Case, Workload, build, deviation, with_sqrt_weighting
 
@@ -37,21 +37,20 @@ class Rivalry:
 
     prior: Workload
     sqrt: Workload
-    caches: list[tuple[Tensor, Tensor]]  # for each layer, keys and values [R, J, CONTEXT, D]
+    caches: list[tuple[Tensor, Tensor]]  # for each layer, keys and values [R, CONTEXT, J, D]
 
     @property
     def geometry(self) -> Geometry:
         return self.prior.geometry
 
-    def folded(self) -> Tensor:
-        """The query [R, J, G, D]: the heads of a KV head as rows."""
-        query = self.prior.query
-        return query.view(len(query), self.geometry.kv_heads, -1, query.shape[2])
+    def attend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [R, H, D] and log-sum-exp [R, H] of attention over keys and values [R, T, J, D]."""
+        output, lse = attend(self.prior.query[:, None], keys, values, causal=False, scale=self.geometry.scale)
+        return output[:, 0], lse[:, 0]
 
     def plain(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Self-attention's output [R, H, D] and log-sum-exp [R, H]."""
-        output, lse = self_attention(self.folded(), *self.caches[layer], causal=False, scale=self.geometry.scale)
-        return output.reshape(self.prior.query.shape), lse.reshape(self.prior.query.shape[:2])
+        """Self-attention."""
+        return self.attend(*self.caches[layer])
 
     def kernels(self, workload: Workload, layer: int) -> Tensor:
         output, lse = self.plain(layer)
@@ -101,7 +100,7 @@ class Rival:
 def _rivalry(case: Case, geometry: Geometry, dtype: torch.dtype, device: str, layers: int, context: int) -> Rivalry:
     prior = build(case, geometry, dtype, device, layers)
     alpha = prior.tables.log_weight[1:].exp()
-    shape = (case.rows, geometry.kv_heads, context, geometry.head_size)
+    shape = (case.rows, context, geometry.kv_heads, geometry.head_size)
     caches = [tuple(torch.randn(shape, device=device).to(dtype) for _ in range(2)) for _ in range(layers)]
     return Rivalry(prior, with_sqrt_weighting(prior, alpha), caches)  # type: ignore[arg-type]
 
@@ -118,7 +117,7 @@ def _flex(rivalry: Rivalry) -> Rival:
     """One sequence of R queries over [S pages ; R contexts]; a query sees the pages and its own context."""
     g, workload = rivalry.geometry, rivalry.prior
     R, S = len(workload.query), workload.case.tokens
-    context = rivalry.caches[0][0].shape[2]
+    context = rivalry.caches[0][0].shape[1]
     device = workload.query.device
     weights = workload.tables.log_weight[1:] + workload.pools[0].bias[1:, None]  # [R, S]
 
@@ -129,17 +128,17 @@ def _flex(rivalry: Rivalry) -> Rival:
         return torch.where(token < S, score + weights[row, token.clamp(max=S - 1)], score)
 
     mask: BlockMask = create_block_mask(seen, None, None, R, S + R * context, device=str(device))
-    attend = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    flex = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
     joined = []
     for pool, (keys, values) in zip(workload.pools, rivalry.caches, strict=True):
         place = workload.tables.token_index[1].long()
-        own = [x.transpose(0, 1).flatten(1, 2) for x in (keys, values)]  # [J, R context, D]
+        own = [x.flatten(0, 1).transpose(0, 1) for x in (keys, values)]  # [J, R context, D]
         pages = pool.keys[:, place], (pool.values[:, place].float() * pool.gate[1]).to(keys.dtype)
         joined.append([torch.cat([p, o], dim=1)[None] for p, o in zip(pages, own, strict=True)])
 
     def run(layer: int) -> Tensor:
         query = workload.query.transpose(0, 1)[None]  # [1, H, R, D]
-        output = attend(
+        output = flex(
             query, *joined[layer], score_mod=weigh, block_mask=mask, scale=g.scale, enable_gqa=g.heads > g.kv_heads
         )
         return output[0].transpose(0, 1)
@@ -148,34 +147,33 @@ def _flex(rivalry: Rivalry) -> Rival:
 
 
 def _copies(rivalry: Rivalry, layer: int) -> tuple[Tensor, Tensor]:
-    """Each request's scaled pages [R, J, S, D]. They have no place for a layer's bias."""
+    """Each request's scaled pages [R, S, J, D]. They have no place for a layer's bias."""
     workload, pool = rivalry.sqrt, rivalry.sqrt.pools[layer]
     place = workload.tables.token_index[1].long()
-    scale = workload.tables.key_scale[1:, None, :, None]  # [R, 1, S, 1]
-    keys, values = (x[None, :, place] * scale.to(x.dtype) for x in (pool.keys, pool.values))
+    scale = workload.tables.key_scale[1:, :, None, None]  # [R, S, 1, 1]
+    keys, values = (x[:, place].transpose(0, 1) * scale.to(x.dtype) for x in (pool.keys, pool.values))
     return keys, (values * pool.gate[1].to(values.dtype))
 
 
-def _concatenated(rivalry: Rivalry) -> Rival:
-    g = rivalry.geometry
+def _joined(rivalry: Rivalry, layer: int) -> tuple[Tensor, Tensor]:
+    """The copies in front of each request's own keys and values [R, S + CONTEXT, J, D]."""
+    copied_keys, copied_values = _copies(rivalry, layer)
+    keys, values = rivalry.caches[layer]
+    return torch.cat([copied_keys, keys], dim=1), torch.cat([copied_values, values], dim=1)
 
+
+def _concatenated(rivalry: Rivalry) -> Rival:
     def run(layer: int) -> Tensor:
-        joined = (torch.cat(pair, dim=2) for pair in zip(_copies(rivalry, layer), rivalry.caches[layer], strict=True))
-        output, _ = self_attention(rivalry.folded(), *joined, causal=False, scale=g.scale)
-        return output.reshape(rivalry.prior.query.shape)
+        return rivalry.attend(*_joined(rivalry, layer))[0]
 
     return Rival(run, like=lambda layer: _unbiased(rivalry, layer))
 
 
 def _copied(rivalry: Rivalry) -> Rival:
-    g, layers = rivalry.geometry, range(len(rivalry.caches))
-    kept = [
-        [torch.cat(pair, dim=2) for pair in zip(_copies(rivalry, n), rivalry.caches[n], strict=True)] for n in layers
-    ]
+    kept = [_joined(rivalry, layer) for layer in range(len(rivalry.caches))]
 
     def run(layer: int) -> Tensor:
-        output, _ = self_attention(rivalry.folded(), *kept[layer], causal=False, scale=g.scale)
-        return output.reshape(rivalry.prior.query.shape)
+        return rivalry.attend(*kept[layer])[0]
 
     return Rival(run, lambda layer: _unbiased(rivalry, layer), bytes_for_each_request=_page_bytes(rivalry))
 

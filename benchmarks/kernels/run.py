@@ -32,11 +32,14 @@ def main() -> int:
     if args.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.kernels import attention, layers, replay, rivals, targets, timing
+    from benchmarks.kernels.self_attention import use_fa3
     from benchmarks.machine import describe_machine
 
     geometry, dtype = GEOMETRIES[args.geometry], DTYPES[args.dtype]
     timed = args.device == "cuda"
     device = "cuda" if timed else "cpu"
+    if args.fa3:
+        use_fa3(args.fa3)
     peaks = timing.measure_peaks(dtype) if timed else None
     common = (geometry, dtype, device)
     sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -49,6 +52,7 @@ def main() -> int:
         "benchmark": "kernels",
         "command": " ".join(["python -m benchmarks.kernels.run", *sys.argv[1:]]),
         **{name: getattr(args, name) for name in ("geometry", "dtype", "device")},
+        "self_attention": "vLLM's FlashAttention 3" if args.fa3 else "PyTorch's",
         "machine": describe_machine(),
     }
     if peaks is not None:
@@ -75,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "interpreter"), required=True)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--fa3", type=Path, help="vLLM's _vllm_fa3_C.abi3.so, for self-attention (default: PyTorch's)")
     parser.add_argument("--output", type=Path, help="the JSON file (default on a GPU: in benchmarks/results)")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import attention, layers, plot, replay, rivals, targets
+from benchmarks.kernels import attention, layers, plot, rivals, targets
 from benchmarks.kernels.geometries import GEOMETRIES
 from benchmarks.kernels.run import SECTIONS, parse_arguments
 from benchmarks.kernels.timing import Peaks
@@ -212,11 +212,3 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 def test_every_variant_compiles_for_a_gpu(capability: str, dtype: str) -> None:
     arguments = ["--geometry", *GEOMETRIES, "--capability", capability, "--dtype", dtype]
     assert _compiled(*arguments)
-
-
-@pytest.mark.gpu
-def test_a_graph_is_replayed_over_changing_steps() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        rows = replay.measure(TINY, dtype, "cuda", print, timed=True)
-        assert all(row["right"] for row in rows)
-        assert len({row["rows_with_memory"] for row in rows}) > 2

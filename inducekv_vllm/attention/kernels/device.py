@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Log-sum-exps often lie as [H, R]: no step of another number of rows may need another compilation.
+CHANGING = ["lse_row", "lse_head"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def memory_tiles(
     query,  # [R, H, D]
     output,  # [R, H, D], of self-attention; changed in place unless SPLIT
@@ -182,7 +184,7 @@ def memory_tiles(
         tl.store(partial_output + part_places, read, mask=(column < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def merge_items(
     output,
     self_lse,
@@ -509,7 +511,8 @@ def _mapped(
         blocks = blocks.to(tl.float32)
     result = tl.zeros([ROWS, LANES * DP], tl.float32)
     end = tl.load(map_length + page_slot)
-    for start in range(0, end, BK):
+    # A memory has few map rows, and their tiles are wide: reads that overlap would not fit into the shared memory.
+    for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
         there = k < end
         page = tl.load(map_index + page_slot * map_slot + k, mask=there, other=0)

@@ -18,7 +18,7 @@ HEAD_SIZES = range(16, 257, 8)
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
 MERGE_OPTIONS = {"num_warps": 4, "num_stages": 2}
-MERGED_NUMBERS = 8192  # that a program of the merging kernel holds at a time
+MERGED_NUMBERS = 4096  # that a program of the merging kernel holds at a time
 INTEGERS = dict.fromkeys(("token_index", "length", "decoupled", "map_index", "map_length"), torch.int32)
 # Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
 INTERPRETED = not isinstance(device.memory_tiles, triton.JITFunction)

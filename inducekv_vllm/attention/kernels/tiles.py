@@ -16,7 +16,10 @@ IntArray = npt.NDArray[np.int32]
 SMALL_MEMORY = 512  # tokens; up to here one program reads all of a memory
 LEAST_ITEM = 128  # tokens; shorter work items cost more to merge than they save
 LEAST_LANES, MOST_LANES = 16, 128
+LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a memory that a program reads at a time
+MOST_STAGES = 4
 PROGRAMS_PER_PROCESSOR = 2
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,8 @@ def launch_shape(
     tiles = most_tiles(rows, groups, height)
     fewest = -(-rows // height)
     split = longest > SMALL_MEMORY and fewest * kv_heads < PROGRAMS_PER_PROCESSOR * processors.count
-    block_tokens = 32 if element_size > 2 or head_size > 128 else 64
     padded = _power_of_2(head_size)
-    stage = 2 * block_tokens * padded * element_size  # bytes of keys and values
-    room = processors.shared_memory - 2 * block_rows * max(padded, block_tokens) * element_size
+    block_tokens, stages = _pipeline(block_rows, padded, element_size, one_slot, processors.shared_memory)
     return LaunchShape(
         height=height,
         tiles=tiles,
@@ -112,7 +113,7 @@ def launch_shape(
         lse=lse,
         one_slot=one_slot,
         warps=8 if block_rows * padded * (2 if maps or not one_slot else 1) > 64 * 128 else 4,
-        stages=min(4, max(1, room // stage)),
+        stages=stages,
     )
 
 
@@ -174,6 +175,21 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     plan.work[: len(tile)] = np.stack([tile, begin, np.minimum(begin + chunk, tokens[tile]), items[tile] == 1], axis=1)
     plan.tile_work[1 : tiles + 1] = np.cumsum(items)
     plan.tile_work[tiles + 1 :] = len(tile)
+
+
+def _pipeline(
+    block_rows: int, head_size: int, element_size: int, one_slot: bool, shared_memory: int
+) -> tuple[int, int]:
+    """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
+    room = shared_memory - 2 * block_rows * head_size * element_size  # beside queries and results
+    block_tokens = MOST_TOKENS if element_size == 2 and head_size <= 128 else MOST_TOKENS // 2
+
+    def read(tokens: int) -> int:  # bytes of keys and values, and of the terms if each row has its own
+        return tokens * (2 * head_size * element_size + (0 if one_slot else 3 * block_rows * FLOAT32_BYTES))
+
+    while read(block_tokens) > room and block_tokens > LEAST_TOKENS:
+        block_tokens //= 2
+    return block_tokens, 1 + min(MOST_STAGES - 1, max(1, room // read(block_tokens)))
 
 
 def _wanted_items(kv_heads: int, processors: Processors) -> int:
