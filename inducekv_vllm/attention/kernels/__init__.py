@@ -1,0 +1,28 @@
+"""Memory attention on GPUs: Triton kernels over a resident pool of pages. Imports torch, triton and numpy alone.
+
+    layout.py   the pool, the slot tables and a step's plan as tensors
+    tiles.py    which rows share a tile, and which part of a memory a program reads; plain numpy
+    device.py   the kernels
+    launch.py   `add_memory`: checks and launches
+    twin.py     `add_memory` in plain torch
+
+Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, P tokens of the pool, Q map
+rows of the pool, N memory slots, S tokens of the largest memory, M map rows of the largest memory, L layers.
+
+A slot holds what one memory with one set of weights needs. Slot 0 means "no memory", so tables have N + 1 rows. For a
+row of slot c, a token t of its memory enters layer l with
+
+    logit_t = key_scale_t * (q . k_t) * softmax_scale + log_weight_t + bias_l,c
+    value_t = value_scale_t * gate_l,c * v_t
+
+and the output o of its self-attention, with log-sum-exp lse, becomes
+
+    merged      softmax([logits ; log_remainder + bias ; lse]) [values ; 0 ; o]
+    decoupled   o + softmax([logits ; 0]) [values ; 0] + gate_l,c sum_k map_weight_k map_out_k <map_in_k, o>
+
+where a map row acts on the G heads of its KV head as one vector [G D]. All sums are float32.
+
+`add_memory` runs one kernel if the memory is small (up to 512 tokens) or the step has tiles enough for all processors.
+Otherwise it splits each memory over several programs, and a second kernel merges their parts. A tile is up to 128 / G
+rows with equal pages: the same tokens and map rows in the same order. Terms may differ from row to row.
+"""

@@ -1,0 +1,239 @@
+"""Checks and launches the kernels. Shapes: see the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import device
+from .layout import LayerPool, SlotTables, StepTensors
+from .tiles import LaunchShape, Processors, lanes_per_row
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_SIZES = range(16, 257, 8)
+MOST_HEADS_PER_KV_HEAD = 128
+MAP_ROWS_AT_A_TIME = 16
+MERGE_OPTIONS = {"num_warps": 4, "num_stages": 2}
+MERGED_NUMBERS = 4096  # that a program of the merging kernel holds at a time
+INTEGERS = dict.fromkeys(("token_index", "length", "decoupled", "map_index", "map_length"), torch.int32)
+# Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
+INTERPRETED = not isinstance(device.memory_tiles, triton.JITFunction)
+
+
+def add_memory(
+    pool: LayerPool,
+    tables: SlotTables,
+    step: StepTensors,
+    query: Tensor,
+    output: Tensor,
+    self_lse: Tensor | None,
+    scale: float,
+    shape: LaunchShape,
+) -> None:
+    """Add memory to the output of self-attention, in place. Rows that stand in no tile are not touched.
+
+    It never waits for the device, and allocates only the partial results of a split.
+
+    Args:
+        pool, tables: as `check` has accepted them.
+        step: a plan for `shape`.
+        query: [R, H, D], rotated.
+        output: [R, H, D], of self-attention.
+        self_lse: [R, H] float32, the natural log-sum-exp of self-attention, with any strides; needed if `shape.lse`.
+        scale: the softmax scale.
+
+    Raises:
+        ValueError: the arguments do not fit `shape` or each other.
+    """
+    _check_call(pool, step, query, output, self_lse, shape)
+    for launch in launches(pool, tables, step, query, output, self_lse, scale, shape):
+        launch.kernel[launch.grid](**launch.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, how many programs it has, and its arguments by name, with Triton's `num_warps` and `num_stages`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+
+
+def launches(
+    pool: LayerPool,
+    tables: SlotTables,
+    step: StepTensors,
+    query: Tensor,
+    output: Tensor,
+    self_lse: Tensor | None,
+    scale: float,
+    shape: LaunchShape,
+) -> list[Launch]:
+    """The launches of `add_memory`, in their order; without its checks."""
+    _, H, D = query.shape
+    J = pool.keys.shape[0]
+    G, DP = H // J, triton.next_power_of_2(D)
+    lse = self_lse if shape.lse else None
+    map_in, map_out = (pool.map_in, pool.map_out) if shape.maps else (None, None)
+    epilogue: dict[str, Any] = {
+        "output": output,
+        "self_lse": lse,
+        "map_in": map_in,
+        "map_out": map_out,
+        "gate": pool.gate,
+        "bias": pool.bias,
+        "log_remainder": tables.log_remainder,
+        "decoupled": tables.decoupled,
+        "map_index": tables.map_index,
+        "map_weight": tables.map_weight,
+        "map_length": tables.map_length,
+        "row_slot": step.row_slot,
+        "tile_rows": step.tile_rows,
+        "partial_output": None,
+        "partial_sums": None,
+        "output_row": output.stride(0),
+        "output_head": output.stride(1),
+        "lse_row": 0 if lse is None else lse.stride(0),
+        "lse_head": 0 if lse is None else lse.stride(1),
+        "map_in_head": 0 if map_in is None else map_in.stride(0),
+        "map_in_row": 0 if map_in is None else map_in.stride(1),
+        "map_out_head": 0 if map_out is None else map_out.stride(0),
+        "map_out_row": 0 if map_out is None else map_out.stride(1),
+        "map_slot": tables.map_index.stride(0),
+        "height": shape.height,
+        "G": G,
+        "LANES": lanes_per_row(G, shape.maps),
+        "J": J,
+        "D": D,
+        "DP": DP,
+        "BM": shape.block_rows,
+        "BK": MAP_ROWS_AT_A_TIME,
+        "MAPS": shape.maps,
+        "LSE": shape.lse,
+        # The interpreter multiplies the bits of bfloat16 numbers as if they were whole numbers.
+        "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
+        # Left to itself a float32 product is rounded to TF32.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    if shape.split:
+        parts = (shape.items, J, shape.block_rows, D)
+        epilogue["partial_output"] = torch.empty(parts, dtype=torch.float32, device=query.device)
+        epilogue["partial_sums"] = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
+    read = {
+        "query": query,
+        "keys": pool.keys,
+        "values": pool.values,
+        "token_index": tables.token_index,
+        "log_weight": tables.log_weight,
+        "key_scale": tables.key_scale,
+        "value_scale": tables.value_scale,
+        "length": tables.length,
+        "work": step.work,
+        "scale": scale,
+        "query_row": query.stride(0),
+        "query_head": query.stride(1),
+        "keys_head": pool.keys.stride(0),
+        "keys_token": pool.keys.stride(1),
+        "values_head": pool.values.stride(0),
+        "values_token": pool.values.stride(1),
+        "terms_slot": tables.token_index.stride(0),
+        "BN": shape.block_tokens,
+        "ONE_SLOT": shape.one_slot,
+        "SPLIT": shape.split,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+    programs = shape.items if shape.split else shape.tiles
+    found = [Launch(device.memory_tiles, (programs, J), epilogue | read)]
+    if shape.split:
+        GP = triton.next_power_of_2(G)
+        merge = {"tile_work": step.tile_work, "GP": GP, "BI": max(1, MERGED_NUMBERS // (GP * DP)), **MERGE_OPTIONS}
+        found.append(Launch(device.merge_items, (shape.tiles * shape.height, J), epilogue | merge))
+    return found
+
+
+def processors(of: torch.device) -> Processors:
+    """The limits of a CUDA device."""
+    properties = triton.runtime.driver.active.utils.get_device_properties(of.index or 0)
+    return Processors(properties["multiprocessor_count"], properties["max_shared_mem"])
+
+
+def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
+    """Check once what no launch checks again.
+
+    Raises:
+        ValueError: the kernels cannot work with this pool and these tables, or they do not fit each other.
+    """
+    heads, tokens, head_size = pool.keys.shape
+    slots, longest = tables.token_index.shape
+    if head_size not in HEAD_SIZES:
+        raise ValueError(
+            f"memory attention on GPUs needs a head size that is a multiple of 8 from {HEAD_SIZES[0]} to "
+            f"{HEAD_SIZES[-1]}, found {head_size}"
+        )
+    if num_heads % heads or num_heads // heads > MOST_HEADS_PER_KV_HEAD:
+        raise ValueError(
+            f"memory attention on GPUs needs 1 to {MOST_HEADS_PER_KV_HEAD} query heads for each KV head, "
+            f"found {num_heads} query heads and {heads} KV heads"
+        )
+    if pool.keys.dtype not in DTYPES:
+        raise ValueError(f"the pool must be {', '.join(map(str, DTYPES))}, found {pool.keys.dtype}")
+    if (pool.map_in is None) != (pool.map_out is None):
+        raise ValueError("a pool has both parts of its maps or none")
+    width = num_heads // heads * head_size
+    map_rows = tables.map_index.shape[1]
+    like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, head_size)}
+    if pool.map_in is not None:
+        like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
+    of_layer = like_keys | dict.fromkeys(("gate", "bias"), (slots,))
+    of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("length", "log_remainder", "decoupled", "map_length"), (slots,)
+    )
+    of_slots |= dict.fromkeys(("token_index", "log_weight", "key_scale", "value_scale"), (slots, longest))
+    of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, map_rows))
+    for owner, shapes in ((pool, of_layer), (tables, of_slots)):
+        for name, shape in shapes.items():
+            tensor: Tensor = getattr(owner, name)
+            dtype = pool.keys.dtype if name in like_keys else INTEGERS.get(name, torch.float32)
+            _check_tensor(name, tensor, shape, dtype, pool.keys.device)
+
+
+def _check_call(
+    pool: LayerPool, step: StepTensors, query: Tensor, output: Tensor, self_lse: Tensor | None, shape: LaunchShape
+) -> None:
+    if query.is_cuda == INTERPRETED:
+        raise ValueError(
+            f"the kernels are {'interpreted' if INTERPRETED else 'compiled'}, and the query is on {query.device}: "
+            "TRITON_INTERPRET=1 must be set before triton is first imported, and only where there is no GPU"
+        )
+    if query.dtype != pool.keys.dtype or output.dtype != query.dtype or output.shape != query.shape:
+        raise ValueError(
+            f"query and output must be {pool.keys.dtype} of one shape, "
+            f"found {query.dtype} {list(query.shape)} and {output.dtype} {list(output.shape)}"
+        )
+    if query.stride(-1) != 1 or output.stride(-1) != 1:
+        raise ValueError("the last dimension of query and output must be contiguous")
+    if shape.lse and (self_lse is None or self_lse.shape != query.shape[:2] or self_lse.dtype != torch.float32):
+        raise ValueError(f"merged memory needs the log-sum-exp of self-attention, float32 {list(query.shape[:2])}")
+    if shape.maps and pool.map_in is None:
+        raise ValueError("the launch is for maps, and the pool has none")
+    planned = ((shape.tiles, shape.height), (shape.items, 4) if shape.split else None)
+    if step.tile_rows.shape != planned[0] or (planned[1] and step.work.shape != planned[1]):
+        raise ValueError(
+            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items is expected, "
+            f"found {list(step.tile_rows.shape)} and {list(step.work.shape)}"
+        )
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != on:
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)} on {on}, "
+            f"found {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.numel() and tensor.stride(-1) != 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous, found the stride {tensor.stride(-1)}")

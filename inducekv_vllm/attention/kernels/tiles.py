@@ -1,0 +1,201 @@
+"""The tiles of a step, on the host: which rows share a tile, and which part of a memory a program reads.
+
+A tile is one program's rows. The G heads of a KV head are folded into lanes: lane = row * `lanes_per_row` + head. A
+work item is a range of the tokens of a tile's memory. Shapes: see the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+SMALL_MEMORY = 512  # tokens; up to here one program reads all of a memory
+LEAST_ITEM = 128  # tokens; shorter work items cost more to merge than they save
+LEAST_LANES, MOST_LANES = 16, 128
+LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a memory that a program reads at a time
+MOST_STAGES = 4
+PROGRAMS_PER_PROCESSOR = 2
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What the kernels need to know about a GPU."""
+
+    count: int  # streaming multiprocessors
+    shared_memory: int = 99 * 1024  # bytes that one program may use; what every NVIDIA GPU since Ampere has
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Everything about a launch that does not change between the replays of a CUDA graph."""
+
+    height: int  # rows of a tile
+    tiles: int
+    items: int  # work items; 0: memories are not split
+    block_rows: int  # lanes of a tile, a power of 2
+    block_tokens: int  # memory tokens that a program reads at a time, a power of 2
+    maps: bool  # slots may have maps
+    lse: bool  # slots may be merged
+    one_slot: bool  # all rows of a tile have the same slot
+    warps: int
+    stages: int  # of the software pipeline
+
+    @property
+    def split(self) -> bool:
+        return self.items > 0
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """The rows with memory of one step, padded to a `LaunchShape` with idle tiles and items."""
+
+    tile_rows: IntArray  # [tiles, height]; live rows first, -1 behind them
+    work: IntArray  # [items, 4]: tile (-1: idle), first token, end token, 1 if it is the tile's only item
+    tile_work: IntArray  # [tiles + 1]; the items of tile t are tile_work[t] to tile_work[t + 1] - 1
+
+    def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
+        return self.tile_rows, self.work, self.tile_work
+
+
+def lanes_per_row(heads_per_kv_head: int, maps: bool) -> int:
+    """G, or the next power of 2 if there are maps: a map takes the G heads of a row as one vector."""
+    return _power_of_2(heads_per_kv_head) if maps else heads_per_kv_head
+
+
+def launch_shape(
+    *,
+    rows: int,
+    groups: int,
+    largest_group: int,
+    longest: int,
+    heads_per_kv_head: int,
+    kv_heads: int,
+    head_size: int,
+    element_size: int,
+    maps: bool,
+    lse: bool,
+    one_slot: bool,
+    processors: Processors,
+) -> LaunchShape:
+    """Choose a launch that fits every step of up to `rows` rows in up to `groups` groups.
+
+    Args:
+        rows: R, or the number of rows that a graph is captured for.
+        groups: distinct groups of rows that may share a tile.
+        largest_group: rows of the largest group.
+        longest: tokens of the longest memory, S if it is not known.
+        one_slot: groups are slots, so that all rows of a tile have one; otherwise they are sets of equal pages.
+        element_size: bytes of a query's element.
+    """
+    one_slot = one_slot or largest_group == 1
+    per_row = lanes_per_row(heads_per_kv_head, maps)
+    wide = element_size > 2 or head_size > 128 or not one_slot
+    most = max(MOST_LANES // 2 if wide else MOST_LANES, _power_of_2(per_row))
+    block_rows = min(max(_power_of_2(largest_group * per_row), LEAST_LANES), most)
+    height = block_rows // per_row
+    tiles = most_tiles(rows, groups, height)
+    fewest = -(-rows // height)
+    split = longest > SMALL_MEMORY and fewest * kv_heads < PROGRAMS_PER_PROCESSOR * processors.count
+    padded = _power_of_2(head_size)
+    block_tokens, stages = _pipeline(block_rows, padded, element_size, one_slot, processors.shared_memory)
+    return LaunchShape(
+        height=height,
+        tiles=tiles,
+        items=tiles + _wanted_items(kv_heads, processors) if split else 0,
+        block_rows=block_rows,
+        block_tokens=block_tokens,
+        maps=maps,
+        lse=lse,
+        one_slot=one_slot,
+        warps=8 if block_rows * padded * (2 if maps or not one_slot else 1) > 64 * 128 else 4,
+        stages=stages,
+    )
+
+
+def most_tiles(rows: int, groups: int, height: int) -> int:
+    """The most tiles of `height` that `rows` rows in up to `groups` groups can need."""
+    groups = min(rows, groups)
+    return groups + (rows - groups) // height
+
+
+def idle_plan(shape: LaunchShape) -> StepPlan:
+    """A step without memory: for capturing a graph, and for warming a kernel."""
+    return StepPlan(
+        tile_rows=np.full((shape.tiles, shape.height), -1, dtype=np.int32),
+        work=np.full((shape.items, 4), -1, dtype=np.int32),
+        tile_work=np.zeros(shape.tiles + 1 if shape.split else 0, dtype=np.int32),
+    )
+
+
+def plan_tiles(groups: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape) -> StepPlan:
+    """Put the rows of each group into tiles, and share the tokens that the tiles read out over work items.
+
+    Args:
+        groups: [R] whole numbers; 0: no memory. Rows of one group may share tiles: those of one slot if
+            `shape.one_slot`, otherwise those with equal pages.
+        lengths: [R] tokens of each row's memory, equal within a group.
+
+    Raises:
+        ValueError: the rows need more tiles than the shape has.
+    """
+    group, length = np.asarray(groups), np.asarray(lengths)
+    plan = idle_plan(shape)
+    rows = np.flatnonzero(group)  # [n]
+    rows = rows[np.argsort(group[rows], kind="stable")]
+    _, first, members = np.unique(group[rows], return_index=True, return_counts=True)  # [groups] each
+    tiles_of_group = -(-members // shape.height)
+    first_tile = np.cumsum(tiles_of_group) - tiles_of_group
+    number = np.arange(len(rows)) - np.repeat(first, members)  # of each row in its group
+    tiles = int(tiles_of_group.sum())
+    if tiles > shape.tiles:
+        raise ValueError(
+            f"{len(rows)} rows in {len(members)} groups need {tiles} tiles of {shape.height} rows, found {shape.tiles}"
+        )
+    plan.tile_rows[np.repeat(first_tile, members) + number // shape.height, number % shape.height] = rows
+    if shape.split and tiles:
+        _share_out(length[plan.tile_rows[:tiles, 0]], shape, plan)
+    return plan
+
+
+def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPlan) -> None:
+    """Fill the plan's work items with the tokens of its first tiles, [tiles]."""
+    tiles = len(tokens)
+    wanted = shape.items - shape.tiles
+    share = -(-int(tokens.sum()) // wanted)
+    chunk = max(LEAST_ITEM, -(-share // shape.block_tokens) * shape.block_tokens)
+    items = np.maximum(-(-tokens // chunk), 1).astype(np.int64)  # [tiles]; an empty memory has one, too
+    first = np.cumsum(items) - items
+    tile = np.repeat(np.arange(tiles), items)  # [items]
+    begin = (np.arange(len(tile)) - first[tile]) * chunk
+    plan.work[: len(tile)] = np.stack([tile, begin, np.minimum(begin + chunk, tokens[tile]), items[tile] == 1], axis=1)
+    plan.tile_work[1 : tiles + 1] = np.cumsum(items)
+    plan.tile_work[tiles + 1 :] = len(tile)
+
+
+def _pipeline(
+    block_rows: int, head_size: int, element_size: int, one_slot: bool, shared_memory: int
+) -> tuple[int, int]:
+    """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
+    room = shared_memory - 2 * block_rows * head_size * element_size  # beside queries and results
+    block_tokens = MOST_TOKENS if element_size == 2 and head_size <= 128 else MOST_TOKENS // 2
+
+    def read(tokens: int) -> int:  # bytes of keys and values, and of the terms if each row has its own
+        return tokens * (2 * head_size * element_size + (0 if one_slot else 3 * block_rows * FLOAT32_BYTES))
+
+    while read(block_tokens) > room and block_tokens > LEAST_TOKENS:
+        block_tokens //= 2
+    return block_tokens, 1 + min(MOST_STAGES - 1, max(1, room // read(block_tokens)))
+
+
+def _wanted_items(kv_heads: int, processors: Processors) -> int:
+    return -(-PROGRAMS_PER_PROCESSOR * processors.count // kv_heads)
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of 2 that is at least `number`."""
+    return 1 << (max(number, 1) - 1).bit_length()

@@ -1,0 +1,114 @@
+"""The kernels in plain PyTorch, tile by tile, for any device. Same arguments, same results. Shapes: see the package.
+
+Letters here: n rows of a tile, s tokens that are read, k map rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import LayerPool, SlotTables, StepTensors
+from .tiles import LaunchShape
+
+Partial = tuple[Tensor, Tensor, Tensor]  # largest logit [n, H], sum of exp(logit - largest) [n, H], values [n, H, D]
+
+
+def add_memory(
+    pool: LayerPool,
+    tables: SlotTables,
+    step: StepTensors,
+    query: Tensor,
+    output: Tensor,
+    self_lse: Tensor | None,
+    scale: float,
+    shape: LaunchShape,
+) -> None:
+    """`launch.add_memory`; it reads the plan on the host."""
+    for tile, rows in live_tiles(step):
+        slots = step.row_slot[rows].long()
+        parts = [attend(pool, tables, slots, query[rows], scale, *item) for item in items_of(tile, slots, tables, step)]
+        merged = parts[0] if len(parts) == 1 else merge(parts)
+        lse = None if self_lse is None or not shape.lse else self_lse[rows]
+        output[rows] = finish(pool, tables, slots, merged, output[rows], lse).to(output.dtype)
+
+
+def live_tiles(step: StepTensors) -> list[tuple[int, Tensor]]:
+    """Every tile that is not idle, with its rows [n]."""
+    tiles = enumerate(step.tile_rows.long())
+    return [(number, rows[rows >= 0]) for number, rows in tiles if rows[0] >= 0]
+
+
+def items_of(tile: int, slots: Tensor, tables: SlotTables, step: StepTensors) -> list[tuple[int, int]]:
+    """The ranges of tokens that a tile's programs read."""
+    if not step.work.numel():
+        return [(0, int(tables.length[slots[0]]))]
+    first, end = step.tile_work[tile : tile + 2].tolist()
+    return [(begin, stop) for _, begin, stop, _ in step.work[first:end].tolist()]
+
+
+def attend(
+    pool: LayerPool, tables: SlotTables, slots: Tensor, query: Tensor, scale: float, begin: int, end: int
+) -> Partial:
+    """Read tokens `begin` to `end` of the memory of slots [n] for query [n, H, D]."""
+    n, H, D = query.shape
+    J = pool.keys.shape[0]
+    index = tables.token_index[slots[0], begin:end].long()  # [s]
+    keys, values = pool.keys[:, index].float(), pool.values[:, index].float()  # [J, s, D]
+    terms = (tables.key_scale, tables.log_weight, tables.value_scale)
+    key_scale, log_weight, value_scale = (table[slots, begin:end][:, None, None] for table in terms)  # [n, 1, 1, s]
+    grouped = query.float().view(n, J, H // J, D)
+    logits = torch.einsum("njgd,jsd->njgs", grouped, keys) * scale * key_scale + log_weight
+    largest = logits.amax(-1) if end > begin else logits.new_full((n, J, H // J), -torch.inf)
+    weights = (logits - _finite(largest)[..., None]).exp()  # [n, J, G, s]
+    read = torch.einsum("njgs,jsd->njgd", weights * value_scale, values)
+    return largest.reshape(n, H), weights.sum(-1).reshape(n, H), read.reshape(n, H, D)
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """What one program would have read."""
+    every = torch.stack([largest for largest, _, _ in parts])  # [parts, n, H]
+    largest = every.amax(0)
+    weight = (every - _finite(largest)).exp()
+    total = (torch.stack([total for _, total, _ in parts]) * weight).sum(0)
+    return largest, total, (torch.stack([read for _, _, read in parts]) * weight[..., None]).sum(0)
+
+
+def finish(
+    pool: LayerPool, tables: SlotTables, slots: Tensor, memory: Partial, own: Tensor, self_lse: Tensor | None
+) -> Tensor:
+    """Merge memory with the output of self-attention own [n, H, D] and add the maps: [n, H, D] float32."""
+    largest, total, read = memory
+    bias, gate = pool.bias[slots, None], pool.gate[slots, None]  # [n, 1]
+    largest = largest + bias
+    rest = (tables.log_remainder[slots, None] + bias).expand_as(largest)
+    merged = torch.zeros_like(slots, dtype=torch.bool) if self_lse is None else tables.decoupled[slots] == 0  # [n]
+    other = torch.zeros_like(largest)  # the logit of decoupled memory's null token
+    if self_lse is not None:
+        other = torch.where(merged[:, None], self_lse, other)
+    top = torch.maximum(torch.maximum(largest, rest), other)
+    whole = total * (largest - top).exp() + (rest - top).exp() + (other - top).exp()
+    keep = torch.where(merged[:, None], (other - top).exp() / whole, 1.0)
+    result = keep[..., None] * own.float() + (gate * (largest - top).exp() / whole)[..., None] * read
+    if pool.map_in is not None:
+        result = result + gate[..., None] * mapped(pool, tables, slots, own)
+    return result
+
+
+def mapped(pool: LayerPool, tables: SlotTables, slots: Tensor, own: Tensor) -> Tensor:
+    """What the maps make of the output of self-attention own [n, H, D], before the gate: [n, H, D]."""
+    assert pool.map_in is not None
+    assert pool.map_out is not None
+    n, H, D = own.shape
+    J = pool.map_in.shape[0]
+    used = int(tables.map_length[slots[0]])
+    index = tables.map_index[slots[0], :used].long()  # [k]
+    blocks = own.float().view(n, J, H // J * D)
+    inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, index].float())
+    inner = inner * tables.map_weight[slots, :used][:, None]
+    return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, index].float()).reshape(n, H, D)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """0 in place of -inf: a memory whose weights are all 0 has no largest logit to subtract."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)

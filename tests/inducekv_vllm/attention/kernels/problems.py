@@ -1,0 +1,206 @@
+"""Steps for the kernels, with NaN in everything that must not be read, and their results by plain loops in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
+from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors, launch_shape, plan_tiles
+
+Geometry = tuple[int, int, int]  # H, J, D
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of the largest number
+SCALE = 0.2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a slot reads. Terms are drawn at random where none are given."""
+
+    tokens: int
+    form: str = "merged"
+    map_rows: int = 0
+    remainder: bool = False
+    pages_of: int | None = None  # the number of an earlier memory that has the same pages
+    key_scale: float | None = None
+    log_weight: float | None = None
+    value_scale: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    pool: LayerPool
+    tables: SlotTables
+    row_slot: Tensor  # [R] int32
+    groups: np.ndarray  # [R], page sets
+    query: Tensor  # [R, H, D]
+    output: Tensor  # [R, H, D]
+    self_lse: Tensor  # [R, H]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.tables.length[self.row_slot.long()].cpu().numpy()
+
+    def shape(self, *, one_slot: bool = False, split: bool = False, lse: bool = True) -> LaunchShape:
+        """A launch for this step; one that splits memories of any length if `split`."""
+        _, H, D = self.query.shape
+        J = self.pool.keys.shape[0]
+        groups = self.groups_of(one_slot)
+        members = np.unique(groups[groups > 0], return_counts=True)[1]
+        return launch_shape(
+            rows=int(members.sum()),
+            groups=len(members),
+            largest_group=int(members.max(initial=0)),
+            longest=513 if split else 512,
+            heads_per_kv_head=H // J,
+            kv_heads=J,
+            head_size=D,
+            element_size=self.query.element_size(),
+            maps=self.pool.map_in is not None,
+            lse=lse,
+            one_slot=one_slot,
+            processors=Processors(16),
+        )
+
+    def groups_of(self, one_slot: bool) -> np.ndarray:
+        return self.row_slot.cpu().numpy() if one_slot else self.groups
+
+    def step(self, shape: LaunchShape) -> StepTensors:
+        plan = plan_tiles(self.groups_of(shape.one_slot), self.lengths, shape)
+        return StepTensors.from_plan(plan, self.row_slot)
+
+    def to(self, device: str) -> Problem:
+        def moved(tensors: LayerPool | SlotTables) -> dict[str, Tensor]:
+            return {name: tensor.to(device) for name, tensor in vars(tensors).items() if tensor is not None}
+
+        return replace(
+            self,
+            pool=LayerPool(**moved(self.pool)),
+            tables=SlotTables(**moved(self.tables)),
+            **{name: getattr(self, name).to(device) for name in ("row_slot", "query", "output", "self_lse")},
+        )
+
+
+def make(
+    geometry: Geometry,
+    memories: Sequence[Memory],
+    row_memory: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    size: float = 1.0,
+) -> Problem:
+    """A step of R rows; row r has memory number `row_memory[r]`, counted from 1, or none if that is 0.
+
+    Args:
+        size: of keys and queries.
+    """
+    H, J, D = geometry
+    rng = torch.Generator().manual_seed(seed)
+    R, N, G = len(row_memory), len(memories), H // J
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=rng) * size).to(dtype)
+
+    tables = SlotTables.allocate(N, max(max(m.tokens for m in memories), 1) + 3, 9, "cpu")
+    for name in ("log_weight", "key_scale", "value_scale", "map_weight"):
+        getattr(tables, name).fill_(math.nan)
+    pool_tokens, pool_rows = 2 * sum(m.tokens for m in memories) + 5, 2 * sum(m.map_rows for m in memories) + 3
+    keys, values = (torch.full((J, pool_tokens, D), math.nan, dtype=dtype) for _ in range(2))
+    map_in, map_out = (torch.full((J, pool_rows, G * D), math.nan, dtype=dtype) for _ in range(2))
+    free_tokens, free_rows = (iter(torch.randperm(n, generator=rng).tolist()) for n in (pool_tokens, pool_rows))
+    poisoned = next(free_tokens), next(free_rows)
+    tables.token_index.fill_(poisoned[0])
+    tables.map_index.fill_(poisoned[1])
+    pages = {}
+    for slot, memory in enumerate(memories, start=1):
+        S, M = memory.tokens, memory.map_rows
+        if memory.pages_of is None:
+            place = [next(free_tokens) for _ in range(S)]
+            keys[:, place], values[:, place] = normal(J, S, D, size=size), normal(J, S, D)
+            map_place = [next(free_rows) for _ in range(M)]
+            map_in[:, map_place], map_out[:, map_place] = (normal(J, M, G * D, size=0.1) for _ in range(2))
+            pages[slot] = slot, place, map_place
+        else:
+            pages[slot] = pages[memory.pages_of]
+        _, place, map_place = pages[slot]
+        tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
+        tables.map_index[slot, :M] = torch.tensor(map_place, dtype=torch.int32)
+        alpha = torch.rand(S, generator=rng) + 0.1
+        _fill(tables.key_scale[slot, :S], memory.key_scale, alpha.sqrt())
+        _fill(tables.value_scale[slot, :S], memory.value_scale, alpha.sqrt())
+        _fill(tables.log_weight[slot, :S], memory.log_weight, alpha.log())
+        tables.map_weight[slot, :M] = torch.rand(M, generator=rng)
+        tables.length[slot], tables.map_length[slot] = S, M
+        tables.decoupled[slot] = int(memory.form == "decoupled")
+        if memory.remainder:
+            tables.log_remainder[slot] = 1.5
+    gate, bias = torch.rand(N + 1, generator=rng) + 0.2, torch.randn(N + 1, generator=rng)
+    fused = normal(R, H + 2 * J, D, size=size)  # as vLLM's, of which the query is a part
+    query, output, self_lse = fused[:, :H], normal(R, H, D), torch.randn(H, R, generator=rng).T
+    row_slot = torch.tensor(row_memory, dtype=torch.int32)
+    query[row_slot == 0] = output[row_slot == 0] = math.nan
+    self_lse[row_slot == 0] = math.nan
+    maps = (map_in, map_out) if any(m.map_rows for m in memories) else ()
+    pool = LayerPool(keys, values, gate, bias, *maps)
+    groups = np.array([pages[slot][0] if slot else 0 for slot in row_memory])
+    return Problem(pool, tables, row_slot, groups, query, output, self_lse)
+
+
+def _fill(terms: Tensor, given: float | None, drawn: Tensor) -> None:
+    terms.copy_(drawn if given is None else torch.full_like(drawn, given))
+
+
+def by_loops(problem: Problem, lse: bool = True) -> Tensor:
+    """The output [R, H, D] in float64: one softmax for each row and head."""
+    pool, tables = problem.pool, problem.tables
+    expected = problem.output.double().clone()
+    J = pool.keys.shape[0]
+    _, H, D = expected.shape
+    G = H // J
+    for row, slot in enumerate(problem.row_slot.tolist()):
+        if not slot:
+            continue
+        S, M = int(tables.length[slot]), int(tables.map_length[slot])
+        index, map_index = tables.token_index[slot, :S].long(), tables.map_index[slot, :M].long()
+        gate, bias = float(pool.gate[slot]), float(pool.bias[slot])
+        own = problem.output[row].double()  # [H, D]
+        for head in range(H):
+            keys, values = pool.keys[head // G, index].double(), pool.values[head // G, index].double()
+            logits = tables.key_scale[slot, :S].double() * (keys @ problem.query[row, head].double()) * SCALE
+            logits = logits + tables.log_weight[slot, :S].double() + bias  # [S]
+            values = tables.value_scale[slot, :S, None].double() * gate * values  # [S, D]
+            zero = torch.zeros(1, D, dtype=torch.float64)
+            if tables.decoupled[slot] or not lse:
+                weights = torch.cat([logits, torch.zeros(1).double()]).softmax(0)
+                expected[row, head] = own[head] + weights @ torch.cat([values, zero])
+            else:
+                rest = (tables.log_remainder[slot].double() + bias)[None]
+                weights = torch.cat([logits, rest, problem.self_lse[row, head].double()[None]]).softmax(0)
+                expected[row, head] = weights @ torch.cat([values, zero, own[head][None]])
+        for j in range(J if M else 0):
+            assert pool.map_in is not None
+            assert pool.map_out is not None
+            vector = own[j * G : (j + 1) * G].reshape(-1)
+            for k in range(M):
+                inner = pool.map_in[j, map_index[k]].double() @ vector
+                weight = gate * float(tables.map_weight[slot, k])
+                added = weight * inner * pool.map_out[j, map_index[k]].double()
+                expected[row, j * G : (j + 1) * G] += added.view(G, D)
+    return expected
+
+
+def deviation(found: Tensor, expected: Tensor, rows: Tensor) -> float:
+    """The largest difference in the rows [R] bool, of the largest number in them."""
+    found, expected = found.double()[rows].cpu(), expected.double()[rows].cpu()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal to the bit, NaN included."""
+    whole = torch.int32 if found.element_size() == 4 else torch.int16
+    return torch.equal(found.contiguous().view(whole), expected.contiguous().view(whole))

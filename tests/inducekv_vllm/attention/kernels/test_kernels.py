@@ -1,0 +1,211 @@
+"""The kernels against their twin, and the twin against loops in float64.
+
+Without a GPU the kernels run in Triton's interpreter, where a program takes a tenth of a second: steps are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels.layout import SlotTables
+
+from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, deviation, make, same_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MIXED = [
+    Memory(12, remainder=True),
+    Memory(12, pages_of=1),
+    Memory(9, "decoupled", map_rows=5),
+    Memory(1, "decoupled"),
+]
+MIXED_ROWS = [1, 0, 2, 3, 3, 0, 1, 4]  # memories of 1 and 2 share tiles
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN, so that a partial result which is read but not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(
+    problem: Problem, *, one_slot: bool = False, split: bool = False, lse: bool = True, tolerance: float = 0.0
+) -> None:
+    """The kernels in one launch shape against the twin, and that against loops; rows without memory to the bit."""
+    shape = problem.shape(one_slot=one_slot, split=split, lse=lse)
+    assert shape.split == split
+    rows = problem.row_slot != 0
+    step, expected = problem.step(shape), problem.output.clone()
+    arguments = (step, problem.query, expected, problem.self_lse if lse else None, SCALE, shape)
+    twin.add_memory(problem.pool, problem.tables, *arguments)
+    tolerance = max(tolerance, TOLERANCE[problem.query.dtype])
+    assert deviation(expected, by_loops(problem, lse), rows) < tolerance
+    assert same_bits(expected[~rows], problem.output[~rows])
+
+    there = problem.to(DEVICE)
+    launch.check(there.pool, there.tables, problem.query.shape[1])
+    found = there.output.clone()
+    step = there.step(shape)
+    launch.add_memory(there.pool, there.tables, step, there.query, found, there.self_lse if lse else None, SCALE, shape)
+    assert deviation(found, expected, rows) < tolerance
+    assert same_bits(found.cpu()[~rows], problem.output[~rows])
+
+
+@pytest.mark.parametrize("geometry", [(4, 4, 64), (3, 1, 80), (6, 2, 96), (8, 2, 128)], ids=str)
+def test_a_mixed_step(geometry: Geometry) -> None:
+    check(make(geometry, MIXED, MIXED_ROWS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("geometry", [(4, 4, 64), (3, 1, 80)], ids=str)
+def test_half_precision(geometry: Geometry, dtype: torch.dtype) -> None:
+    check(make(geometry, MIXED, MIXED_ROWS, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("one_slot", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "geometry", [(1, 1, 16), (4, 4, 64), (3, 1, 80), (6, 2, 96), (7, 1, 72), (8, 2, 128), (16, 1, 256)], ids=str
+)
+def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_slot: bool, split: bool) -> None:
+    memories = [Memory(300, pages_of=None), *MIXED[1:]] if split else MIXED
+    memories = [replace(memories[0], remainder=lse), replace(memories[1], tokens=memories[0].tokens), *memories[2:]]
+    memories = memories if lse else [replace(memory, form="decoupled") for memory in memories]
+    check(make(geometry, memories, MIXED_ROWS, dtype), one_slot=one_slot, split=split, lse=lse)
+    unmapped = [replace(memory, map_rows=0) for memory in memories]
+    check(make(geometry, unmapped, MIXED_ROWS, dtype, seed=1), one_slot=one_slot, split=split, lse=lse)
+
+
+@pytest.mark.parametrize("map_rows", [0, 7])
+def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
+    memories = [Memory(300, "decoupled", map_rows), Memory(300, "decoupled", map_rows, pages_of=1), Memory(5)]
+    problem = make((3, 1, 64), memories, [1, 2, 0, 3])
+    assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
+    check(problem, split=True)
+
+
+def test_rows_of_one_slot_share_its_terms() -> None:
+    check(make((3, 1, 64), MIXED, MIXED_ROWS), one_slot=True)
+
+
+def test_decoupled_memory_needs_no_log_sum_exp() -> None:
+    check(make((4, 2, 64), [Memory(70, "decoupled")], [0, 1, 1]), lse=False, one_slot=True)
+
+
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
+def test_one_row_and_one_token(form: str) -> None:
+    check(make((2, 2, 64), [Memory(1, form)], [1]))
+
+
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_weights_of_exactly_0_and_1(form: str, weight: float) -> None:
+    """As `sqrt` weighting has them (key and value scales), and `prior` (log weights)."""
+    prior = Memory(6, form, key_scale=1.0, log_weight=0.0 if weight else -torch.inf, value_scale=1.0)
+    root = Memory(6, form, key_scale=weight, log_weight=0.0, value_scale=weight)
+    problem = make((2, 1, 64), [prior, root], [1, 2])
+    check(problem)
+    if not weight:  # nothing of `prior` is left: the self-attention's own bits
+        shape, found = problem.shape(), problem.output.clone().to(DEVICE)
+        there = problem.to(DEVICE)
+        step = there.step(shape)
+        launch.add_memory(there.pool, there.tables, step, there.query, found, there.self_lse, SCALE, shape)
+        assert same_bits(found[0].cpu(), problem.output[0])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_empty_memory_changes_nothing(split: bool) -> None:
+    problem = make((2, 1, 64), [Memory(0), Memory(0, "decoupled")], [1, 2, 0]).to(DEVICE)
+    shape, found = problem.shape(split=split), problem.output.clone()
+    launch.add_memory(
+        problem.pool, problem.tables, problem.step(shape), problem.query, found, problem.self_lse, SCALE, shape
+    )
+    assert same_bits(found, problem.output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
+def test_logits_near_overflow(form: str, dtype: torch.dtype) -> None:
+    """Products q . k of tens of thousands, near the largest float16; whole numbers, so that these are exact."""
+    problem = make((2, 1, 64), [Memory(40, form, key_scale=1.0, log_weight=0.0)], [1, 1, 0], dtype)
+    rng = torch.Generator().manual_seed(5)
+    keys = torch.randint(-30, 31, problem.pool.keys.shape, generator=rng).to(dtype)
+    problem.pool.keys.copy_(torch.where(problem.pool.keys.isnan(), problem.pool.keys, keys))
+    problem.query[:2] = torch.randint(-400, 401, (2, 2, 64), generator=rng).to(dtype)
+    products = problem.query[0, 0].double() @ problem.pool.keys[0, problem.tables.token_index[1, :40].long()].double().T
+    assert 5e4 < products.abs().max() < 65504
+    problem.self_lse[:2] = products.max() * SCALE if form == "merged" else 0.0
+    # A float32 logit x is rounded by up to 2^-24 |x|, and so are its bias and its change of base.
+    check(problem, tolerance=3 * 2**-24 * 65504 * SCALE)
+
+
+def test_an_idle_plan_writes_nothing() -> None:
+    problem = make((2, 1, 64), [Memory(3)], [0, 0]).to(DEVICE)
+    for shape in (problem.shape(), problem.shape(split=True)):
+        found = problem.output.clone()
+        launch.add_memory(
+            problem.pool, problem.tables, problem.step(shape), problem.query, found, problem.self_lse, SCALE, shape
+        )
+        assert same_bits(found, problem.output)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "heads", "message"),
+    [((2, 1, 12), 2, "multiple of 8 from 16 to 256, found 12"), ((2, 1, 264), 2, "found 264")],
+)
+def test_an_unsupported_head_size_is_refused(geometry: Geometry, heads: int, message: str) -> None:
+    problem = make(geometry, [Memory(1)], [1])
+    with pytest.raises(ValueError, match=message):
+        launch.check(problem.pool, problem.tables, heads)
+
+
+@pytest.mark.parametrize("heads", [5, 258])
+def test_heads_that_do_not_fit_are_refused(heads: int) -> None:
+    problem = make((4, 2, 64), [Memory(1)], [1])
+    with pytest.raises(ValueError, match=f"found {heads} query heads and 2 KV heads"):
+        launch.check(problem.pool, problem.tables, heads)
+
+
+def test_a_pool_that_does_not_fit_is_refused() -> None:
+    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1])
+    pool, tables = problem.pool, problem.tables
+    narrow = replace(pool, values=pool.values[:, :4])
+    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on cpu, found .*\[2, 4, 64\]"):
+        launch.check(narrow, tables, 4)
+    with pytest.raises(ValueError, match=r"the pool must be .*, found torch\.float64"):
+        launch.check(replace(pool, keys=pool.keys.double()), tables, 4)
+    with pytest.raises(ValueError, match="both parts of its maps"):
+        launch.check(replace(pool, map_out=None), tables, 4)
+    with pytest.raises(ValueError, match=r"map_in must be .*\[2, 7, 192\]"):
+        launch.check(pool, tables, 6)
+    with pytest.raises(ValueError, match=r"last dimension of keys must be contiguous, found the stride 13"):
+        launch.check(replace(pool, keys=pool.keys.mT.contiguous().mT), tables, 4)
+    with pytest.raises(ValueError, match=r"length must be torch\.int32"):
+        launch.check(pool, SlotTables(**{**vars(tables), "length": tables.length.long()}), 4)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    problem = make((4, 2, 64), [Memory(4)], [1, 1]).to(DEVICE)
+    shape = problem.shape()
+    step, query, output, lse = problem.step(shape), problem.query, problem.output, problem.self_lse
+
+    def refused(message: str, **changed: object) -> None:
+        arguments = {"step": step, "query": query, "output": output, "self_lse": lse, "shape": shape, **changed}
+        with pytest.raises(ValueError, match=message):
+            launch.add_memory(problem.pool, problem.tables, scale=SCALE, **arguments)  # type: ignore[arg-type]
+
+    refused("query and output must be torch.float32", query=query.half())
+    refused("query and output must be", output=output[:1])
+    refused("must be contiguous", query=query.mT.contiguous().mT)
+    refused("needs the log-sum-exp", self_lse=None)
+    refused("the launch is for maps", shape=replace(shape, maps=True))
+    refused("a plan of 2 tiles", shape=replace(shape, tiles=2))

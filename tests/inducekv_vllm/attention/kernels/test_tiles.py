@@ -1,0 +1,162 @@
+"""Plans: every row with memory in one tile, every token of a tile in one work item, and no more than was promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inducekv_vllm.attention.kernels.tiles import (
+    LEAST_ITEM,
+    MOST_LANES,
+    SMALL_MEMORY,
+    LaunchShape,
+    Processors,
+    StepPlan,
+    idle_plan,
+    lanes_per_row,
+    launch_shape,
+    most_tiles,
+    plan_tiles,
+)
+
+H200 = Processors(132, 227 * 1024)
+# The same examples in every run, however slow the machine is.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+
+def _shape(**changed: Any) -> LaunchShape:
+    arguments: dict[str, Any] = {
+        "rows": 64,
+        "groups": 64,
+        "largest_group": 64,
+        "longest": 2048,
+        "heads_per_kv_head": 4,
+        "kv_heads": 8,
+        "head_size": 128,
+        "element_size": 2,
+        "maps": False,
+        "lse": True,
+        "one_slot": False,
+        "processors": H200,
+    }
+    return launch_shape(**(arguments | changed))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, LaunchShape]:
+    """Groups [R], lengths [R], and a shape that a graph of R rows would be captured with."""
+    groups = np.array(draw(st.lists(st.integers(0, 6), min_size=1, max_size=80)))
+    tokens = np.array([0, *draw(st.lists(st.integers(0, 4096), min_size=6, max_size=6))])
+    shape = _shape(
+        rows=len(groups),
+        groups=len(groups),
+        largest_group=draw(st.integers(1, len(groups))),
+        longest=draw(st.sampled_from([SMALL_MEMORY, 4096])),
+        heads_per_kv_head=draw(st.sampled_from([1, 3, 4, 7, 16])),
+        kv_heads=draw(st.integers(1, 32)),
+        maps=draw(st.booleans()),
+        one_slot=draw(st.booleans()),
+        processors=Processors(draw(st.integers(1, 200))),
+    )
+    return groups, tokens[groups], shape
+
+
+@given(steps())
+def test_a_plan_covers_rows_and_tokens_exactly_once(step: tuple[np.ndarray, np.ndarray, LaunchShape]) -> None:
+    groups, lengths, shape = step
+    plan = plan_tiles(groups, lengths, shape)
+    assert [array.shape for array in plan.arrays()] == [array.shape for array in idle_plan(shape).arrays()]
+    assert {array.dtype for array in plan.arrays()} == {np.dtype(np.int32)}
+    live = plan.tile_rows >= 0
+    assert sorted(plan.tile_rows[live]) == list(np.flatnonzero(groups))
+    assert (np.diff(live.astype(int), axis=1) <= 0).all()  # live rows come first
+    assert (np.diff(live[:, 0].astype(int)) <= 0).all()  # and so do live tiles
+    for tile in plan.tile_rows:
+        assert len(set(groups[tile[tile >= 0]])) <= 1
+    if shape.split:
+        _check_items(plan, lengths, shape)
+    else:
+        assert plan.work.size == plan.tile_work.size == 0
+
+
+def _check_items(plan: StepPlan, lengths: np.ndarray, shape: LaunchShape) -> None:
+    for number, tile in enumerate(plan.tile_rows):
+        items = plan.work[plan.tile_work[number] : plan.tile_work[number + 1]].tolist()
+        assert bool(items) == (tile[0] >= 0)
+        end = 0
+        for owner, begin, stop, only in items:
+            assert (owner, begin, bool(only)) == (number, end, len(items) == 1)
+            assert stop - begin >= LEAST_ITEM or stop == lengths[tile[0]]
+            assert begin % shape.block_tokens == 0
+            end = stop
+        assert end == (lengths[tile[0]] if items else 0)
+    assert plan.tile_work[0] == 0
+    assert (plan.work[plan.tile_work[-1] :] == -1).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 128))
+def test_no_step_needs_more_tiles_than_the_bound(members: list[int], height: int) -> None:
+    needed = sum(-(-n // height) for n in members)
+    assert needed <= most_tiles(sum(members), len(members), height) <= most_tiles(sum(members), sum(members), height)
+
+
+@given(
+    st.integers(1, 8192),
+    st.integers(1, 128),
+    st.integers(1, 16),
+    st.sampled_from([16, 64, 80, 96, 128, 256]),
+    st.sampled_from([2, 4]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_shape_fits_the_kernels(rows: int, G: int, J: int, D: int, size: int, maps: bool, one_slot: bool) -> None:
+    shape = _shape(
+        rows=rows,
+        groups=1,
+        largest_group=rows,
+        heads_per_kv_head=G,
+        kv_heads=J,
+        head_size=D,
+        element_size=size,
+        maps=maps,
+        one_slot=one_slot,
+    )
+    assert shape.block_rows in (16, 32, 64, 128)
+    assert shape.height == shape.block_rows // lanes_per_row(G, maps) >= 1
+    assert shape.block_rows <= MOST_LANES
+    assert shape.tiles * shape.height >= rows
+    assert shape.stages >= 1
+
+
+def test_a_memory_is_split_only_if_it_is_long_and_processors_are_idle() -> None:
+    assert not _shape(longest=SMALL_MEMORY).split
+    assert _shape(longest=SMALL_MEMORY + 1).split
+    assert not _shape(rows=2048, groups=1, largest_group=2048, one_slot=True).split
+    assert _shape(rows=2048, groups=1, largest_group=2048, one_slot=True, kv_heads=1).split
+
+
+def test_one_row_of_a_long_memory_keeps_every_processor_busy() -> None:
+    shape = _shape(rows=1, groups=1, largest_group=1)
+    plan = plan_tiles([3], [2048 * 8], shape)
+    programs = int((plan.work[:, 0] >= 0).sum()) * 8
+    assert H200.count <= programs <= 2 * H200.count
+    assert plan_tiles([3], [2048], shape).tile_work[-1] == 2048 // LEAST_ITEM
+
+
+def test_rows_that_need_more_tiles_are_refused() -> None:
+    shape = replace(_shape(rows=8, groups=1, largest_group=8), tiles=1, height=4)
+    with pytest.raises(ValueError, match="3 rows in 2 groups need 2 tiles of 4 rows, found 1"):
+        plan_tiles([1, 0, 2, 1], [4, 0, 4, 4], shape)
+
+
+def test_a_step_without_memory_is_idle() -> None:
+    shape = _shape()
+    plan = plan_tiles(np.zeros(5, int), np.zeros(5, int), shape)
+    for found, idle in zip(plan.arrays(), idle_plan(shape).arrays(), strict=True):
+        assert np.array_equal(found, idle)
