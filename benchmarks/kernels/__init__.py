@@ -1,7 +1,6 @@
 """The GPU kernels: are they right, how fast are they, what do they cost a whole model, and who does the same work.
 
     run.py             the command
-    geometries.py      the sizes of models
     workloads.py       a step with memory: its tensors, bytes and operations
     attention.py       each workload against the twin, and against the roofline
     replay.py          one CUDA graph over changing plans, tables and bundles
