@@ -25,6 +25,7 @@ class InduceKVConfig(BaseModel):
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
+    max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> InduceKVConfig | None:

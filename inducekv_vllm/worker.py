@@ -225,10 +225,9 @@ class InduceKVWorker(CPUWorker):
         return {"ok": True, "bytes": self.resident[digest].nbytes}
 
     def _read_resident(self, path: str, digest: str) -> ResidentBundle:
-        bundle = read_bundle(path)
+        bundle = read_bundle(path, backbone=backbone_fingerprint(self.model_config.model))
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
-        bundle.require_backbone(backbone_fingerprint(self.model_config.model), path)
         if bundle.metadata.form == "merged" and self._merged_refusal is not None:
             raise self._merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
+from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import InduceKVError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
@@ -64,10 +65,12 @@ class InduceKVEndpoint:
         model = engine_client.model_config
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision)
         models: OpenAIServingModels = state.openai_serving_models
-        registry = BundleRegistry(engine_client, models, backbone)
+        stop = EngineStop(engine_client)
+        stop.install()
+        registry = BundleRegistry(engine_client, models, backbone, config, stop)
         for name, path in config.bundles.items():
             await registry.load(name, path)
-        engine = TwoPassEngine(engine_client, registry, config)
+        engine = TwoPassEngine(engine_client, registry, config, stop)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)

@@ -25,8 +25,10 @@ from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
 from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
+from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 
@@ -58,8 +60,17 @@ def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
 class BundleRegistry:
     """See the module docstring. It belongs to the server's event loop; changes happen one at a time."""
 
-    def __init__(self, client: EngineClient, models: OpenAIServingModels, backbone: BackboneFingerprint) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        models: OpenAIServingModels,
+        backbone: BackboneFingerprint,
+        config: InduceKVConfig | None = None,
+        stop: EngineStop | None = None,
+    ) -> None:
         self._client = client
+        self._config = config or InduceKVConfig()
+        self._stop = stop or EngineStop(client)
         self._models = models
         self._backbone = backbone
         self._versions: dict[str, _Version] = {}  # by digest
@@ -79,7 +90,12 @@ class BundleRegistry:
             BundleError: the file is not a valid bundle, or was made for another backbone.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
             CapacityError: a worker cannot load it.
+            RetryableRequestError: the server is shutting down.
         """
+        with self._stop.running():
+            return await self._load(name, path, replace)
+
+    async def _load(self, name: str, path: str, replace: bool) -> MemoryBundleCard:
         async with self._change:
             self._check_name(name, replace)
             memory = await asyncio.to_thread(self._read_checked, name, path)
@@ -130,8 +146,12 @@ class BundleRegistry:
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Read and check a file; runs in a thread."""
         absolute = os.path.abspath(os.path.expanduser(path))
-        bundle = read_bundle(absolute)
-        bundle.require_backbone(self._backbone, f"bundle {name!r} ({path})")
+        bundle = read_bundle(
+            absolute,
+            backbone=self._backbone,
+            max_bytes=self._config.max_bundle_bytes,
+            name=f"bundle {name!r} ({path})",
+        )
         try:
             return MemoryIndex.from_bundle(bundle, absolute)
         except OSError as error:

@@ -37,6 +37,7 @@ LONGEST = (
     "tests/selector/runtime/test_distributed.py",
     "tests/benchmarks/test_continual_run.py",
     "engine",
+    "tests/server/test_shutdown.py",
     "tests/server/test_start.py",
 )
 

@@ -54,6 +54,7 @@ from .passes import (
     refuse_options,
     require_rendered,
 )
+from .stopping import EngineStop
 from .trace import TraceLog, describe_injection
 
 logger = init_logger(__name__)
@@ -109,8 +110,11 @@ def _close_on_loop(loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack)
 class TwoPassEngine:
     """See the module docstring. There is one per engine client; all state belongs to its event loop."""
 
-    def __init__(self, client: EngineClient, memories: MemorySource, config: InduceKVConfig) -> None:
+    def __init__(
+        self, client: EngineClient, memories: MemorySource, config: InduceKVConfig, stop: EngineStop | None = None
+    ) -> None:
         self._client = client
+        self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
@@ -136,13 +140,16 @@ class TwoPassEngine:
         Raises:
             VLLMValidationError: the arguments do not fit the memory.
             VLLMNotFoundError: the bundle has been unloaded since the server accepted the request.
+            RetryableRequestError: the server is shutting down.
         """
         if not isinstance(lora_request, MemoryRequest):
             with self._invalidating_mm_cache(prompt):
+                self._stop.refuse_new()
                 refuse_options(sampling_params)
             return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
         name = lora_request.lora_name
         with self._invalidating_mm_cache(prompt), contextlib.ExitStack() as stack:
+            stack.enter_context(self._stop.running())
             rendered = require_rendered(prompt)
             lease = stack.enter_context(self._lease(name))
             memory_options = read_options(sampling_params, lease.memory.num_entries)
