@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,20 @@ from typing import Final
 from inducekv_vllm.errors import ConfigError
 
 API_KEY_VARIABLE: Final = "INDUCEKV_API_KEY"
+
+
+def require_address(url: str) -> None:
+    """Raises ConfigError: it is not the address of a server."""
+    if not url.startswith(("http://", "https://")):
+        guess = "" if "://" in url else f"; did you mean http://{url}?"
+        raise ConfigError(f"--publish must be an http or https address, found {url!r}{guess}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"--publish must be an address such as http://127.0.0.1:8000, found {url!r}")
 
 
 def publish(url: str, path: Path) -> None:
