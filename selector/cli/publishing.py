@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
 
 API_KEY_VARIABLE: Final = "INDUCEKV_API_KEY"
@@ -32,7 +33,8 @@ def require_address(url: str) -> None:
 def publish(url: str, path: Path) -> None:
     """Load the finished bundle into a running server, under the file's name without its ending.
 
-    The API key, where the server wants one, is read from the variable `API_KEY_VARIABLE`.
+    The server's admin key is read from the variable `ADMIN_KEY_VARIABLE`, and its API key, if it has one, from
+    `API_KEY_VARIABLE`.
 
     Raises:
         ConfigError: the server cannot be reached or refuses; the bundle stays on disk.
@@ -41,6 +43,8 @@ def publish(url: str, path: Path) -> None:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(API_KEY_VARIABLE):
         headers["Authorization"] = f"Bearer {key}"
+    if key := os.environ.get(ADMIN_KEY_VARIABLE):
+        headers[ADMIN_HEADER] = key
     address = f"{url.rstrip('/')}/v1/load_memory_bundle"
     try:
         request = urllib.request.Request(address, data=body, headers=headers, method="POST")

@@ -22,6 +22,7 @@ import pytest
 
 from benchmarks.server_process import starting
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, Prompt, World, prompts
+from tests.server.http import Bundles
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 STREAMS = 3  # of each model
@@ -78,7 +79,7 @@ class Stopped:
 def stopped(world: World, log: Path, *flags: str) -> Iterator[Stopped]:
     """At the end, the server has ended by itself."""
     memory = f"--memory=m={world.paths['sqrt']}"
-    few = ["--max-num-seqs", str(RUNNING), "--served-model-name", "base", *flags]
+    few = ["--max-num-seqs", str(RUNNING), "--served-model-name", "base", "--memory-root", str(log.parents[1]), *flags]
     arguments = [str(world.model), memory, *FLAGS, *few]
     with (
         starting(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as wait_until_healthy,
@@ -88,8 +89,7 @@ def stopped(world: World, log: Path, *flags: str) -> Iterator[Stopped]:
         streams = [Stream(model) for model in ("m", "base") * STREAMS]
         reading = [pool.submit(s.read, url, p) for s, p in zip(streams, prompts(2 * STREAMS, seed=41), strict=True)]
         wait_until(lambda: any(s.tokens > 5 for s in streams if s.model == "m"))
-        body = {"name": "late", "path": str(world.paths["other"])}
-        load = pool.submit(httpx.post, f"{url}/v1/load_memory_bundle", json=body, timeout=4 * SECONDS)
+        load = pool.submit(Bundles(url).load, "late", world.paths["other"])
         begun = [stream.tokens > 0 for stream in streams]
         began = time.monotonic()
         os.kill(server_of(log), signal.SIGTERM)
