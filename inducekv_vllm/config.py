@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "inducekv"
 WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
+ADMIN_KEY_VARIABLE = "INDUCEKV_ADMIN_KEY"  # of the server, and of whoever changes its bundles
+ADMIN_HEADER = "X-InduceKV-Admin-Key"
 SCHEDULER_CLS = "inducekv_vllm.scheduler.memory_scheduler"  # for --scheduler-cls
 
 
@@ -25,6 +27,12 @@ class InduceKVConfig(BaseModel):
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
+    # Folders that bundles may be loaded from while the server runs; none turns such loads off.
+    roots: list[str] = Field(default_factory=list)
+    max_bundles: int = Field(default=64, ge=1)  # names
+    max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
+    load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> InduceKVConfig | None:

@@ -34,3 +34,11 @@ class UnknownBundle(InduceKVError):
 
 class CapacityError(InduceKVError):
     """A bundle or a request does not fit into the available resources."""
+
+
+class TooManyChanges(CapacityError):
+    """Too many changes of bundles wait for the running one."""
+
+
+class LoadTimeout(CapacityError):
+    """A bundle could not be loaded in time."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -30,6 +29,7 @@ from .config import CONFIG_KEY, InduceKVConfig
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
+from .logs import logger_of
 from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 class InduceKVWorker(CPUWorker):
@@ -225,10 +225,9 @@ class InduceKVWorker(CPUWorker):
         return {"ok": True, "bytes": self.resident[digest].nbytes}
 
     def _read_resident(self, path: str, digest: str) -> ResidentBundle:
-        bundle = read_bundle(path)
+        bundle = read_bundle(path, backbone=backbone_fingerprint(self.model_config.model))
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
-        bundle.require_backbone(backbone_fingerprint(self.model_config.model), path)
         if bundle.metadata.form == "merged" and self._merged_refusal is not None:
             raise self._merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:

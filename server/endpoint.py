@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.responses import JSONResponse
+from fastapi.security import APIKeyHeader
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -19,14 +21,17 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
-from vllm.logger import init_logger
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import ADMIN_HEADER, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
-from inducekv_vllm.errors import InduceKVError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.logs import logger_of
 
+from .access import Access, ChangeRefused, OwnerMiddleware, SagemakerMiddleware, who
 from .registry import BundleRegistry
 from .schemas import (
     LoadMemoryBundleRequest,
@@ -37,7 +42,7 @@ from .schemas import (
     UnloadMemoryBundleResponse,
 )
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 router = APIRouter(tags=["Memory"])
 
 
@@ -49,6 +54,9 @@ class InduceKVEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.add_middleware(OwnerMiddleware)
+        app.add_middleware(SagemakerMiddleware)
+        app.add_exception_handler(InduceKVError, refused)
         for kind in (aiohttp.ClientError, OSError, RuntimeError):
             app.add_exception_handler(kind, unreadable_media)
 
@@ -64,14 +72,17 @@ class InduceKVEndpoint:
         model = engine_client.model_config
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision)
         models: OpenAIServingModels = state.openai_serving_models
-        registry = BundleRegistry(engine_client, models, backbone)
+        stop = EngineStop(engine_client)
+        stop.install()
+        registry = BundleRegistry(engine_client, models, backbone, config, stop)
         for name, path in config.bundles.items():
             await registry.load(name, path)
-        engine = TwoPassEngine(engine_client, registry, config)
+        engine = TwoPassEngine(engine_client, registry, config, stop)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
         state.inducekv_registry, state.inducekv_engine = registry, engine
+        state.inducekv_access = Access.from_environment(config.roots, os.environ)
 
 
 async def check_server(client: EngineClient) -> None:
@@ -155,8 +166,45 @@ def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> 
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status.value))
 
 
-def _error(error: InduceKVError | str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
-    return JSONResponse(error_response(str(error), status).model_dump(), status_code=status.value)
+def _error(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
+    return JSONResponse(error_response(reason, status).model_dump(), status_code=status.value)
+
+
+STATUS_OF: dict[type[Exception], HTTPStatus] = {
+    UnknownBundle: HTTPStatus.NOT_FOUND,
+    TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
+    LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+
+async def refused(request: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that one of our errors ends."""
+    status = error.status if isinstance(error, ChangeRefused) else STATUS_OF.get(type(error), HTTPStatus.BAD_REQUEST)
+    return _error(f"{error!s:.2000}", status)
+
+
+def _errors(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI schema."""
+    return {status.value: {"model": ErrorResponse} for status in statuses}
+
+
+CHANGE_ERRORS = _errors(
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
+AdminKey = Annotated[
+    str | None,
+    Security(APIKeyHeader(name=ADMIN_HEADER, auto_error=False, description="the server's INDUCEKV_ADMIN_KEY")),
+]
+
+
+def _access(request: Request) -> Access:
+    access: Access = request.app.state.inducekv_access
+    return access
 
 
 def _registry(request: Request) -> BundleRegistry:
@@ -164,39 +212,64 @@ def _registry(request: Request) -> BundleRegistry:
     return registry
 
 
-@router.post("/v1/load_memory_bundle", dependencies=[Depends(validate_json_request)], response_model=MemoryBundleCard)
-async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request) -> Any:
-    """Load a bundle under a name; with `replace`, the name may already stand for another bundle."""
+def _host(request: Request) -> str | None:
+    return request.client.host if request.client is not None else None
+
+
+async def admin(request: Request, key: AdminKey) -> str:
+    """Who asks for a change, for the log. Raises ChangeRefused: not the admin."""
     try:
-        return await _registry(request).load(body.name, body.path, replace=body.replace)
-    except InduceKVError as error:
-        return _error(error)
+        _access(request).require_admin(key)
+    except ChangeRefused as error:
+        logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
+        raise
+    return who(_host(request))
+
+
+Admin = Annotated[str, Depends(admin)]
 
 
 @router.post(
-    "/v1/unload_memory_bundle", dependencies=[Depends(validate_json_request)], response_model=UnloadMemoryBundleResponse
+    "/v1/load_memory_bundle",
+    dependencies=[Depends(validate_json_request)],
+    responses=CHANGE_ERRORS | _errors(HTTPStatus.GATEWAY_TIMEOUT),
 )
-async def unload_memory_bundle(body: UnloadMemoryBundleRequest, request: Request) -> Any:
+async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
+    """Load a bundle under a name; with `replace`, the name may already stand for another bundle."""
+    registry = _registry(request)
+    return await registry.load(body.name, body.path, replace=body.replace, who=admin, access=_access(request))
+
+
+@router.post(
+    "/v1/unload_memory_bundle",
+    dependencies=[Depends(validate_json_request)],
+    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND),
+)
+async def unload_memory_bundle(
+    body: UnloadMemoryBundleRequest, request: Request, admin: Admin
+) -> UnloadMemoryBundleResponse:
     """Remove a bundle's name; running requests keep the bundle until they end."""
-    try:
-        return UnloadMemoryBundleResponse(name=body.name, digest=await _registry(request).unload(body.name))
-    except UnknownBundle as error:
-        return _error(error, HTTPStatus.NOT_FOUND)
+    digest = await _registry(request).unload(body.name, who=admin)
+    return UnloadMemoryBundleResponse(name=body.name, digest=digest)
 
 
 @router.get("/v1/memory_bundles")
-async def memory_bundles(request: Request) -> MemoryBundleList:
-    """List the loaded bundles."""
-    return _registry(request).list()
+async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
+    """List the loaded bundles; the admin also sees paths."""
+    return _registry(request).list(is_admin=_access(request).is_admin(key))
 
 
-@router.get("/v1/memory_trace/{response_id:path}", response_model=MemoryTrace)
-async def memory_trace(response_id: str, request: Request) -> Any:
-    """Return the trace of a recent response to a request with `"vllm_xargs": {"inducekv_trace": 1}`."""
+@router.get("/v1/memory_trace/{response_id:path}", response_model=MemoryTrace, responses=_errors(HTTPStatus.NOT_FOUND))
+async def memory_trace(response_id: str, request: Request, cache_salt: str | None = None) -> Any:
+    """Return the trace of a recent response to a request with `"vllm_xargs": {"inducekv_trace": 1}`.
+
+    It belongs to the API key that asked, and if the request had a `cache_salt`, to that salt.
+    """
     engine: TwoPassEngine = request.app.state.inducekv_engine
-    if not (traces := engine.traces.of_response(response_id)):
+    if not (traces := engine.traces.of_response(OWNER.get(), cache_salt, response_id)):
         return _error(
-            f"no memory trace of response {response_id!r}: it was not traced, is not finished, or is too old",
+            f"no memory trace of response {response_id!r:.200}: it was not traced, is not finished, is too old, or "
+            "belongs to another API key or cache salt",
             HTTPStatus.NOT_FOUND,
         )
     return MemoryTrace(id=response_id, traces=traces)

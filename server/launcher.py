@@ -6,6 +6,7 @@ It prepares the arguments and then runs vLLM's own command in this process.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -14,12 +15,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inducekv_vllm.config import CONFIG_KEY, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE, CONFIG_KEY, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from .demo import BUNDLE, CHECKPOINT
 
 PLUGIN = "inducekv"
+SIMILAR = 0.8  # no flag of vLLM is as similar to one of ours
 DEFAULT_HOST = "127.0.0.1"
 # The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
 PLUGIN_GROUPS = (
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(demo_model())
             return
         arguments = vllm_arguments(own, rest)
+        set_admin_key(os.environ, own)
         plugins = plugin_list(os.environ)
     except UsageError as error:
         cli.exit(2, f"{cli.prog}: error: {error}\n")
@@ -70,6 +73,19 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax",
     )
+    cli.add_argument(
+        "--memory-root",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="let bundles in DIR be loaded while the server runs; needs an admin key",
+    )
+    cli.add_argument(
+        "--memory-admin-key",
+        metavar="KEY",
+        help=f"the key of those who may change bundles; better set in {ADMIN_KEY_VARIABLE}, where other users of the "
+        "machine do not see it",
+    )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
 
@@ -78,12 +94,13 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
     """Build the arguments of `vllm serve`: the model, the user's arguments, and those that memory needs.
 
     Raises:
-        UsageError: a memory is not NAME=PATH or does not exist, a name is duplicate, a setting is out of range, or the
-            demo model is missing.
+        UsageError: a memory is not NAME=PATH or does not exist, an allowed folder does not exist, a name is duplicate,
+            a setting is out of range, a flag is misspelt, or the demo model is missing.
     """
     from_file = config_file(rest)
     additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
+    refuse_misspelt(rest)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
     elif "model" in from_file or has_flag(rest, "--model"):
@@ -121,7 +138,31 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         settings["top_k"] = own.memory_top_k
     if own.no_memory_remainder:
         settings["remainder"] = False
+    if own.memory_root:
+        for root in own.memory_root:
+            if not Path(root).is_dir():
+                raise UsageError(f"--memory-root: no such folder: {root}")
+        settings["roots"] = [str(Path(root).absolute()) for root in own.memory_root]
     return settings
+
+
+def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace) -> None:
+    """Hand the admin key to the server by the environment; vLLM writes its arguments into the log.
+
+    Raises:
+        UsageError: it is not a key, is given twice, or is missing where a folder is allowed.
+    """
+    given, before = own.memory_admin_key, environment.get(ADMIN_KEY_VARIABLE)
+    if given is not None and before is not None and given != before:
+        raise UsageError(f"--memory-admin-key and {ADMIN_KEY_VARIABLE} give two different keys")
+    key = given if given is not None else before
+    if key is None:
+        if own.memory_root:
+            raise UsageError(f"--memory-root needs an admin key: set {ADMIN_KEY_VARIABLE}")
+        return
+    if not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        raise UsageError("the admin key must be printable ASCII characters without spaces around them")
+    environment[ADMIN_KEY_VARIABLE] = key
 
 
 def check_bundle(name: str, path: str) -> None:
@@ -198,6 +239,15 @@ def take(rest: list[str], flag: str) -> tuple[str | None, list[str]]:
         value = inline if separator else rest[position]
         position += not separator
     return value, left
+
+
+def refuse_misspelt(rest: list[str]) -> None:
+    """vLLM would refuse them too, but without knowing ours, and with a page of its own flags."""
+    own = [flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")]
+    for argument in rest:
+        flag = normal(argument.partition("=")[0])
+        if flag.startswith("--") and (near := difflib.get_close_matches(flag, own, 1, SIMILAR)):
+            raise UsageError(f"unknown flag {flag}; did you mean {near[0]}?")
 
 
 def has_flag(rest: list[str], flag: str) -> bool:

@@ -11,28 +11,41 @@ import asyncio
 import contextlib
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
 from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
+from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
-from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import (
+    BundleError,
+    CapacityError,
+    ConfigError,
+    InduceKVError,
+    LoadTimeout,
+    TooManyChanges,
+    UnknownBundle,
+    UnsupportedModel,
+)
+from inducekv_vllm.logs import logger_of
 
+from .access import Access
 from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 # vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
@@ -46,7 +59,7 @@ class _Version:
     memory: MemoryIndex
     resident_bytes: int
     task_adapters: dict[str, LoRARequest]  # by task
-    names: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
     active: int = 0  # leases
 
 
@@ -58,58 +71,133 @@ def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
 class BundleRegistry:
     """See the module docstring. It belongs to the server's event loop; changes happen one at a time."""
 
-    def __init__(self, client: EngineClient, models: OpenAIServingModels, backbone: BackboneFingerprint) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        models: OpenAIServingModels,
+        backbone: BackboneFingerprint,
+        config: InduceKVConfig | None = None,
+        stop: EngineStop | None = None,
+    ) -> None:
         self._client = client
+        self._config = config or InduceKVConfig()
+        self._stop = stop or EngineStop(client)
         self._models = models
         self._backbone = backbone
         self._versions: dict[str, _Version] = {}  # by digest
         self._named: dict[str, _Version] = {}
         self._change = asyncio.Lock()
+        self._waiting = 0  # changes, the running one included
         self._releases: set[asyncio.Task[None]] = set()
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
-    async def load(self, name: str, path: str, *, replace: bool = False) -> MemoryBundleCard:
+    async def load(
+        self, name: str, path: str, *, replace: bool = False, who: str = "start", access: Access | None = None
+    ) -> MemoryBundleCard:
         """Check a bundle, make it resident on every rank and point `name` to it.
 
         Loading the content that `name` already stands for changes nothing. An error changes nothing either.
 
+        Args:
+            who: asks for it, for the log.
+            access: the folders that the bundle and its adapters must lie in; None for any.
+
         Raises:
             ConfigError: the name is invalid or taken.
-            BundleError: the file is not a valid bundle, or was made for another backbone.
+            BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
-            CapacityError: a worker cannot load it.
+            CapacityError: a worker cannot load it, there are too many bundles, or it takes too long.
+            TooManyChanges: too many changes wait.
+            RetryableRequestError: the server is shutting down.
         """
-        async with self._change:
-            self._check_name(name, replace)
-            memory = await asyncio.to_thread(self._read_checked, name, path)
-            self._check_adapter(name, memory)
-            version = self._versions.get(memory.digest)
-            if version is None:
-                version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
-                self._versions[memory.digest] = version
+        limit = self._config.load_timeout_s
+        with self._logged("load", name, who):
             try:
-                self._check_name(name, replace)  # an adapter may have taken it in the meantime
-            except ConfigError:
-                self._release_if_unused(version)
-                raise
-            self._point(name, version, memory.path)
-            logger.info("memory bundle %s: %d entries, digest %.12s", name, memory.num_entries, memory.digest)
-            return self._card(name)
+                async with asyncio.timeout(limit), self._changing():
+                    return await self._load(name, path, replace, who, access)
+            except TimeoutError as error:
+                raise LoadTimeout(f"bundle {name!r} was not loaded within {limit:g} s; nothing has changed") from error
 
-    async def unload(self, name: str) -> str:
+    async def _load(self, name: str, path: str, replace: bool, who: str, access: Access | None) -> MemoryBundleCard:
+        began = time.monotonic()
+        self._check_name(name, replace)
+        memory = await asyncio.to_thread(self._read_checked, name, path, access)
+        self._check_adapter(name, memory)
+        version = self._versions.get(memory.digest)
+        if version is None:
+            version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
+            self._versions[memory.digest] = version
+        try:
+            self._check_name(name, replace)  # an adapter may have taken it in the meantime
+        except ConfigError:
+            self._release_if_unused(version)
+            raise
+        previous = self._named.get(name)
+        self._point(name, version, memory.path)
+        logger.info(
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
+            name,
+            "loaded" if previous is None else f"replaced (digest before {previous.memory.digest})",
+            who,
+            time.monotonic() - began,
+            memory.digest,
+            memory.num_entries,
+            version.resident_bytes,
+            memory.path,
+        )
+        return self._card(name, is_admin=True)
+
+    async def unload(self, name: str, *, who: str = "start") -> str:
         """Remove a name and return its digest; running requests keep the version until they end.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded.
+            TooManyChanges: too many changes wait.
+            RetryableRequestError: the server is shutting down.
         """
-        async with self._change:
-            version = self._version(name)
-            del self._named[name]
-            del self._models.lora_requests[name]
-            version.names.discard(name)
-            self._release_if_unused(version)
-            return version.memory.digest
+        with self._logged("unload", name, who):
+            async with self._changing():
+                version = self._version(name)
+                del self._named[name]
+                del self._models.lora_requests[name]
+                version.names.pop(name, None)
+                digest, active = version.memory.digest, version.active
+                logger.info(
+                    "memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active
+                )
+                self._release_if_unused(version)
+                return digest
+
+    @contextlib.contextmanager
+    def _logged(self, change: str, name: str, who: str) -> Iterator[None]:
+        """Log a change that is refused."""
+        began = time.monotonic()
+        try:
+            yield
+        except InduceKVError as error:
+            seconds, reason = time.monotonic() - began, " ".join(str(error).split())
+            logger.warning(
+                "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
+            )
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """One change at a time; a shutdown with a time-out waits for it.
+
+        Raises:
+            TooManyChanges: as many as may wait are waiting.
+        """
+        if self._waiting > self._config.max_waiting_changes:
+            raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
+        with self._stop.running():
+            self._waiting += 1
+            try:
+                async with self._change:
+                    yield
+            finally:
+                self._waiting -= 1
 
     def _point(self, name: str, version: _Version, path: str) -> None:
         """Point `name` to `version`. Without an await, so no request sees an intermediate state."""
@@ -117,31 +205,37 @@ class BundleRegistry:
         handle = MemoryRequest(
             lora_name=name,
             lora_int_id=self._models.lora_id_counter.inc(1),  # never sent to the engine, but must be unique
-            lora_path=path,
+            lora_path=version.memory.digest,  # shown to everybody as the model's root
             base_model_name=self._models.base_model_paths[0].name,
         )
         self._named[name] = version
         self._models.lora_requests[name] = handle
-        version.names.add(name)
+        version.names[name] = path
         if previous is not None and previous is not version:
-            previous.names.discard(name)
+            previous.names.pop(name, None)
             self._release_if_unused(previous)
 
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Read and check a file; runs in a thread."""
         absolute = os.path.abspath(os.path.expanduser(path))
-        bundle = read_bundle(absolute)
-        bundle.require_backbone(self._backbone, f"bundle {name!r} ({path})")
+        bundle = read_bundle(
+            absolute,
+            backbone=self._backbone,
+            max_bytes=self._config.max_bundle_bytes,
+            name=f"bundle {name!r} ({path})",
+        )
         try:
             return MemoryIndex.from_bundle(bundle, absolute)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
 
-    def _read_checked(self, name: str, path: str) -> MemoryIndex:
+    def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
-        memory = self._read(name, path)
+        memory = self._read(name, path if access is None else access.resolve(path, f"bundle {name!r}"))
         for record in memory.metadata.task_adapters:
             folder = adapter_folder(memory, record)
+            if access is not None:
+                access.resolve(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
             if (digest := read_adapter(folder).digest) != record.digest:
                 raise BundleError(
                     f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
@@ -151,7 +245,11 @@ class BundleRegistry:
 
     async def _make_resident(self, memory: MemoryIndex) -> int:
         """Load on every rank; return the bytes on one. If a rank fails, unload on all and raise CapacityError."""
-        answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+        try:
+            answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+        except asyncio.CancelledError:  # out of time: the workers may still load it
+            self._in_background(self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,)))
+            raise
         refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
         if refusals:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
@@ -170,6 +268,9 @@ class BundleRegistry:
                     lora_path=str(adapter_folder(memory, record)),
                 )
                 await self._client.add_lora(adapters[record.task])
+        except asyncio.CancelledError:  # out of time
+            self._in_background(self._unload(memory.digest, adapters))
+            raise
         except Exception as error:
             await self._unload(memory.digest, adapters)
             task = list(adapters)[-1]
@@ -197,6 +298,8 @@ class BundleRegistry:
             raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
         if name in self._named and not replace:
             raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
+        if name not in self._named and len(self._named) >= self._config.max_bundles:
+            raise CapacityError(f"{len(self._named)} bundles are loaded, and no more are allowed (max_bundles)")
 
     def _check_adapter(self, name: str, memory: MemoryIndex) -> None:
         lora_on = self._client.vllm_config.lora_config is not None
@@ -267,9 +370,12 @@ class BundleRegistry:
 
     def _release_if_unused(self, version: _Version) -> None:
         if not version.names and not version.active:
-            task = asyncio.get_running_loop().create_task(self._release(version))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+            self._in_background(self._release(version))
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     async def _release(self, version: _Version) -> None:
         await asyncio.sleep(RELEASE_DELAY_S)
@@ -281,7 +387,9 @@ class BundleRegistry:
             try:
                 await self._unload(digest, version.task_adapters)
             except Exception as error:  # the engine is gone, and the bundle with it
-                logger.warning("could not unload memory bundle %.12s: %r", digest, error)
+                logger.warning("could not release the memory of digest %s: %r", digest, error)
+            else:
+                logger.info("memory of digest %s released: no name and no request uses it", digest)
 
     # ---- reports -----------------------------------------------------------------------------------------------
 
@@ -292,14 +400,14 @@ class BundleRegistry:
         """List the bundles that need this LoRA adapter."""
         return sorted(name for name, version in self._named.items() if version.memory.adapter == adapter)
 
-    def list(self) -> MemoryBundleList:
+    def list(self, *, is_admin: bool = False) -> MemoryBundleList:
         draining = [v for v in self._versions.values() if not v.names]
         return MemoryBundleList(
-            data=[self._card(name) for name in self._named],
+            data=[self._card(name, is_admin) for name in self._named],
             draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
         )
 
-    def _card(self, name: str) -> MemoryBundleCard:
+    def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
         version = self._named[name]
         memory = version.memory
         facts: dict[str, Any] = {
@@ -308,9 +416,9 @@ class BundleRegistry:
         }
         return MemoryBundleCard(
             name=name,
-            path=self._models.lora_requests[name].lora_path,
+            path=version.names[name] if is_admin else None,
             entries=memory.num_entries,
-            task_adapters={task: adapter.lora_path for task, adapter in version.task_adapters.items()},
+            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
             file_bytes=memory.file_bytes,

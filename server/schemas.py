@@ -30,7 +30,7 @@ class MemoryBundleCard(BaseModel):
 
     object: Literal["memory_bundle"] = "memory_bundle"
     name: str
-    path: str
+    path: str | None  # shown to the admin only
     digest: str
     entries: int  # B
     budget: int  # the maximum number of entries
@@ -38,7 +38,7 @@ class MemoryBundleCard(BaseModel):
     form: str
     weighting: str
     activations: dict[str, str]  # by task; empty for merged memory
-    task_adapters: dict[str, str]  # the folders of LoRA adapters, by task
+    task_adapters: dict[str, str | None]  # the folders of LoRA adapters, by task; shown to the admin only
     tasks: dict[str, int]  # entries by task
     gate_tasks: list[str] | None  # the tasks of the relevance gate; null without a gate
     file_bytes: int

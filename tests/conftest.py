@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 # Files whose tests share a server or an engine, and the name of that group.
 GROUPS = {
     "tests/benchmarks/test_continual_http.py": "servers",
+    "tests/server/test_access.py": "servers",
     "tests/server/test_bundles.py": "servers",
     "tests/server/test_gate.py": "servers",
     "tests/server/test_isolation.py": "servers",
@@ -41,6 +42,7 @@ LONGEST = (
     "tests/selector/runtime/test_distributed.py",
     "tests/benchmarks/test_continual_run.py",
     "engine",
+    "tests/server/test_shutdown.py",
     "tests/server/test_start.py",
 )
 
@@ -86,6 +88,17 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
+def admin_key() -> Iterator[None]:
+    """INDUCEKV_ADMIN_KEY is that of the servers of the tests."""
+    from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+    from tests.server.launch import ADMIN_KEY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ADMIN_KEY_VARIABLE, ADMIN_KEY)
+        yield
+
+
+@pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A tiny LLaVA with three bundles."""
     from tests.server.launch import make_tiny_world
@@ -115,7 +128,7 @@ async def served(served_world: Served) -> AsyncIterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(admin_key: None, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of a server of that model, with few KV blocks: see `serving_bundles`."""
     from tests.server.launch import serving_bundles
 
@@ -124,7 +137,7 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 @pytest.fixture(scope="session")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+def adapted(admin_key: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     """A server with LoRA: see `serving_adapter`."""
     from tests.server.launch import serving_adapter
 

@@ -136,9 +136,9 @@ def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answ
     methods = list({run.method.name: run.method for run in runs}.values())
     needs = Needs(options.model, runs[0].suite, methods, max(run.budget for run in runs), options.jobs)
     if options.endpoint:
-        serving = nullcontext(given_endpoints(options.endpoint, options.endpoint_model, needs))
+        serving = nullcontext(given_endpoints(options.endpoint, options.endpoint_model, needs, options.out))
     else:
         log(f"starting inducekv-serve; its log is in {options.out}")
-        serving = own_servers(needs, options.out, options.serve_args)
+        serving = own_servers(needs, options.out, options.out, options.serve_args)
     with serving as endpoints:
         yield HttpAnswerer(options.model, endpoints)

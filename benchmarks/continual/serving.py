@@ -6,6 +6,8 @@ own. Only the servers that the methods need are started.
 
 from __future__ import annotations
 
+import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +21,7 @@ from benchmarks.continual.suites import Suite
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save, served_rank
 from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.update.build import build_bundle
@@ -60,15 +63,30 @@ class Needs:
 
 
 @contextmanager
-def own_servers(needs: Needs, logs: Path, more: Sequence[str] = ()) -> Iterator[Endpoints]:
+def admin_key() -> Iterator[None]:
+    """INDUCEKV_ADMIN_KEY is set, for servers and for those who load bundles into them, all in child processes."""
+    if ADMIN_KEY_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[ADMIN_KEY_VARIABLE] = secrets.token_hex(16)
+    try:
+        yield
+    finally:
+        del os.environ[ADMIN_KEY_VARIABLE]
+
+
+@contextmanager
+def own_servers(needs: Needs, out: Path, logs: Path, more: Sequence[str] = ()) -> Iterator[Endpoints]:
     """Servers of the run's model on free local ports, ended with the context; their logs go into the folder `logs`.
 
-    Flags in `more` come last and win. Raises ServerFailed; ConfigError: no server could take the run's adapters.
+    They load what lies in the run's folder `out`. Flags in `more` come last and win. Raises ServerFailed; ConfigError:
+    no server could take the run's adapters.
     """
     with ExitStack() as stack:
+        stack.enter_context(admin_key())
 
         def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Callable[[], str]:
-            flags = [str(needs.model), *server_flags(), *arguments, *more]
+            flags = [str(needs.model), "--memory-root", str(out), *server_flags(), *arguments, *more]
             return stack.enter_context(starting(flags, logs / log, {**NO_IDLE_WORKER, **environment}))
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
@@ -91,17 +109,17 @@ def lora_flags(needs: Needs) -> tuple[list[str], dict[str, str]]:
     return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
-def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs) -> Endpoints:
-    """For bundles and adapters, the first endpoint that loads them. Raises ConfigError: none does."""
+def given_endpoints(urls: Sequence[str], model: str | None, needs: Needs, out: Path) -> Endpoints:
+    """For bundles and adapters, the first endpoint that loads them from the run's folder. Raises ConfigError: none."""
     endpoints = [Endpoint.at(url, model) for url in urls]
-    adapters = _first_that_loads("adapter", endpoints, needs) if needs.users_of("adapter") else endpoints[0]
-    plain = _first_that_loads("bundle", endpoints, needs) if needs.users_of("bundle") else endpoints[0]
+    adapters = _first_that_loads("adapter", endpoints, needs, out) if needs.users_of("adapter") else endpoints[0]
+    plain = _first_that_loads("bundle", endpoints, needs, out) if needs.users_of("bundle") else endpoints[0]
     return Endpoints(plain, adapters)
 
 
-def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Needs) -> Endpoint:
+def _first_that_loads(what: Loadable, endpoints: Sequence[Endpoint], needs: Needs, out: Path) -> Endpoint:
     reasons = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=out) as folder:
         sample = save_sample(what, needs, Path(folder))
         for endpoint in endpoints:
             if not endpoint.offers(what):

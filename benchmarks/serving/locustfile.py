@@ -4,16 +4,21 @@
         --headless -u 16 -r 4 -t 60s --model-name NAME
 
 `--model-name` is the base model's name (no memory) or a bundle's. Locust lists TTFT, TPOT and whole requests; its
-own POST line ends with the response's headers. Pictures repeat, so the later keys of a memory come from its cache.
+own POST line ends with the response's headers. A run without a single answer fails. Pictures repeat, so the later keys
+of a memory come from its cache.
 The side-by-side comparison of methods is `python -m benchmarks.serving.run`; this loads one model with many users.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import ArgumentParser
+from functools import cache
+from typing import Any
 
+import gevent
 from locust import HttpUser, constant, events, task
 
 from benchmarks.chat import question_of, user_turn
@@ -30,7 +35,28 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=32)
 
 
+@cache
+def questions(task_name: str) -> list[tuple[dict[str, Any], Any]]:
+    """The records and pictures that all users ask about."""
+    return list(examples(task_name, "test", PICTURES))
+
+
+def draw_pictures(environment: Any, **_: Any) -> None:
+    """Before the clock of `-t` runs."""
+    if environment.parsed_options is not None:
+        questions(environment.parsed_options.task)
+        gevent.get_hub().loop.update_now()  # gevent would start the clock at the time before the drawing
+
+
+def fail_if_empty(environment: Any, **_: Any) -> None:
+    if environment.stats.total.num_requests == 0:
+        print("no request was answered: is the server there, and the run long enough?", file=sys.stderr)
+        environment.process_exit_code = 1
+
+
 events.init_command_line_parser.add_listener(add_options)
+events.init.add_listener(draw_pictures)
+events.quitting.add_listener(fail_if_empty)
 
 
 class VisualQuestionUser(HttpUser):
@@ -39,7 +65,7 @@ class VisualQuestionUser(HttpUser):
     wait_time = constant(0)
 
     def on_start(self) -> None:
-        self.examples = list(examples(self.environment.parsed_options.task, "test", PICTURES))
+        self.examples = questions(self.environment.parsed_options.task)
         self.number_asked = 0
 
     @task

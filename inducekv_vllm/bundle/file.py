@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +20,11 @@ import safetensors
 import safetensors.torch
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from ..errors import BundleError
-from .metadata import FORMAT_VERSIONS, BundleMetadata, check_metadata, first_problem
-from .tensors import DTYPES, Bundle, check_bundle, check_structure, check_values, expected_shapes
+from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
+from .tensors import DTYPES, Bundle, check_bundle, check_structure, check_values, expected_shapes, require_backbone
 
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 16 * 2**20
@@ -48,67 +50,107 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
 
 
-def read_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
+def read_bundle(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    backbone: BackboneFingerprint | None = None,
+    max_bytes: int | None = None,
+    name: str | None = None,
+) -> Bundle:
     """Read a bundle into memory; the file may be replaced or removed afterwards.
+
+    The header decides first: nothing behind it is read from a file of the wrong size, or of another backbone.
 
     Args:
         verify: also check values: the digest, finite payloads, unit-norm keys, ranges of the calibration. Otherwise
             only the structure is checked: header, metadata, names, dtypes, shapes, file size.
+        backbone: refuse a bundle that was made for another one.
+        max_bytes: refuse a larger file.
+        name: what messages call the file (default: its path).
 
     Raises:
         BundleError: names the file and the problem.
+        FingerprintMismatch: lists every difference to `backbone`.
     """
-    source = Path(path)
-    header = _read_header(source)
-    metadata = _parse_metadata(header, source)
-    _check_layout(header, metadata, source)
-    try:
-        tensors = safetensors.torch.load(source.read_bytes())
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BundleError(f"{source}: cannot read the tensors: {error}") from error
+    source = name or str(path)
+    with _opened(path, source) as file:
+        size = os.fstat(file.fileno()).st_size
+        if max_bytes is not None and size > max_bytes:
+            raise BundleError(f"{source}: the file has {size} bytes, more than the limit of {max_bytes}")
+        header, header_bytes = _read_header(file, size, source)
+        metadata = _parse_metadata(header, source)
+        _check_layout(header, metadata, 8 + header_bytes, size, source)
+        if backbone is not None:
+            require_backbone(metadata, backbone, source)
+        tensors = _read_tensors(file, source)
     if set(tensors) != set(expected_shapes(metadata)):
         raise BundleError(f"{source}: the file changed while it was read")
     bundle = Bundle(**tensors, metadata=metadata)
-    check_structure(bundle, str(source))
+    check_structure(bundle, source)
     if verify:
-        check_values(bundle, str(source))
+        check_values(bundle, source)
     return bundle
 
 
-def _read_header(source: Path) -> dict[str, Any]:
-    """Read the safetensors header as JSON; check sizes before parsing or allocating."""
-    if not source.is_file():
-        raise BundleError(f"{source}: {'not a regular file' if source.exists() else 'no such file'}")
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], source: str) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. The open file is the one that is checked and read, whatever its name becomes."""
     try:
-        with source.open("rb") as file:
-            text = file.read(_header_bytes(file, source))
+        # A pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise BundleError(f"{source}: no such file") from error
     except OSError as error:
         raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error
+    except ValueError as error:
+        raise BundleError(f"{source!r}: not the name of a file: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BundleError(f"{source}: not a regular file")
+    with open(descriptor, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error
+
+
+def _read_tensors(file: BinaryIO, source: str) -> dict[str, Tensor]:
+    file.seek(0)
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{source}: the header is not JSON, this is no safetensors file") from error
-    if not isinstance(header, dict):
-        raise BundleError(f"{source}: the header is not a JSON object, this is no safetensors file")
-    return header
+        return safetensors.torch.load(file.read())
+    except safetensors.SafetensorError as error:
+        raise BundleError(f"{source}: cannot read the tensors: {error}") from error
+    except MemoryError as error:
+        raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
 
 
-def _header_bytes(file: BinaryIO, source: Path) -> int:
-    """Read the header's length from the first 8 bytes; the file position is then at the header."""
-    size = os.fstat(file.fileno()).st_size
+def _read_header(file: BinaryIO, size: int, source: str) -> tuple[dict[str, Any], int]:
+    """Read the safetensors header as JSON, and its length; check sizes before parsing or allocating.
+
+    Messages quote nothing of a file that is no bundle: the server answers with them.
+    """
     if size == 0:
         raise BundleError(f"{source}: the file is empty")
     if size < 8:
         raise BundleError(f"{source}: truncated: {size} bytes are too few for a safetensors file")
     length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
-        raise BundleError(f"{source}: the header claims {length} bytes, at most {MAX_HEADER_BYTES} are allowed")
+        raise BundleError(
+            f"{source}: the header is longer than {MAX_HEADER_BYTES} bytes, this is no safetensors file of a bundle"
+        )
     if 8 + length > size:
-        raise BundleError(f"{source}: truncated: the header claims {length} bytes, the file has {size}")
-    return length
+        raise BundleError(f"{source}: truncated: the header is longer than the file, which has {size} bytes")
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{source}: the header is not JSON, this is no safetensors file") from error
+    if not isinstance(header, dict):
+        raise BundleError(f"{source}: the header is not a JSON object, this is no safetensors file")
+    return header, length
 
 
-def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
+def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     entry = header.get("__metadata__")
     text = entry.get(METADATA_KEY) if isinstance(entry, dict) else None
     if not isinstance(text, str):
@@ -116,40 +158,36 @@ def _parse_metadata(header: dict[str, Any], source: Path) -> BundleMetadata:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON: {error}") from error
+        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in FORMAT_VERSIONS:
         supported = ", ".join(map(str, FORMAT_VERSIONS))
-        raise BundleError(f"{source}: format version {version!r} is not supported, expected one of {supported}")
+        raise BundleError(f"{source}: format version {version!r:.40} is not supported, expected one of {supported}")
     try:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
         raise BundleError(f"{source}: metadata: {first_problem(error)}") from error
-    check_metadata(metadata, str(source))
+    check_metadata(metadata, source)
     return metadata
 
 
-def _check_layout(header: dict[str, Any], metadata: BundleMetadata, source: Path) -> None:
+def _check_layout(header: dict[str, Any], metadata: BundleMetadata, data_start: int, size: int, source: str) -> None:
     """Check names, dtypes, shapes and the file's size from the header, before reading any tensor."""
     shapes = expected_shapes(metadata)
     names = set(header) - {"__metadata__"}
     if missing := set(shapes) - names:
         raise BundleError(f"{source}: tensors are missing: {', '.join(sorted(missing))}")
     if unknown := names - set(shapes):
-        raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown))}")
+        raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown)):.200}")
     tensor_bytes = 0
     for name, shape in shapes.items():
         entry = header[name] if isinstance(header[name], dict) else {}
         dtype = _SAFETENSORS_DTYPES[DTYPES[name]]
         if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
-            raise BundleError(
-                f"{source}: {name} must be {dtype} {list(shape)}, found {entry.get('dtype')} {entry.get('shape')}"
-            )
+            found = f"{entry.get('dtype')} {entry.get('shape')}"
+            raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found:.80}")
         tensor_bytes += math.prod(shape) * DTYPES[name].itemsize
-    with source.open("rb") as file:
-        expected = 8 + _header_bytes(file, source) + tensor_bytes
-        size = os.fstat(file.fileno()).st_size
-    if size != expected:
+    if size != (expected := data_start + tensor_bytes):
         problem = "truncated" if size < expected else "trailing bytes"
         raise BundleError(f"{source}: {problem}: expected {expected} bytes, found {size}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
@@ -17,6 +17,7 @@ from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
 FORMAT_VERSIONS: Final = (1, 2, 3, 4)
+Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
 class EntryRecord(BaseModel):
@@ -37,7 +38,7 @@ class AdapterRecord(BaseModel):
     task: str = Field(min_length=1)
     path: str = Field(min_length=1)  # its folder, absolute or relative to the bundle's
     digest: str = Field(min_length=1)  # see `inducekv_vllm.adapters`
-    rank: int = Field(ge=1)
+    rank: Size
 
 
 class OutputMap(BaseModel):
@@ -45,8 +46,8 @@ class OutputMap(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: int = Field(ge=1)  # r
-    width: int = Field(ge=1)  # G D: the outputs of the query heads that share a KV head
+    rank: Size  # r
+    width: Size  # G D: the outputs of the query heads that share a KV head
 
 
 class BackboneFingerprint(BaseModel):
@@ -55,20 +56,20 @@ class BackboneFingerprint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     architecture: str
-    num_layers: int = Field(ge=1)  # L
-    num_kv_heads: int = Field(ge=1)  # J
-    head_dim: int = Field(ge=1)  # D
-    hidden_size: int = Field(ge=1)  # d
+    num_layers: Size  # L
+    num_kv_heads: Size  # J
+    head_dim: Size  # D
+    hidden_size: Size  # d
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
 
-    def differences(self, other: BackboneFingerprint) -> list[str]:
-        """List every field that differs as "field: own value, other value"."""
+    def differences(self, model: BackboneFingerprint) -> list[str]:
+        """List every field in which a model differs as "field: own value, the model has another"."""
         return [
-            f"{name}: {getattr(self, name)!r}, other {getattr(other, name)!r}"
+            f"{name}: {getattr(self, name)!r}, the model has {getattr(model, name)!r}"
             for name in type(self).model_fields
-            if getattr(self, name) != getattr(other, name)
+            if getattr(self, name) != getattr(model, name)
         ]
 
 
@@ -79,8 +80,8 @@ class BundleMetadata(BaseModel):
 
     format_version: Literal[1, 2, 3, 4] = 1  # see `format_version_of`
     backbone: BackboneFingerprint
-    budget: int = Field(ge=1)  # the maximum number of entries
-    payload_tokens: int = Field(ge=1)  # m
+    budget: Size  # the maximum number of entries
+    payload_tokens: Size  # m
     entries: tuple[EntryRecord, ...]  # [B]; at least one, unless there are task adapters
     weighting: Weighting
     recipe: str  # the recipe that made the memory; "build" is extraction only
@@ -207,22 +208,23 @@ def _check_task_adapters(metadata: BundleMetadata, name: str) -> None:
     if (twice := _duplicate([record.digest for record in records])) is not None:
         tasks = ", ".join(record.task for record in records if record.digest == twice)
         raise BundleError(f"{name}: the tasks {tasks} name one adapter")
+    entry_tasks, gate_tasks = set(metadata.tasks), set(metadata.gate_tasks)
     for record in records:
-        if record.task in metadata.tasks:
+        if record.task in entry_tasks:
             raise BundleError(f"{name}: task {record.task!r} has both entries and an adapter")
-        if record.task not in metadata.gate_tasks:
+        if record.task not in gate_tasks:
             raise BundleError(f"{name}: the gate does not have the task {record.task!r} of an adapter")
 
 
 def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
-    tasks = metadata.gate_tasks
-    if (twice := _duplicate(tasks)) is not None:
+    if (twice := _duplicate(metadata.gate_tasks)) is not None:
         raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
+    tasks = set(metadata.gate_tasks)
     if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
         raise BundleError(
             f"{name}: entry {stray.id!r} belongs to the task {stray.task!r}, which the gate does not have"
         )
-    if empty := set(tasks) - set(metadata.tasks) - {record.task for record in metadata.task_adapters}:
+    if empty := tasks - set(metadata.tasks) - {record.task for record in metadata.task_adapters}:
         raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
     if metadata.weighting == "sqrt":
         # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.

@@ -180,8 +180,13 @@ class Bundle:
         Raises:
             FingerprintMismatch: listing every difference.
         """
-        if differences := self.metadata.backbone.differences(served):
-            raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
+        require_backbone(self.metadata, served, name)
+
+
+def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name: str) -> None:
+    """See `Bundle.require_backbone`; the metadata suffices."""
+    if differences := metadata.backbone.differences(served):
+        raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
 
 def bundle_digest(bundle: Bundle) -> str:

@@ -86,8 +86,7 @@ class MemoryLLM:
             CapacityError: a worker cannot load it.
         """
         absolute = os.path.abspath(path)
-        bundle = read_bundle(absolute)
-        bundle.require_backbone(self._backbone, str(path))
+        bundle = read_bundle(absolute, backbone=self._backbone, name=str(path))
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         answers: list[dict[str, Any]] = self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))

@@ -90,8 +90,8 @@ def require_rendered(prompt: object) -> EngineInput:
     return cast(EngineInput, prompt)
 
 
-def prompt_identity(prompt: EngineInput, adapter: str | None, reads_cache: bool = False) -> bytes:
-    """Compute a digest that two prompts share only if their query keys are equal.
+def prompt_identity(prompt: EngineInput, adapter: str | None, reads_cache: bool = False, owner: str = "") -> bytes:
+    """Compute a digest that two prompts share only if their query keys are equal and they have one owner.
 
     It includes the user's cache salt, because users who must not share prefix blocks must not share keys either.
     """
@@ -100,8 +100,13 @@ def prompt_identity(prompt: EngineInput, adapter: str | None, reads_cache: bool 
     for modality, index in mm_items(prompt):
         offset = fields["mm_placeholders"][modality][index].offset
         sha.update(f"\n{modality} {offset} {fields['mm_hashes'][modality][index]}".encode())
-    sha.update(repr((adapter, fields.get("cache_salt"), reads_cache)).encode())
+    sha.update(repr((adapter, fields.get("cache_salt"), reads_cache, owner)).encode())
     return sha.digest()
+
+
+def cache_salt_of(prompt: EngineInput) -> str | None:
+    """The salt that the user gave with a rendered prompt."""
+    return cast(str | None, cast(Mapping[str, Any], prompt).get("cache_salt"))
 
 
 def prompt_token_ids(prompt: EngineInput) -> Sequence[int]:

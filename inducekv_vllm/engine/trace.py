@@ -46,24 +46,29 @@ def _describe_gate(memory: MemoryIndex, gate_decision: GateDecision | None) -> d
 
 
 class TraceLog:
-    """The latest `capacity` traces by request id."""
+    """The latest `capacity` traces by owner, cache salt and request id.
+
+    Clients may choose the ids of their requests: a trace is found by its owner alone, and never overwritten.
+    """
 
     def __init__(self, capacity: int = 1024) -> None:
-        self._traces: FIFOCache[str, dict[str, Any]] = FIFOCache(capacity)
+        self._traces: FIFOCache[tuple[str, str | None, str], dict[str, Any]] = FIFOCache(capacity)
 
-    def put(self, request_id: str, trace: dict[str, Any]) -> None:
-        self._traces[request_id] = trace
+    def put(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
+        self._traces.setdefault((owner, cache_salt, request_id), trace)
 
-    def of_response(self, response_id: str) -> list[dict[str, Any]]:
+    def of_response(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:
         """Return the traces of one HTTP response: one per prompt, or one per turn of a response with tool calls.
 
         vLLM names the engine requests of such a response by its id and a running number.
         """
-        if response_id in self._traces:
-            return [self._traces[response_id]]
+        if (trace := self._traces.get((owner, cache_salt, response_id))) is not None:
+            return [trace]
         for separator in "-_":
             traces: list[dict[str, Any]] = []
-            while (trace := self._traces.get(f"{response_id}{separator}{len(traces)}")) is not None:
+            while (
+                trace := self._traces.get((owner, cache_salt, f"{response_id}{separator}{len(traces)}"))
+            ) is not None:
                 traces.append(trace)
             if traces:
                 return traces

@@ -27,7 +27,6 @@ from typing import Any, Protocol, cast
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError, VLLMValidationError
 from vllm.inputs import EngineInput
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -35,15 +34,18 @@ from vllm.sampling_params import SamplingParams
 from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
 from ..gate import GateDecision
+from ..logs import logger_of
 from ..metrics import count_request
 from ..page_terms import FloatArray
 from ..placeholders import placeholder_ids
 from .key_cache import KeyCache, KeyLookup
 from .memory_index import MemoryIndex
+from .owner import OWNER
 from .passes import (
     MemoryOptions,
     answer_pass_params,
     answer_pass_prompt,
+    cache_salt_of,
     decode_key,
     key_pass_params,
     make_injection_spec,
@@ -54,9 +56,10 @@ from .passes import (
     refuse_options,
     require_rendered,
 )
+from .stopping import EngineStop
 from .trace import TraceLog, describe_injection
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 class MemoryRequest(LoRARequest):
@@ -94,6 +97,7 @@ class HeldLease:
     """
 
     lease: Lease
+    owner: str  # whose request it is
     stack: contextlib.ExitStack  # ends the lease
 
     def __post_init__(self) -> None:
@@ -109,8 +113,11 @@ def _close_on_loop(loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack)
 class TwoPassEngine:
     """See the module docstring. There is one per engine client; all state belongs to its event loop."""
 
-    def __init__(self, client: EngineClient, memories: MemorySource, config: InduceKVConfig) -> None:
+    def __init__(
+        self, client: EngineClient, memories: MemorySource, config: InduceKVConfig, stop: EngineStop | None = None
+    ) -> None:
         self._client = client
+        self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
@@ -136,17 +143,20 @@ class TwoPassEngine:
         Raises:
             VLLMValidationError: the arguments do not fit the memory.
             VLLMNotFoundError: the bundle has been unloaded since the server accepted the request.
+            RetryableRequestError: the server is shutting down.
         """
         if not isinstance(lora_request, MemoryRequest):
             with self._invalidating_mm_cache(prompt):
+                self._stop.refuse_new()
                 refuse_options(sampling_params)
             return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
         name = lora_request.lora_name
         with self._invalidating_mm_cache(prompt), contextlib.ExitStack() as stack:
+            stack.enter_context(self._stop.running())
             rendered = require_rendered(prompt)
             lease = stack.enter_context(self._lease(name))
             memory_options = read_options(sampling_params, lease.memory.num_entries)
-            held = HeldLease(lease, stack.pop_all())
+            held = HeldLease(lease, OWNER.get(), stack.pop_all())
         return self._generate_with_memory(name, held, rendered, sampling_params, memory_options, request_id, options)
 
     async def _generate_with_memory(
@@ -163,7 +173,7 @@ class TwoPassEngine:
         with held.stack:
             started = time.perf_counter()
             with self._invalidating_mm_cache(prompt):
-                key_lookup = await self._query_key(prompt, lease, request_id, options.get("priority", 0))
+                key_lookup = await self._query_key(prompt, held, request_id, options.get("priority", 0))
             keyed = time.perf_counter()
             lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
             spec = make_injection_spec(
@@ -191,7 +201,7 @@ class TwoPassEngine:
                             "retrieval_ms": 1e3 * (retrieved - keyed),
                             "answer_pass_ms": 1e3 * (time.perf_counter() - retrieved),
                         }
-                        self.traces.put(request_id, trace)
+                        self.traces.put(held.owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
 
@@ -207,14 +217,15 @@ class TwoPassEngine:
                 raise VLLMValidationError(str(error)) from error
             yield lease
 
-    async def _query_key(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> KeyLookup:
+    async def _query_key(self, prompt: EngineInput, held: HeldLease, request_id: str, priority: int) -> KeyLookup:
         """The key [2, d] of a prompt. Requests that share one computation run it at the priority of the first."""
+        lease = held.lease
 
         def compute() -> Awaitable[FloatArray]:
             return self._key_pass(prompt, lease, request_id, priority)
 
         adapter = lease.adapter.lora_name if lease.adapter else None
-        identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache)
+        identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache, held.owner)
         return await self._keys.get(identity, compute)
 
     async def _key_pass(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> FloatArray:

@@ -207,7 +207,11 @@ def _gate_summary(bundle: Bundle) -> str:
 
 def _differences(old: Bundle, new: Bundle) -> list[str]:
     """One line for each difference; at least one where the digests differ."""
-    lines = [f"backbone {line}" for line in old.metadata.backbone.differences(new.metadata.backbone)]
+    lines = []
+    for name in type(old.metadata.backbone).model_fields:
+        before, after = getattr(old.metadata.backbone, name), getattr(new.metadata.backbone, name)
+        if before != after:
+            lines.append(f"backbone {name}: {before} -> {after}")
     for name in type(old.metadata).model_fields:
         before, after = getattr(old.metadata, name), getattr(new.metadata, name)
         if name not in ("backbone", "entries") and before != after:

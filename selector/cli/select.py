@@ -23,7 +23,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
 from ..refined.settings import RefinedSettings
 from .flags import error_line, require_output
-from .publishing import publish
+from .publishing import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def _check_paths(options: SelectOptions) -> None:
     require_output(options.output)
     if options.previous and options.output.resolve() == options.previous.resolve():
         raise ConfigError(f"--output {options.output} is the previous bundle, which stays as it is: name another file")
-    if options.publish and not options.publish.startswith(("http://", "https://")):
-        raise ConfigError(f"--publish must be an http or https address, found {options.publish!r}")
+    if options.publish:
+        require_address(options.publish)
 
 
 def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Example]]:
@@ -201,6 +201,7 @@ def _update_and_write(
     from ..runtime.distributed import is_main, together
     from .outputs import write_outputs, write_report
 
+    _note(f"loading {options.model}")
     backbone = _load(options.model)
     checkpoint, resumed = Checkpoint.open(checkpoint_folder(options.output), identity)
     if resumed:

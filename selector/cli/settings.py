@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
 
 from ..data.choice import AnchorPolicy
@@ -44,7 +45,8 @@ class SelectOptions(Settings):
     allow_worse: Annotated[bool, Flag("write the bundle even if it does no better than no memory")] = False
     config: Annotated[Path | None, Flag("a TOML file of these settings; flags win")] = None
     publish: Annotated[
-        str | None, Flag(f"load the bundle into this server; {API_KEY_VARIABLE} holds its API key", metavar="URL")
+        str | None,
+        Flag(f"load it into a server; {ADMIN_KEY_VARIABLE} and {API_KEY_VARIABLE} hold its keys", metavar="URL"),
     ] = None
 
 

@@ -67,6 +67,8 @@ def read_task(path: str | Path) -> list[Example]:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
+    except ValueError as error:
+        raise TaskDataError(f"{str(source)!r}: not the name of a file: {error}") from error
 
     records = _llava_records(text, source) if source.suffix == ".json" else _jsonl_records(text, source)
     examples: dict[str, Example] = {}
@@ -100,6 +102,11 @@ def _jsonl_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{source}, line {number}"
+            if number == 1 and not line.lstrip("\ufeff \t").startswith(("{", "[", '"')):
+                raise TaskDataError(
+                    f"{place}: expected JSON lines, one object with id, task, messages and answer on each, "
+                    f"found {line!r:.60}"
+                )
             yield place, _object(_parse(line, place), place)
 
 
@@ -114,9 +121,16 @@ def _llava_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any
 
 def _parse(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        # JSON can name a half of a surrogate pair alone; no tokenizer and no file system takes it.
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TaskDataError(
+            f"{place}: a string holds half of a surrogate pair: {error.object[error.start]!r}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise TaskDataError(f"{place}: malformed JSON: {error}") from error
+    return value
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:
@@ -160,9 +174,9 @@ def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
         identity = str(identity)
     for name, value in (("id", identity), ("task", record.get("task"))):
         if not isinstance(value, str) or not value:
-            raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {value!r}")
+            raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {value!r:.80}")
     if not isinstance(record.get("answer"), str):
-        raise TaskDataError(f"{place}: 'answer' must be a string, found {record.get('answer')!r}")
+        raise TaskDataError(f"{place}: 'answer' must be a string, found {record.get('answer')!r:.80}")
     if not isinstance(record.get("messages"), list) or not record["messages"]:
         raise TaskDataError(f"{place}: 'messages' must be a non-empty list of chat messages")
 
@@ -210,19 +224,25 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
     if not isinstance(reference, str) or not reference:
         raise TaskDataError(f"{place}: an image must be a relative path, found {reference!r:.80}")
     path = folder / reference
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        is_inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, or a circle of links
+        raise TaskDataError(f"{place}: {reference!r:.80} is not the name of an image: {error!s:.80}") from error
+    if not is_inside:
         raise TaskDataError(f"{place}: the image {reference!r:.80} lies outside the task file's folder")
     return path
 
 
 def _image_bytes(path: Path, place: str) -> bytes:
-    if not path.is_file():
-        raise TaskDataError(f"{place}: the image {path} does not exist")
     try:
+        if not path.is_file():
+            raise TaskDataError(f"{place}: the image {path} does not exist")
         data = path.read_bytes()
         decode_image(data)
+    except TaskDataError:
+        raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise TaskDataError(f"{place}: {path} is not a readable image: {error}") from error
+        raise TaskDataError(f"{place}: {path!s:.200} is not a readable image: {error!s:.200}") from error
     return data
 
 

@@ -68,8 +68,8 @@ def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server,
     # Of several endpoints each artifact goes to the first one that loads it.
     needs = Needs(adapted.plain.model, suite, choose_methods(["refined", "lora"]), budget=4, jobs=1)
     plain, lora = Endpoint(server, "base"), Endpoint(adapted.url, "base")
-    assert given_endpoints([server, adapted.url], "base", needs) == Endpoints(plain, lora)
-    assert given_endpoints([adapted.url, server], "base", needs) == Endpoints(lora, lora)
+    assert given_endpoints([server, adapted.url], "base", needs, tmp_path) == Endpoints(plain, lora)
+    assert given_endpoints([adapted.url, server], "base", needs, tmp_path) == Endpoints(lora, lora)
 
 
 def test_an_endpoint_of_another_model_is_refused_for_memories(server, data, tmp_path, capsys):

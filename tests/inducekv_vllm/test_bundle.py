@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import random
 import re
 import resource
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -225,7 +228,7 @@ def test_files_that_are_no_bundles(path: Path, tmp_path: Path) -> None:
     for content, problem in [
         (b"", "the file is empty"),
         (b"{}", "truncated"),
-        (b"not a safetensors file, but long enough to have a length", "the header claims"),
+        (b"not a safetensors file, but long enough to have a length", "the header is longer than 16777216 bytes"),
         ((5).to_bytes(8, "little") + b"hello", "not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((2).to_bytes(8, "little") + b"{}", "not a memory bundle"),
@@ -241,8 +244,98 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)  # sparse: reading it would be noticed
-    with pytest.raises(BundleError, match="at most 16777216"):
+    with pytest.raises(BundleError, match="longer than 16777216"):
         read_bundle(path)
+
+
+@pytest.fixture
+def only_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading what is behind the header fails."""
+
+    def load(data: bytes) -> None:
+        raise AssertionError("the tensors were read")
+
+    monkeypatch.setattr(safetensors.torch, "load", load)
+
+
+@pytest.mark.usefixtures("only_header")
+def test_the_header_decides_before_anything_else_is_read(path: Path) -> None:
+    write_bundle(PLAIN, path)
+    served = FINGERPRINT.model_copy(update={"num_layers": 9})
+    with pytest.raises(FingerprintMismatch, match=r"^here was made for another backbone: num_layers: 3, the model has"):
+        read_bundle(path, backbone=served, name="here")
+    with pytest.raises(BundleError, match=f"has {path.stat().st_size} bytes, more than the limit of 100"):
+        read_bundle(path, max_bytes=100)
+
+
+@pytest.mark.usefixtures("only_header")
+def test_a_sparse_file_is_refused_by_its_size(path: Path) -> None:
+    tensors, good = raw(PLAIN)
+    save_raw(path, tensors, good)
+    os.truncate(path, 8 * 10**12)
+    with pytest.raises(BundleError, match=r"trailing bytes: expected .* found 8000000000000"):
+        read_bundle(path)
+
+
+def test_names_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, problem in [
+        ("x" * 300, "File name too long"),
+        ("a\0b", "not the name of a file"),
+        ("a\ud800b", "not the name of a file"),
+        ("pipe", "not a regular file"),
+    ]:
+        with pytest.raises(BundleError, match=problem):
+            read_bundle(tmp_path / name)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> None:
+    """40,000 entries, each with a task and half of them with an adapter: minutes by pairs, a second by sets."""
+    _, good = raw(PLAIN)
+    numbers = range(40_000)
+    tasks = [f"t{i}" for i in numbers]
+    half = len(numbers) // 2
+    many = good | {
+        "budget": len(numbers),
+        "entries": [{"id": f"e{i}", "task": tasks[i], "source_digest": "a"} for i in numbers],
+    }
+    if gated:
+        many |= {"format_version": 3, "form": "decoupled", "weighting": "uniform", "gate_tasks": tasks}
+        many |= {"entries": many["entries"][:half], "activations": dict.fromkeys(tasks[:half], "text")}
+        records = [{"task": task, "path": "p", "digest": task, "rank": 1} for task in tasks[half:]]
+        many |= {"task_adapters": records}
+    save_raw(path, {"retrieval_keys": torch.zeros(1)}, many)
+    began = time.process_time()
+    with pytest.raises(BundleError, match="tensors are missing"):
+        read_bundle(path)
+    assert time.process_time() - began < 20
+
+
+def test_random_damage_is_a_bundle_error_or_nothing(path: Path) -> None:
+    """Bytes replaced, removed, doubled, numbers and strings made absurd: our own error, or the same bundle."""
+    write_bundle(GATED, path)
+    content = path.read_bytes()
+    rng = random.Random(0)
+    absurd = [b"9" * 5000, b"-1", b"1e999", b"NaN", b'"\\ud800"', b"[" * 600 + b"]" * 600, b"null", b"{}", b'"\\u0000"']
+    for _ in range(300):
+        damaged, start = bytearray(content), rng.randrange(len(content) - 2000 if rng.random() < 0.3 else 1500)
+        kind, length = rng.randrange(4), rng.randrange(1, 40)
+        if kind == 0:
+            damaged[start : start + length] = rng.randbytes(length)
+        elif kind == 1:
+            del damaged[start : start + length]
+        elif kind == 2:
+            damaged[start:start] = damaged[start : start + length]
+        else:
+            numbers = [m.span() for m in re.finditer(rb"(?<=:)(\d+|\\*\"\w*\\*\")", bytes(damaged[:3000]))]
+            first, last = rng.choice(numbers)
+            damaged[first:last] = rng.choice(absurd)
+            header = damaged.rindex(b"}", 0, 6000) - 7
+            damaged[:8] = header.to_bytes(8, "little")
+        path.write_bytes(damaged)
+        with contextlib.suppress(BundleError):
+            assert read_bundle(path).digest == GATED.digest
 
 
 def test_metadata_that_cannot_be_used(path: Path) -> None:
@@ -260,7 +353,8 @@ def test_metadata_that_cannot_be_used(path: Path) -> None:
         ({"entries": good["entries"][:4]}, "retrieval_keys must be F16 [4, 16], found F16 [5, 16]"),
         ({"payload_tokens": 8}, "payload_keys must be F16 [3, 5, 2, 8, 8]"),
         ({"surprise": 1}, "surprise"),
-        ({"backbone": good["backbone"] | {"num_layers": 10**30}}, "metadata"),
+        ({"backbone": good["backbone"] | {"num_layers": 10**30}}, "metadata: backbone.num_layers"),
+        ({"payload_tokens": 10**4000}, "metadata: payload_tokens"),
     ]:
         save_raw(path, tensors, good | change)
         with pytest.raises(BundleError) as error:
@@ -388,6 +482,6 @@ def test_another_backbone_is_refused_with_every_difference() -> None:
     bundle = random_bundle()
     bundle.require_backbone(FINGERPRINT)
     served = FINGERPRINT.model_copy(update={"num_layers": 9, "tokenizer_digest": "1" * 64})
-    with pytest.raises(FingerprintMismatch, match=r"num_layers: 3, other 9; tokenizer_digest"):
+    with pytest.raises(FingerprintMismatch, match=r"num_layers: 3, the model has 9; tokenizer_digest"):
         bundle.require_backbone(served, "memory")
     assert FINGERPRINT.differences(FINGERPRINT) == []

@@ -12,7 +12,9 @@ import httpx
 import openai
 
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.config import ADMIN_HEADER
 from tests.inducekv_vllm.parity import Prompt, World, largest_deviation
+from tests.server.launch import ADMIN_KEY
 
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}
 
@@ -52,21 +54,28 @@ def tokens_of_stream(parts: list[Any], choice: int = 0) -> tuple[list[int], list
     return [int(step.token.removeprefix("token_id:")) for step in steps], [step.logprob for step in steps]
 
 
+def trace_at(url: str, response_id: str, key: str = "none") -> httpx.Response:
+    """The trace of a response that a client with this API key got."""
+    return httpx.get(f"{url.rstrip('/')}/memory_trace/{response_id}", headers={"Authorization": f"Bearer {key}"})
+
+
 class Bundles:
-    """The memory routes of a server."""
+    """The memory routes of a server, for its admin."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
+        self.headers = {ADMIN_HEADER: ADMIN_KEY}
 
     def load(self, name: str, path: Path | str, **options: Any) -> httpx.Response:
         body = {"name": name, "path": str(path), **options}
-        return httpx.post(f"{self._url}/v1/load_memory_bundle", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/load_memory_bundle", json=body, headers=self.headers, timeout=60)
 
     def unload(self, name: str) -> httpx.Response:
-        return httpx.post(f"{self._url}/v1/unload_memory_bundle", json={"name": name}, timeout=60)
+        url = f"{self.url}/v1/unload_memory_bundle"
+        return httpx.post(url, json={"name": name}, headers=self.headers, timeout=60)
 
     def list(self) -> dict[str, Any]:
-        return httpx.get(f"{self._url}/v1/memory_bundles", timeout=60).json()  # type: ignore[no-any-return]
+        return httpx.get(f"{self.url}/v1/memory_bundles", headers=self.headers, timeout=60).json()  # type: ignore[no-any-return]
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """By name."""

@@ -14,12 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
 # A test server must start beside other work on a small machine.
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+ADMIN_KEY = "the admin's key of the tests"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    ADMIN_KEY_VARIABLE: ADMIN_KEY,
+}
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
@@ -64,7 +71,8 @@ def make_tiny_world(folder: Path) -> World:
 def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
-    arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
+    root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
+    arguments = [str(world.model), *memory, *root, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     # An idle worker process waits in a loop that takes a core; here there is none.
     with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
         yield url
@@ -81,7 +89,8 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     bundle = remade(merged.bundles["prior"], adapter="style")
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
-    arguments = [str(model), f"--memory=m={folder / 'style.safetensors'}", *FLAGS, *lora, "--served-model-name", "base"]
+    memory = [f"--memory=m={folder / 'style.safetensors'}", "--memory-root", str(folder.parent)]
+    arguments = [str(model), *memory, *FLAGS, *lora, "--served-model-name", "base"]
     environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, folder, plain, merged, bundle)

@@ -15,7 +15,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.bundles import random_bundle, remade
 from tests.inducekv_vllm.parity import TOLERANCE, World, largest_deviation, prompts
-from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_of
+from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_at, trace_of
 
 # Many samples of many tokens each: a handful of such requests keeps a server with few KV blocks busy for seconds.
 SLOW: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 1, "max_tokens": 150}
@@ -84,7 +84,7 @@ def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: op
 
         assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
         for prompt, parts in zip(questions, received, strict=True):
-            (trace,) = httpx.get(f"{client.base_url}memory_trace/{parts[0].id}").json()["traces"]
+            (trace,) = trace_at(str(client.base_url), parts[0].id).json()["traces"]
             assert trace["digest"] == world.bundles["other"].digest
             tokens, logprobs = tokens_of_stream(parts)
             assert len(tokens) == SLOW["max_tokens"]

@@ -10,7 +10,7 @@ import pytest
 
 from inducekv_vllm.bundle import Bundle, write_bundle
 from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, gated_bundle, prompts
-from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
+from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 
 TASKS = ("a", None, "b", None)
 
@@ -46,7 +46,7 @@ def test_answers_equal_the_reference_open_and_closed(
             name: name == task for name in ("a", "b")
         }
         assert {entry["task"] for entry in trace["entries"]} == ({task} if task else set())
-        assert httpx.get(f"{client.base_url}memory_trace/{response.id}").json()["traces"] == [trace]
+        assert trace_at(str(client.base_url), response.id).json()["traces"] == [trace]
         # Closed, the answer is the untouched model's; open, it is far from it.
         assert (deviation(world, response, prompt, None) <= TOLERANCE) == (task is None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list
@@ -45,6 +46,12 @@ class TestArguments:
     def test_settings(self) -> None:
         arguments = handed("MODEL", "--memory-top-k", "4", "--no-memory-remainder")
         assert additional(arguments) == {"inducekv": {"bundles": {}, "top_k": 4, "remainder": False}}
+
+    def test_folders_that_bundles_may_be_loaded_from(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "b").mkdir()
+        monkeypatch.chdir(tmp_path)
+        arguments = handed("MODEL", "--memory-root", str(tmp_path), "--memory-root=b")
+        assert additional(arguments)["inducekv"]["roots"] == [str(tmp_path), str(tmp_path / "b")]
 
     @pytest.mark.parametrize("flag", ["--host=0.0.0.0", "--uds=/tmp/s"])
     def test_never_open_to_the_network_unless_asked(self, flag: str) -> None:
@@ -110,6 +117,9 @@ class TestRefusals:
             (["--additional-config", '{"inducekv": {"bundles": {"a": "b"}}}', "--memory", "a=BUNDLE"], "'a' is given"),
             (["--additional-config", '{"inducekv": {"top_k": 3}}', "--memory-top-k", "2"], "'top_k' is given"),
             (["--config", "/no/such.yaml"], "no/such.yaml"),
+            (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
+            (["--memory-root", "/no/such"], "no such folder: /no/such"),
+            (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
         ],
     )
     def test_name_the_problem(self, argv: list[str], message: str, bundle: Path) -> None:
@@ -147,6 +157,38 @@ def test_help_shows_ours_and_points_to_vllms(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     assert "--memory NAME=PATH" in shown
     assert "vllm serve --help=all" in shown
+
+
+class TestAdminKey:
+    """It travels in the environment, and never in the arguments, which vLLM writes into its log."""
+
+    def key(self, environment: dict[str, str], *argv: str) -> str | None:
+        own, rest = launcher.parser().parse_known_args(["MODEL", *argv])
+        assert not any("secret" in argument for argument in launcher.vllm_arguments(own, rest))
+        launcher.set_admin_key(environment, own)
+        return environment.get(ADMIN_KEY_VARIABLE)
+
+    def test_from_the_flag_or_the_environment(self) -> None:
+        assert self.key({}) is None
+        assert self.key({}, "--memory-admin-key", "secret") == "secret"
+        assert self.key({ADMIN_KEY_VARIABLE: "secret"}, "--memory-root", "/") == "secret"
+        assert self.key({ADMIN_KEY_VARIABLE: "secret"}, "--memory-admin-key", "secret") == "secret"
+
+    @pytest.mark.parametrize(
+        ("environment", "argv", "message"),
+        [
+            ({}, ["--memory-root", "/"], "--memory-root needs an admin key: set INDUCEKV_ADMIN_KEY"),
+            ({ADMIN_KEY_VARIABLE: "a"}, ["--memory-admin-key", "b"], "two different keys"),
+            ({}, ["--memory-admin-key", ""], "printable ASCII"),
+            ({ADMIN_KEY_VARIABLE: "a\n"}, [], "printable ASCII"),
+            ({ADMIN_KEY_VARIABLE: "schlüssel"}, [], "printable ASCII"),
+        ],
+    )
+    def test_refusals(self, environment: dict[str, str], argv: list[str], message: str) -> None:
+        before = dict(environment)
+        with pytest.raises(UsageError, match=message):
+            self.key(environment, *argv)
+        assert environment == before
 
 
 class TestEnvironment:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.inducekv_vllm.parity import TOLERANCE, World, prompts
-from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_of
+from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 
 
 def test_a_bundle_is_a_model(client: openai.OpenAI, world: World) -> None:
@@ -18,7 +18,7 @@ def test_a_bundle_is_a_model(client: openai.OpenAI, world: World) -> None:
     assert models["base"]["parent"] is None
     for name in ("sqrt", "prior"):
         assert models[name]["parent"] == "base"
-        assert models[name]["root"] == str(world.paths[name])
+        assert models[name]["root"] == world.bundles[name].digest
 
 
 @pytest.mark.parametrize(("name", "top_k"), [("sqrt", None), ("sqrt", 3), ("prior", None), ("prior", 3)])
@@ -55,7 +55,7 @@ class TestTrace:
         assert trace["timings"]["key_source"] == "computed"
         for name in ("key_pass_ms", "retrieval_ms", "answer_pass_ms"):
             assert trace["timings"][name] > 0
-        assert httpx.get(f"{server}/v1/memory_trace/{response.id}").json()["traces"] == [trace]
+        assert trace_at(f"{server}/v1", response.id).json()["traces"] == [trace]
 
     def test_a_repeated_prompt_needs_no_second_key_pass(self, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=3)
@@ -67,7 +67,7 @@ class TestTrace:
         *_, last = ask(
             client, "prior", prompt, stream=True, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}}
         )
-        (trace,) = httpx.get(f"{server}/v1/memory_trace/{last.id}").json()["traces"]
+        (trace,) = trace_at(f"{server}/v1", last.id).json()["traces"]
         assert len(trace["entries"]) == 2
         assert trace["bundle"] == "prior"
 
@@ -76,12 +76,12 @@ class TestTrace:
             model="sqrt", prompt=["How many squares?", "yes no"], max_tokens=4, extra_body=TRACED
         )
         assert trace_of(response)["bundle"] == "sqrt"
-        assert len(httpx.get(f"{server}/v1/memory_trace/{response.id}").json()["traces"]) == 2
+        assert len(trace_at(f"{server}/v1", response.id).json()["traces"]) == 2
 
     def test_only_on_request(self, client: openai.OpenAI, server: str) -> None:
         response = ask(client, "sqrt", prompts(1, seed=2)[0])
         assert (response.model_extra or {}).get("kv_transfer_params") is None
-        missing = httpx.get(f"{server}/v1/memory_trace/{response.id}")
+        missing = trace_at(f"{server}/v1", response.id)
         assert missing.status_code == 404
         assert response.id in missing.json()["error"]["message"]
 

@@ -19,11 +19,21 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
-from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle import AdapterRecord, write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import TwoPassEngine
-from inducekv_vllm.errors import CapacityError, ConfigError, FingerprintMismatch, UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import (
+    BundleError,
+    CapacityError,
+    ConfigError,
+    FingerprintMismatch,
+    LoadTimeout,
+    TooManyChanges,
+    UnknownBundle,
+    UnsupportedModel,
+)
+from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import random_bundle
@@ -175,6 +185,69 @@ async def test_a_server_with_a_bundle_of_another_backbone_does_not_start(
     state = State({"openai_serving_models": registered.models})
     with pytest.raises(FingerprintMismatch, match=r"'m' .* was made for another backbone: .*hidden_size"):
         await InduceKVEndpoint().init_state(registered.llm, state, Namespace())
+
+
+class TestLimits:
+    """Each refusal leaves everything as it was; the fixture checks the engine."""
+
+    def limited(self, registered: Registered, **limits: Any) -> BundleRegistry:
+        config = InduceKVConfig(**limits)
+        registered.registry = BundleRegistry(
+            registered.llm, registered.models, registered.world.backbone.fingerprint, config
+        )
+        return registered.registry
+
+    async def test_of_bundles(self, registered: Registered) -> None:
+        self.limited(registered, max_bundles=1)
+        await registered.load("m", "other")
+        with pytest.raises(CapacityError, match="1 bundles are loaded, and no more are allowed"):
+            await registered.load("n", "other")
+        await registered.load("m", "prior", replace=True)
+
+    async def test_of_bytes(self, registered: Registered) -> None:
+        self.limited(registered, max_bundle_bytes=1000)
+        with pytest.raises(BundleError, match="more than the limit of 1000"):
+            await registered.load("m", "other")
+
+    async def test_of_waiting_changes(self, registered: Registered) -> None:
+        self.limited(registered, max_waiting_changes=1)
+        outcomes = await asyncio.gather(*(registered.load(n, "other") for n in "abcd"), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [TooManyChanges] * 2
+
+    async def test_of_time(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The workers load what was given up, and drop it again."""
+        registry = self.limited(registered, load_timeout_s=0.2)
+        rpc = registered.llm.collective_rpc
+
+        async def slow(method: str, **options: Any) -> Any:
+            answer = await rpc(method, **options)
+            if method == "inducekv_load_bundle":
+                await asyncio.sleep(5)
+            return answer
+
+        monkeypatch.setattr(registered.llm, "collective_rpc", slow)
+        with pytest.raises(LoadTimeout, match=r"'m' was not loaded within 0.2 s; nothing has changed"):
+            await registered.load("m", "other")
+        assert registry.list().data == []
+        assert registered.digest("other") not in await registered.released()
+
+
+async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
+    registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, outside = registered.world.paths["other"], tmp_path / "outside"
+    outside.mkdir()
+    read = registered.registry._read
+    record = AdapterRecord(task="t", path=str(outside), digest="d", rank=1)
+
+    def read_routed(name: str, path: str) -> MemoryIndex:
+        memory = read(name, path)
+        return replace(memory, metadata=memory.metadata.model_copy(update={"task_adapters": (record,)}))
+
+    monkeypatch.setattr(registered.registry, "_read", read_routed)
+    access = Access([str(bundle.parent)], "key")
+    with pytest.raises(BundleError, match=r"the adapter of task 't': .*outside' is not in a folder"):
+        await registered.registry.load("m", str(bundle), access=access)
 
 
 class TestAdapters:

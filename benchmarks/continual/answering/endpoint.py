@@ -1,7 +1,8 @@
 """An OpenAI-compatible endpoint: its models, and how it loads and unloads bundles and adapters.
 
 A bundle goes over InduceKV's own routes, an adapter over vLLM's (enabled by VLLM_ALLOW_RUNTIME_LORA_UPDATING=1). Both
-name a path, so the endpoint must see the same files. An API key is read from OPENAI_API_KEY, as OpenAI's clients do.
+name a path, so the endpoint must see the same files. An API key is read from OPENAI_API_KEY, as OpenAI's clients do,
+and the key that loads bundles from INDUCEKV_ADMIN_KEY.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import httpx
 
 from benchmarks.continual.methods.method import Kind
+from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
 
 Loadable = Literal["bundle", "adapter"]
@@ -101,8 +103,8 @@ def request(url: str, method: str, route: str, body: dict[str, Any] | None = Non
 
 
 def headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    key, admin_key = os.environ.get("OPENAI_API_KEY"), os.environ.get(ADMIN_KEY_VARIABLE)
+    return ({"Authorization": f"Bearer {key}"} if key else {}) | ({ADMIN_HEADER: admin_key} if admin_key else {})
 
 
 def refusal(response: httpx.Response) -> str:

@@ -94,7 +94,7 @@ def measure_speeds(
     logs = finished.out / "diagnostics"
     logs.mkdir(parents=True, exist_ok=True)
     try:
-        with own_servers(needs, logs, [*COMPILED, *serve_args]) as endpoints:
+        with own_servers(needs, finished.out, logs, [*COMPILED, *serve_args]) as endpoints:
             return measure_on(endpoints, finished, runs, load)
     except (EndpointFailed, ServerFailed, RequestFailed) as error:
         raise ConfigError(f"the speed could not be measured: {error}") from error

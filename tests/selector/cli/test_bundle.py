@@ -72,7 +72,7 @@ def test_inspect_and_diff_describe_the_gate(old: Path, tmp_path: Path) -> None:
 def test_verify(old: Path, model_folders: dict[str, Path]) -> None:
     assert random_bundle().digest in command("verify", old)
     line = refuse("verify", old, "--model", model_folders["llava"])
-    for text in (str(old), "another backbone", "head_dim: 8, other 64", "tokenizer_digest"):
+    for text in (str(old), "another backbone", "head_dim: 8, the model has 64", "tokenizer_digest"):
         assert text in line
 
 

@@ -196,7 +196,10 @@ def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: 
         (["--output", "/nowhere/next.safetensors"], "the folder /nowhere does not exist"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
         (["--task", "/nowhere/train.jsonl"], "cannot read the task data"),
-        (["--publish", "ftp://host"], "must be an http or https address"),
+        (["--publish", "ftp://host"], "must be an http or https address, found 'ftp://host'"),
+        (["--publish", "127.0.0.1:18100"], "did you mean http://127.0.0.1:18100?"),
+        (["--publish", "http://"], "must be an address such as http://127.0.0.1:8000"),
+        (["--publish", "http://host:x"], "must be an address such as http://127.0.0.1:8000"),
         (["--betta", "1"], "unrecognized arguments: --betta 1"),
         (["--weighting", "cube"], "invalid choice: 'cube'"),
     ],
@@ -298,12 +301,13 @@ def test_a_loss_that_is_no_number_is_an_error(stream: Stream, monkeypatch: pytes
 def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server refuses, the same command publishes again without computing anything."""
     statuses = iter((200, 400, 200))
-    requests: list[tuple[str, str | None, dict[str, Any]]] = []
+    requests: list[tuple[str, str | None, str | None, dict[str, Any]]] = []
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append((self.path, self.headers["Authorization"], body))
+            keys = self.headers["Authorization"], self.headers["X-InduceKV-Admin-Key"]
+            requests.append((self.path, *keys, body))
             self.send_response(next(statuses))
             self.end_headers()
             self.wfile.write(json.dumps({"name": body["name"], "error": {"message": "no room"}}).encode())
@@ -314,6 +318,7 @@ def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch
     with HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("INDUCEKV_API_KEY", "secret")
+        monkeypatch.setenv("INDUCEKV_ADMIN_KEY", "admin's")
         address = ("--publish", f"http://127.0.0.1:{server.server_port}/")
         stream.update("colours", *address)
         assert len(requests) == 1
@@ -327,7 +332,7 @@ def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch
         stream.update("colours", *address)
         server.shutdown()
     body = {"name": "colours", "path": str(stream.output("colours").resolve()), "replace": True}
-    assert requests == [("/v1/load_memory_bundle", "Bearer secret", body)] * 3
+    assert requests == [("/v1/load_memory_bundle", "Bearer secret", "admin's", body)] * 3
     assert stream.output("colours").stat().st_mtime_ns == written
     assert not stream.progress("colours").exists()
 

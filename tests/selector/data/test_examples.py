@@ -124,6 +124,13 @@ def with_image(reference: Any) -> dict[str, Any]:
         (with_image("../elsewhere.png"), "lies outside the task file's folder"),
         (with_image("/etc/hostname"), "lies outside the task file's folder"),
         (with_image("images/link.png"), "lies outside the task file's folder"),
+        (with_image("images/" + "x" * 300 + ".png"), "File name too long"),
+        (with_image("x/" * 3000), "File name too long"),
+        (with_image("images/a\0.png"), "not the name of an image"),
+        (with_image("images/\ud800.png"), "half of a surrogate pair: '\\ud800'"),
+        (record(1, answer="\udc00"), "half of a surrogate pair"),
+        ('{"id": ' + "9" * 5000 + "}", "malformed JSON: Exceeds the limit"),
+        (record(1, answer=[10**4000]), "'answer' must be a string, found [1000"),
         (with_image(None), "must be a relative path"),
         (with_image(["x"]), "must be a relative path"),
     ],
@@ -151,6 +158,12 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(TaskDataError, match=r"task.jsonl: the file holds no examples"):
             read_task(path)
+    for content in ("id,question,answer\n1,Which?,red\n", "id\tanswer\n"):
+        path.write_text(content)
+        with pytest.raises(TaskDataError, match=r"task.jsonl, line 1: expected JSON lines, one object .* found 'id"):
+            read_task(path)
+    with pytest.raises(TaskDataError, match="not the name of a file: embedded null"):
+        read_task(tmp_path / "a\0b")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TaskDataError, match="not UTF-8"):
         read_task(path)

@@ -1,0 +1,105 @@
+"""The end of a server: what waits for the engine does not outlive it.
+
+On SIGTERM, vLLM's API server calls `AsyncLLM.shutdown` in a thread. It ends the engine, drops the outputs that have not
+arrived, and wakes nobody who waits for one: neither a stream nor a call of a worker's method. `EngineStop.install` puts
+these steps around it:
+
+1. New requests are refused. With a time-out (`--shutdown-timeout`), those that run may end within it: their key pass,
+   the call that fetches the key, and their answer; and so may loads of bundles.
+2. vLLM's own shutdown, with what is left of the time-out.
+3. Streams that are left end as aborted ones, and calls that are left raise an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import RetryableRequestError
+from vllm.v1.engine.async_llm import AsyncLLM
+
+POLL_S = 0.05
+ENGINE_CHECK_S = 1.0  # how often a call looks whether the engine has died
+
+
+def stopping() -> RetryableRequestError:
+    """The error of a request that comes too late; HTTP answers 503."""
+    return RetryableRequestError("the server is shutting down; please retry elsewhere")
+
+
+class EngineStop:
+    """See the module docstring. Without `install` it refuses and ends nothing."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._running = 0
+        self._calls: set[asyncio.Future[Any]] = set()
+        self.requested = False
+
+    def install(self) -> None:
+        """Replace the client's `shutdown` and `collective_rpc`. Call it on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._plain_shutdown, self._plain_rpc = self._client.shutdown, self._client.collective_rpc
+        self._client.shutdown = self.shutdown  # type: ignore[method-assign]
+        self._client.collective_rpc = self.collective_rpc  # type: ignore[method-assign]
+
+    def refuse_new(self) -> None:
+        """Raise RetryableRequestError if the server is shutting down."""
+        if self.requested:
+            raise stopping()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A shutdown with a time-out waits for the end of this block. Raises RetryableRequestError: it has begun."""
+        self.refuse_new()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`AsyncLLM.collective_rpc`, which does not wait for an engine that is gone.
+
+        Raises:
+            RetryableRequestError: the server is shutting down, and the engine has not answered.
+            EngineDeadError: the engine has died.
+        """
+        if self._client.errored:
+            raise stopping() if self.requested else self._client.dead_error
+        call = asyncio.ensure_future(self._plain_rpc(method, *args, **kwargs))
+        self._calls.add(call)
+        try:
+            while not (await asyncio.wait((call,), timeout=ENGINE_CHECK_S))[0]:
+                if self._client.errored:
+                    raise self._client.dead_error
+            if call.cancelled():
+                raise stopping()
+            return call.result()
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """`AsyncLLM.shutdown` with the steps of the module docstring. It blocks, so call it in a thread."""
+        self.requested = True
+        deadline = time.monotonic() + (timeout or 0)
+        # Without the event loop nothing comes to an end.
+        while self._busy() and self._loop.is_running() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self._plain_shutdown(timeout=None if timeout is None else max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._end_what_waits)
+
+    def _busy(self) -> bool:
+        return bool(self._running or cast(AsyncLLM, self._client).get_num_unfinished_requests())
+
+    def _end_what_waits(self) -> None:
+        processor = cast(AsyncLLM, self._client).output_processor
+        processor.abort_requests(list(processor.request_states), internal=True)
+        for call in self._calls:
+            call.cancel()

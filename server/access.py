@@ -1,0 +1,157 @@
+"""Who may change bundles and from which folders, and whose a request is.
+
+Every change needs the admin key. Without one, or without an allowed folder, bundles are only loaded at start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.errors import BundleError, InduceKVError
+
+SAGEMAKER_ROUTE: Final = "/invocations"
+SAGEMAKER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
+
+
+class ChangeRefused(InduceKVError):
+    """A change that this server does not take from whoever asks for it."""
+
+    def __init__(self, reason: str, status: HTTPStatus) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Access:
+    """The folders that bundles may be loaded from while the server runs, and the key that it takes."""
+
+    def __init__(self, roots: Sequence[str] = (), admin_key: str | None = None) -> None:
+        self._roots = tuple(os.path.realpath(root) for root in roots)
+        self._admin = None if not admin_key else _digest(admin_key)
+
+    @classmethod
+    def from_environment(cls, roots: Sequence[str], environment: Mapping[str, str]) -> Access:
+        return cls(roots, environment.get(ADMIN_KEY_VARIABLE))
+
+    def is_admin(self, key: str | None) -> bool:
+        return self._admin is not None and key is not None and secrets.compare_digest(_digest(key), self._admin)
+
+    def require_admin(self, key: str | None) -> None:
+        """Raises ChangeRefused: with 403 if the server takes no changes, with 401 for a wrong or missing key."""
+        if self._admin is None:
+            raise ChangeRefused(
+                "bundles cannot be changed while this server runs: it was started without an admin key "
+                f"({ADMIN_KEY_VARIABLE} or --memory-admin-key)",
+                HTTPStatus.FORBIDDEN,
+            )
+        if not self.is_admin(key):
+            found = "another key" if key else "none"
+            raise ChangeRefused(
+                f"changes of bundles need the admin key in the header {ADMIN_HEADER}, found {found}",
+                HTTPStatus.UNAUTHORIZED,
+            )
+
+    def resolve(self, path: str, what: str) -> str:
+        """The real path of a file or folder beneath an allowed folder; a relative `path` is beneath the first one.
+
+        Raises:
+            ChangeRefused: no folder is allowed.
+            BundleError: it lies elsewhere, or is neither a file nor a folder. The message is the same whether
+                anything is there or not.
+        """
+        if not self._roots:
+            raise ChangeRefused(
+                "bundles cannot be loaded while this server runs: no folder is allowed (--memory-root)",
+                HTTPStatus.FORBIDDEN,
+            )
+        refusal = BundleError(f"{what}: {path!r:.300} is not in a folder that this server loads from (--memory-root)")
+        try:
+            real = os.path.realpath(os.path.join(self._roots[0], path))
+            if not any(Path(real).is_relative_to(root) for root in self._roots):
+                raise refusal
+            mode = os.stat(real).st_mode
+        except FileNotFoundError as error:
+            raise BundleError(f"{what}: {path}: no such file") from error
+        except OSError as error:
+            raise BundleError(f"{what}: {path!r:.300}: {error.strerror}") from error
+        except ValueError as error:
+            if error is refusal:
+                raise
+            raise BundleError(f"{what}: {path!r:.300} is not the name of a file") from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise BundleError(f"{what}: {path} is not a regular file")
+        return real
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def who(host: str | None) -> str:
+    """How a log line names who asked for a change."""
+    return f"admin at {host or 'a local socket'}"
+
+
+class OwnerMiddleware:
+    """Sets `OWNER` for each request: a digest of the key that it came with."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            keys = [value for name, value in scope["headers"] if name == b"authorization"]
+            OWNER.set(hashlib.sha256(keys[0]).hexdigest() if keys else "")
+        await self._app(scope, receive, send)
+
+
+class SagemakerMiddleware:
+    """Routes `POST /invocations` by its `"model"`, which vLLM drops: the base model would answer for a bundle."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_invocation = scope["type"] == "http" and scope["path"] == SAGEMAKER_ROUTE and scope["method"] == "POST"
+        if not is_invocation or any(name == SAGEMAKER_HEADER for name, _ in scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        messages, body = await _read(receive)
+        if (model := _model_of(body)) is not None:
+            scope = {**scope, "headers": [*scope["headers"], (SAGEMAKER_HEADER, model)]}
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+
+async def _read(receive: Receive) -> tuple[list[Message], bytes]:
+    """The messages of a request up to the end of its body, and the body."""
+    messages: list[Message] = []
+    more = True
+    while more:
+        messages.append(await receive())
+        more = messages[-1].get("more_body", False)
+    return messages, b"".join(message.get("body", b"") for message in messages)
+
+
+def _model_of(body: bytes) -> bytes | None:
+    """The model that a request names, if a header can hold it."""
+    try:
+        parsed: Any = json.loads(body)
+        model = parsed.get("model") if isinstance(parsed, dict) else None
+        return model.encode("latin-1") if isinstance(model, str) and model.isprintable() and model else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,49 @@
+"""The locust file as its users start it. (locust patches the process that imports it.)"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LOCUSTFILE = Path(__file__).parents[2] / "benchmarks" / "serving" / "locustfile.py"
+EVENTS = b'data: {"choices": [{"token_ids": [1]}]}\n\n' * 2 + b"data: [DONE]\n\n"
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Streams the same two tokens to everybody."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(EVENTS)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def run(port: int) -> subprocess.CompletedProcess[str]:
+    host = ["--host", f"http://127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, *host, "--headless", "-u", "1", "-t", "3s"]
+    return subprocess.run(command, cwd=LOCUSTFILE.parents[2], capture_output=True, text=True)
+
+
+def test_a_run_without_an_answer_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, and never answers
+        ended = run(listener.getsockname()[1])
+    assert ended.returncode == 1
+    assert "no request was answered" in ended.stderr
+
+
+def test_a_run_with_answers_succeeds() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ended = run(server.server_port)
+        server.shutdown()
+    assert ended.returncode == 0, ended.stderr
+    assert "TTFT" in ended.stderr

@@ -1,0 +1,252 @@
+"""Who may change bundles, from where, and whose traces are whose."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.engine.passes import prompt_identity
+from inducekv_vllm.engine.trace import TraceLog
+from inducekv_vllm.errors import BundleError
+from server.access import Access, ChangeRefused, SagemakerMiddleware
+from tests.inducekv_vllm.bundles import random_bundle
+from tests.inducekv_vllm.parity import World, prompts
+from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    for folder in ("root", "root/sub", "outside"):
+        write_bundle(random_bundle(), tmp_path / folder / "b.safetensors")
+    return tmp_path / "root"
+
+
+class TestFolders:
+    def test_what_lies_beneath_is_found(self, root: Path) -> None:
+        access = Access([str(root.parent / "outside"), str(root)], "key")
+        inside = root / "sub" / "b.safetensors"
+        (root / "link").symlink_to(inside)
+        for path in (inside, root / "sub" / ".." / "sub" / "b.safetensors", root / "link"):
+            assert access.resolve(str(path), "bundle") == str(inside)
+        assert access.resolve("b.safetensors", "bundle") == str(root.parent / "outside" / "b.safetensors")
+
+    def test_what_lies_elsewhere_is_refused_the_same_whether_it_is_there_or_not(self, root: Path) -> None:
+        outside = root.parent / "outside"
+        (root / "link").symlink_to(outside / "b.safetensors")
+        (root / "folder").symlink_to(outside)
+        said = set()
+        for path in (
+            outside / "b.safetensors",
+            outside,
+            outside / "nothing",
+            root / ".." / "outside" / "b.safetensors",
+            root / "link",
+            root / "folder" / "b.safetensors",
+            f"{root}-other/b.safetensors",
+            "../outside/b.safetensors",
+            "/dev/zero",
+        ):
+            with pytest.raises(BundleError) as error:
+                Access([str(root)], "key").resolve(str(path), "bundle 'm'")
+            said.add(str(error.value).replace(repr(str(path)), "PATH"))
+        assert said == {"bundle 'm': PATH is not in a folder that this server loads from (--memory-root)"}
+
+    @pytest.mark.parametrize(
+        ("name", "problem"),
+        [
+            ("nothing", "no such file"),
+            ("pipe", "not a regular file"),
+            ("a\0b", "not the name"),
+            ("x" * 300, "too long"),
+        ],
+    )
+    def test_what_is_no_file(self, root: Path, name: str, problem: str) -> None:
+        os.mkfifo(root / "pipe")
+        with pytest.raises(BundleError, match=problem):
+            Access([str(root)], "key").resolve(f"{root}/{name}", "bundle")
+
+    def test_without_a_folder_nothing_is_loaded(self, root: Path) -> None:
+        with pytest.raises(ChangeRefused, match="no folder is allowed") as error:
+            Access((), "key").resolve(str(root / "b.safetensors"), "bundle")
+        assert error.value.status == HTTPStatus.FORBIDDEN
+
+
+def test_the_admin_key() -> None:
+    access = Access((), "key")
+    access.require_admin("key")
+    for key in (None, "", "Key", "key "):
+        assert not access.is_admin(key)
+        with pytest.raises(ChangeRefused) as error:
+            access.require_admin(key)
+        assert error.value.status == HTTPStatus.UNAUTHORIZED
+    for without in (None, ""):
+        assert not Access((), without).is_admin("")
+        with pytest.raises(ChangeRefused) as error:
+            Access((), without).require_admin("")
+        assert error.value.status == HTTPStatus.FORBIDDEN
+
+
+def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten() -> None:
+    log = TraceLog()
+    log.put("alice", None, "chatcmpl-1", {"of": "alice"})
+    log.put("bob", None, "chatcmpl-1", {"of": "bob"})
+    log.put("alice", None, "chatcmpl-1", {"of": "mallory"})
+    log.put("alice", "salt", "chatcmpl-1", {"of": "salted"})
+    log.put("bob", None, "cmpl-2-0", {"of": "first"})
+    assert log.of_response("alice", None, "chatcmpl-1") == [{"of": "alice"}]
+    assert log.of_response("bob", None, "chatcmpl-1") == [{"of": "bob"}]
+    assert log.of_response("alice", "salt", "chatcmpl-1") == [{"of": "salted"}]
+    assert log.of_response("bob", None, "cmpl-2") == [{"of": "first"}]
+    for nobody in (("carol", None), ("bob", "salt"), ("", None)):
+        assert log.of_response(*nobody, "chatcmpl-1") == []
+
+
+def test_query_keys_are_not_shared_between_owners() -> None:
+    prompt: Any = {"type": "token", "prompt_token_ids": [5, 6]}
+    identities = {prompt_identity(prompt, None, owner=owner) for owner in ("", "alice", "bob")}
+    assert len(identities) == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "route", "header"),
+    [
+        (b'{"model": "guild"}', "/invocations", b"guild"),
+        (b'{"model": 3}', "/invocations", None),
+        (b'{"messages": []}', "/invocations", None),
+        (b"[" * 5000, "/invocations", None),
+        (b"not json", "/invocations", None),
+        ('{"model": "\u2028"}'.encode(), "/invocations", None),
+        (b'{"model": "a\\r\\nb"}', "/invocations", None),
+        (b'{"model": "guild"}', "/v1/chat/completions", None),
+    ],
+)
+async def test_an_invocation_is_sent_where_its_model_says(body: bytes, route: str, header: bytes | None) -> None:
+    pieces = [
+        {"type": "http.request", "body": body[:5], "more_body": True},
+        {"type": "http.request", "body": body[5:], "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope["headers"]))
+        seen.extend([await receive() for _ in range(3)])
+
+    left = iter(pieces)
+
+    async def take() -> Any:
+        return next(left)
+
+    scope: Any = {"type": "http", "method": "POST", "path": route, "headers": [(b"host", b"x")]}
+    await SagemakerMiddleware(app)(scope, take, None)  # type: ignore[arg-type]
+    headers, *messages = seen
+    assert headers == {b"host": b"x"} | ({b"x-amzn-sagemaker-adapter-identifier": header} if header else {})
+    assert messages == pieces
+
+
+class TestServer:
+    """Over HTTP."""
+
+    @pytest.mark.parametrize("headers", [{}, {ADMIN_HEADER: "guess"}, {"Authorization": "Bearer guess"}])
+    def test_changes_need_the_admin_key(self, server: str, world: World, headers: dict[str, str]) -> None:
+        before = Bundles(server).list()
+        path = str(world.paths["other"])
+        for route, body in (
+            ("load", {"name": "new", "path": path}),
+            ("load", {"name": "sqrt", "path": path, "replace": True}),
+            ("load", {}),
+            ("unload", {"name": "sqrt"}),
+        ):
+            response = httpx.post(f"{server}/v1/{route}_memory_bundle", json=body, headers=headers)
+            assert response.status_code == 401, response.text
+            assert ADMIN_HEADER in response.json()["error"]["message"]
+        assert Bundles(server).list() == before
+
+    def test_paths_are_shown_to_the_admin_only(self, server: str, bundles: Bundles, world: World) -> None:
+        shown = httpx.get(f"{server}/v1/memory_bundles").json()
+        assert {card["name"] for card in shown["data"]} == set(bundles.cards()) == {"sqrt", "prior"}
+        assert {card["path"] for card in shown["data"]} == {None}
+        assert bundles.cards()["sqrt"]["path"] == str(world.paths["sqrt"])
+        for route in ("memory_bundles", "models"):
+            assert str(world.paths["sqrt"].parent / "s") not in httpx.get(f"{server}/v1/{route}").text
+
+    def test_files_elsewhere_are_refused_the_same_whether_they_are_there_or_not(self, bundles: Bundles) -> None:
+        said = set()
+        for path in ("/etc/hostname", "/etc/nothing", "/etc"):
+            response = bundles.load("new", path)
+            assert response.status_code == 400
+            said.add(response.json()["error"]["message"].replace(path, "PATH"))
+        (message,) = said
+        assert "not in a folder that this server loads from" in message
+
+    def test_an_overlong_path(self, bundles: Bundles, world: World) -> None:
+        response = bundles.load("new", world.paths["sqrt"].with_name("x" * 300))
+        assert response.status_code == 400
+        assert "File name too long" in response.json()["error"]["message"]
+
+    def test_changes_are_in_the_log(
+        self, bundles: Bundles, world: World, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        (tmp_path / "bad.safetensors").write_bytes(b"{}")
+        assert bundles.load("logged", tmp_path / "bad.safetensors").status_code == 400
+        with bundles.loaded("logged", world.paths["other"]):
+            assert bundles.load("logged", world.paths["sqrt"], replace=True).status_code == 200
+        httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
+        (log,) = tmp_path_factory.getbasetemp().glob("server*/server.log")
+        lines = log.read_text().splitlines()
+        before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
+        for level, line in (
+            ("WARNING", r"load of memory bundle 'logged' by admin at 127.0.0.1 refused after \d.*: truncated"),
+            ("INFO", rf"memory bundle 'logged' loaded by admin at 127.0.0.1 in \d.* s: digest {before}, 12 entries"),
+            ("INFO", rf"memory bundle 'logged' replaced \(digest before {before}\) by admin .* digest {after}, "),
+            ("INFO", rf"memory bundle 'logged' unloaded by admin at 127.0.0.1: digest {after}, used by 0 requests"),
+            ("INFO", rf"memory of digest {before} released"),
+            ("WARNING", "/v1/unload_memory_bundle from 127.0.0.1 refused: changes of bundles need the admin key"),
+        ):
+            assert [each for each in lines if f" {level} " in each and re.search(line, each)], line
+
+    def test_a_trace_belongs_to_the_key_that_asked(self, server: str, client: openai.OpenAI) -> None:
+        (prompt,) = prompts(1, seed=61)
+        with client.with_options(api_key="alice") as alice, client.with_options(api_key="bob") as bob:
+            named = {"extra_headers": {"X-Request-Id": "mine"}, "extra_body": TRACED}
+            of_alice, of_bob = (ask(each, "sqrt", prompt, **named) for each in (alice, bob))
+        assert of_alice.id == of_bob.id
+        url = f"{server}/v1"
+        for key, response in (("alice", of_alice), ("bob", of_bob)):
+            assert trace_at(url, response.id, key).json()["traces"] == [trace_of(response)]
+            assert trace_of(response)["timings"]["key_source"] == "computed"  # not the other's
+        assert trace_at(url, of_alice.id, "carol").status_code == 404
+        assert httpx.get(f"{url}/memory_trace/{of_alice.id}").status_code == 404
+
+    def test_invocations_run_with_the_bundle_they_name(self, server: str, client: openai.OpenAI) -> None:
+        (prompt,) = prompts(1, seed=62)
+        body = {"messages": prompt.messages, "max_tokens": 4, "temperature": 0, "logprobs": True}
+        for model, status in (("sqrt", 200), ("base", 200), ("nobody", 404)):
+            response = httpx.post(f"{server}/invocations", json={"model": model, **body}, timeout=300)
+            assert response.status_code == status, response.text
+            if status == 200:
+                assert response.json()["model"] == model
+                expected = ask(client, model, prompt, max_tokens=4).choices[0].logprobs.content
+                found = [step["logprob"] for step in response.json()["choices"][0]["logprobs"]["content"]]
+                assert found == pytest.approx([step.logprob for step in expected], abs=1e-4)
+
+    def test_the_schema_names_the_key_and_the_errors(self, server: str) -> None:
+        schema = httpx.get(f"{server}/openapi.json", timeout=300).json()
+        (scheme,) = (s for s in schema["components"]["securitySchemes"].values() if s.get("name") == ADMIN_HEADER)
+        assert (scheme["type"], scheme["in"]) == ("apiKey", "header")
+        load = schema["paths"]["/v1/load_memory_bundle"]["post"]
+        assert {"200", "400", "401", "403", "429", "503", "504"} <= load["responses"].keys()
+        assert json.dumps(load["security"])
