@@ -144,7 +144,7 @@ class Shown:
 
     def _length(self, exemplar: Example) -> int:
         """Of its prefix, as the model sees it, and of the chat template's text from there to the next turn."""
-        tokenizer, question = self.scorer.backbone.processor.tokenizer, list(exemplar.messages)
+        tokenizer, question = self.scorer.backbone.tokenizer, list(exemplar.messages)
         with_answer = [*question, answer_turn(exemplar)]
         ends = (
             tokenizer.apply_chat_template(with_answer, tokenize=False),
