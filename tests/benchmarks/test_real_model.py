@@ -23,7 +23,8 @@ from tests.server.http import ask, deviation
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 HEADS_PER_KV_HEAD = 3
-NAMES = ("sqrt", "prior", *ACTIVATIONS)  # merged memory: the paper's and prior weighting; decoupled memory with maps
+# Merged memory: the paper's weighting and the prior one; decoupled memory with maps, for each activation.
+NAMES = ("sqrt", "prior", *(f"from-{activation}" for activation in ACTIVATIONS))
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,8 +75,9 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> World:
     for activation in ACTIVATIONS:
         merged = world.bundles["prior"]
         bundle = as_decoupled(merged, activation, scale=1.0, map_rank=2, heads_per_kv_head=HEADS_PER_KV_HEAD)
-        world.bundles[activation], world.paths[activation] = bundle, folder / f"{activation}.safetensors"
-        write_bundle(bundle, world.paths[activation])
+        name = f"from-{activation}"
+        world.bundles[name], world.paths[name] = bundle, folder / f"{name}.safetensors"
+        write_bundle(bundle, world.paths[name])
     return world
 
 
