@@ -121,21 +121,33 @@ class Backbone:
             )
         if places and not self.template_takes_parts:
             raise TaskDataError("the model's chat template takes text alone, so it has no place for images")
+        prompt = self.chat_text(messages, generation_prompt=True)
         try:
-            prompt = self.processor.apply_chat_template(
-                list(messages) if self.template_takes_parts else with_text_content(messages),
-                add_generation_prompt=True,
-                tokenize=False,
-            )
             # Chat templates contain the special tokens; vLLM adds none either.
             options: dict[str, Any] = {"text": [prompt], "add_special_tokens": False, "return_tensors": "pt"}
             if self.kind == "text":
                 inputs = self.tokenizer(**options, return_token_type_ids=False)
             else:
                 inputs = self.processor(**options, images=list(images) or None)
-        except (ValueError, TypeError, KeyError, IndexError, TemplateError) as error:
+        except (ValueError, TypeError, KeyError, IndexError) as error:
             raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
         return {name: value.to(self.device) for name, value in inputs.items()}
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        """Messages as the model's chat template writes them, a picture as its mark.
+
+        Raises:
+            TaskDataError: the template refuses the messages.
+        """
+        try:
+            text: str = self.processor.apply_chat_template(
+                list(messages) if self.template_takes_parts else with_text_content(messages),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise TaskDataError(f"the model's chat template refuses the messages: {error}") from error
+        return text
 
     def encode_example(self, example: Example) -> Inputs:
         """The prefix of a training example."""
