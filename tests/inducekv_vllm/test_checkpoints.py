@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification, T5Config
+from transformers import (
+    AutoConfig,
+    DeepseekV2Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    T5Config,
+)
 
 from inducekv_vllm.checkpoints import kind_of, load_tokenizer
 from inducekv_vllm.errors import UnsupportedModel
@@ -16,7 +25,7 @@ from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main
 from tests.tiny_families import FAMILIES, PICTURE_FAMILIES
-from tests.tiny_models import save_tiny_llava
+from tests.tiny_models import save_tiny_llava, save_tiny_text_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -110,6 +119,32 @@ def test_other_parts_that_are_missing(copy: Path, tmp_path: Path) -> None:
     (pictures / "processor_config.json").unlink()
     with pytest.raises(UnsupportedModel, match="processor of"):
         Backbone.load(pictures)
+
+
+TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+TEXT |= {"num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (Gemma2Config, {}, "full attention in every layer, found full_attention, sliding_attention"),
+        (Gemma2Config, FULL, "a soft cap on its logits"),
+        (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
+        (DeepseekV2Config, LATENT, "multi-head latent attention"),
+        (Phi3Config, {"pad_token_id": 0}, "k_proj and v_proj"),
+    ],
+)
+def test_attention_that_memory_is_not_trained_with(
+    config: type[Any], settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_text_model(tmp_path, lambda **numbers: config(**TEXT, **(numbers | settings)))
+    with pytest.raises(UnsupportedModel, match=reason):
+        Backbone.load(folder)
 
 
 def test_bundle_commands_refuse_them(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
