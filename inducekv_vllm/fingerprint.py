@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 from .bundle import BackboneFingerprint
+from .checkpoints import first_line, kind_of, load_tokenizer, require_model_folder
 from .errors import UnsupportedModel
 
 
@@ -22,26 +23,16 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
     """Compute the fingerprint of a model folder or Hugging Face id.
 
     Raises:
-        UnsupportedModel: the configuration or tokenizer cannot be loaded, or does not belong to a decoder model.
+        UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
+            memory.
     """
     require_model_folder(model)
     try:
         config = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(str(model), revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnsupportedModel(f"{model}: cannot load the configuration and tokenizer: {reason}") from error
-    return fingerprint_of(config, tokenizer)
-
-
-def require_model_folder(model: str | Path) -> None:
-    """Check that a model given as a path exists; Hugging Face would report an invalid id instead.
-
-    Raises:
-        UnsupportedModel: `model` is written as a path, but there is no such folder.
-    """
-    if (isinstance(model, Path) or model.startswith((".", "/", "~"))) and not Path(model).is_dir():
-        raise UnsupportedModel(f"{model}: no such model folder")
+        raise UnsupportedModel(f"{model}: cannot load the configuration: {first_line(error)}") from error
+    kind_of(config, model)
+    return fingerprint_of(config, load_tokenizer(model, revision))
 
 
 def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneFingerprint:

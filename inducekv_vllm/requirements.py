@@ -32,6 +32,10 @@ def check_engine(config: VllmConfig) -> None:
         (config.use_v2_model_runner, "vLLM's V2 model runner: row order is read from the V1 runner here"),
         (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
         (model.is_encoder_decoder, "encoder-decoder models"),
+        (
+            model.quantization is not None,
+            f"weights quantised by {model.quantization!r}: bundles are made with the unquantised model",
+        ),
         (model.runner_type != "generate", f"the {model.runner_type!r} runner: memory acts on generation"),
         (
             config.cache_config.kv_sharing_fast_prefill,

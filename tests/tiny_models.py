@@ -51,13 +51,17 @@ _TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# As text-only models have it: a message's content is a string.
+_TEXT_TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] \
++ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
-def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, seed: int = 0) -> Path:
+def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, kv_heads: int = KV_HEADS, seed: int = 0) -> Path:
     """A LLaVA with a CLIP tower and a Qwen3 text model, or a Llama text model without `k_norm`."""
     folder = Path(folder)
-    tokenizer = _tokenizer(["<image>"], _TEMPLATE.replace("IMAGE", "<image>"))
-    text = _text_config(tokenizer) | {"tie_word_embeddings": False}
+    tokenizer = byte_tokenizer(["<image>"], picture_template("<image>"))
+    text = text_sizes(tokenizer) | {"tie_word_embeddings": False, "num_key_value_heads": kv_heads}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=64,
@@ -85,8 +89,8 @@ def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, seed: int = 0) -
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    _save(LlavaForConditionalGeneration, config, processor, folder, seed)
-    _use_published_names(folder / "model.safetensors")
+    save_random(LlavaForConditionalGeneration, config, processor, folder, seed)
+    use_published_names(folder / "model.safetensors")
     return folder
 
 
@@ -94,10 +98,10 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
     """A Qwen3-VL with a deepstack level and interleaved multimodal RoPE."""
     folder = Path(folder)
     specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = _tokenizer(specials, _TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"))
+    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
     config = Qwen3VLConfig(
-        text_config=_text_config(tokenizer)
+        text_config=text_sizes(tokenizer)
         | {
             "rope_parameters": {
                 "rope_type": "default",
@@ -138,20 +142,20 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
         video_processor=Qwen3VLVideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
     )
-    _save(Qwen3VLForConditionalGeneration, config, processor, folder, seed)
+    save_random(Qwen3VLForConditionalGeneration, config, processor, folder, seed)
     return folder
 
 
 def save_tiny_text_model(folder: str | Path, make_config: Callable[..., PretrainedConfig], *, seed: int = 0) -> Path:
-    """A text model of any architecture; `make_config` takes the tokenizer's numbers."""
-    tokenizer = _tokenizer([], _TEMPLATE)
+    """A text-only model of any architecture; `make_config` takes the tokenizer's numbers."""
+    tokenizer = byte_tokenizer([], _TEXT_TEMPLATE)
     config = make_config(
         vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    _save(AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
+    save_random(AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
     return Path(folder)
 
 
@@ -168,7 +172,13 @@ def picture(seed: int, width: int = PICTURE_SIZE, height: int = PICTURE_SIZE) ->
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
 
 
-def _text_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def picture_template(mark: str) -> str:
+    """A chat template that takes a list of parts and prints `mark` for a picture."""
+    return _TEMPLATE.replace("IMAGE", mark)
+
+
+def text_sizes(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Settings of a text model that all families name alike."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -184,8 +194,11 @@ def _text_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def _tokenizer(specials: list[str], chat_template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that encodes every text and has single tokens for a few words of the corpus."""
+def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that encodes every text and has single tokens for a few words of the corpus.
+
+    `attributes` are names of special tokens by which processors look them up.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -206,10 +219,11 @@ def _tokenizer(specials: list[str], chat_template: str) -> PreTrainedTokenizerFa
         model_max_length=4096,
         # Processors look these up on the tokenizer.
         **{name.strip("<|>") + "_token": name for name in specials if name == "<image>"},
+        **attributes,
     )
 
 
-def _save(make_model: Callable[[Any], Any], config: Any, processor: Any, folder: Path, seed: int) -> None:
+def save_random(make_model: Callable[[Any], Any], config: Any, processor: Any, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     model = make_model(config)
     with torch.no_grad():
@@ -224,7 +238,7 @@ def _save(make_model: Callable[[Any], Any], config: Any, processor: Any, folder:
     processor.save_pretrained(folder)
 
 
-def _use_published_names(weights: Path) -> None:
+def use_published_names(weights: Path) -> None:
     """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM add `vision_model.`."""
     tensors = {
         re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name): tensor

@@ -22,8 +22,8 @@ from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
+from inducekv_vllm.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.fingerprint import require_model_folder
 from server.demo import CHECKPOINT
 
 ALL_METHODS = "all"

@@ -36,8 +36,8 @@ from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
+from inducekv_vllm.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.fingerprint import require_model_folder
 
 CRITERION = "AP"
 

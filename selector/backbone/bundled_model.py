@@ -121,7 +121,7 @@ class BundledModel:
         prompts = [self.scorer.prefix(example) for example in examples]
         injection = self._injection(examples, keys, prior, with_memory)
         generations = generate(self.backbone, prompts, max_new_tokens, *injection)
-        tokenizer = self.backbone.processor.tokenizer
+        tokenizer = self.backbone.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
 

@@ -187,10 +187,11 @@ def _pooled_projections(
 ) -> Iterator[None]:
     """Inside, each layer's keys (before RoPE) and values of a forward pass are pooled as they are made."""
 
-    def keep(destination: Tensor) -> Any:
+    def keep(destination: Tensor, norm: Any) -> Any:
         def hook(module: torch.nn.Module, arguments: Any, output: Tensor) -> None:
             n, _, T = pooling.shape
-            tokens = output.reshape(n, T, backbone.num_kv_heads, backbone.head_dim)
+            shape = (n, T, backbone.num_kv_heads, backbone.head_dim)
+            tokens = output.reshape(shape) if norm is None else _normed(norm, output, shape)
             # At least float32, as the sums are over many tokens.
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
             destination.copy_(torch.einsum("nmt,ntjd->njmd", pooling.to(tokens.dtype), tokens))
@@ -201,10 +202,17 @@ def _pooled_projections(
     try:
         module: Any
         for layer, module in enumerate(backbone.attention_layers()):
-            key_source = getattr(module, "k_norm", None) or module.k_proj
-            handles.append(key_source.register_forward_hook(keep(payload_keys[layer])))
-            handles.append(module.v_proj.register_forward_hook(keep(payload_values[layer])))
+            norm = getattr(module, "k_norm", None)
+            handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], norm)))
+            handles.append(module.v_proj.register_forward_hook(keep(payload_values[layer], None)))
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _normed(norm: Any, projected: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Projected keys [n, T, J D] after `k_norm`, which is over one head or over all heads of a token: `shape`."""
+    over_a_head = norm.weight.shape[-1] == shape[-1]
+    keys: Tensor = norm(projected.reshape(shape) if over_a_head else projected)
+    return keys.reshape(shape)

@@ -113,7 +113,7 @@ def generate(
             num_beams=1,
             repetition_penalty=1.0,
             eos_token_id=stop or None,
-            pad_token_id=backbone.processor.tokenizer.pad_token_id or 0,
+            pad_token_id=backbone.tokenizer.pad_token_id or 0,
             return_dict_in_generate=True,
             output_logits=True,
         )

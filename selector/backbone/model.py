@@ -1,4 +1,4 @@
-"""A frozen multimodal model in transformers, and the encoding of prefixes.
+"""A frozen language model in transformers, text-only or multimodal, and the encoding of prefixes.
 
 Shapes: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidden size.
 """
@@ -8,21 +8,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from inducekv_vllm.bundle import BackboneFingerprint
-from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
-from inducekv_vllm.fingerprint import fingerprint_of, require_model_folder
+from inducekv_vllm.checkpoints import Kind, kind_of
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.fingerprint import fingerprint_of
 from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
+from .chat import takes_parts, with_text_content
 from .injection import ATTENTION_NAME
+from .loading import decoder, load_checkpoint, tokenizer_of
 
 # A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -34,8 +38,8 @@ Inputs = dict[str, Tensor]
 class Backbone:
     """A model in evaluation mode without parameter gradients, and its processor."""
 
-    model: Any  # a PreTrainedModel for image-text-to-text
-    processor: Any  # its ProcessorMixin
+    model: Any  # a PreTrainedModel for causal language modelling or image-text-to-text
+    processor: Any  # its ProcessorMixin; its tokenizer, if the model is text-only
     num_layers: int  # L
     num_heads: int  # H
     num_kv_heads: int  # J
@@ -52,20 +56,12 @@ class Backbone:
             UnsupportedModel: it cannot be loaded, or its attention is of a kind memory cannot be injected into.
             ConfigError: there is no such device.
         """
-        require_model_folder(model)
-        try:
-            processor: Any = AutoProcessor.from_pretrained(str(model), trust_remote_code=False)  # type: ignore[no-untyped-call]
-            network: Any = AutoModelForImageTextToText.from_pretrained(str(model), dtype=dtype, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UnsupportedModel(f"{model}: cannot load the model: {reason}") from error
+        network, processor = load_checkpoint(model, dtype)
         try:
             network.to(device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(f"cannot use the device {str(device)!r}: {str(error).splitlines()[0]}") from error
-        network.eval().requires_grad_(False)
         text = network.config.get_text_config(decoder=True)
-        _require_full_attention(network, text, str(model))
         # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
         heads = text.num_attention_heads
@@ -80,13 +76,26 @@ class Backbone:
         )
 
     @property
+    def kind(self) -> Kind:
+        return kind_of(self.model.config, self.model.config.name_or_path)
+
+    @property
+    def tokenizer(self) -> Any:
+        return tokenizer_of(self.processor)
+
+    @cached_property
+    def template_takes_parts(self) -> bool:
+        """Whether the chat template takes a message's content as a list of parts, rather than as a string."""
+        return takes_parts(self.processor)
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
 
     @property
     def fingerprint(self) -> BackboneFingerprint:
-        return fingerprint_of(self.model.config, self.processor.tokenizer)
+        return fingerprint_of(self.model.config, self.tokenizer)
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""
@@ -100,20 +109,45 @@ class Backbone:
             images: in the order of the image parts.
 
         Raises:
-            TaskDataError: more or fewer images than image parts, or the model's processor refuses the messages.
+            TaskDataError: more or fewer images than image parts, images for a text-only model, or messages that the
+                model's chat template or processor refuses.
         """
         places = sum(part["type"] == "image" for message in messages for part in message["content"])
         if places != len(images):
             raise TaskDataError(f"the messages have {places} places for images, found {len(images)} images")
-        try:
-            prompt = self.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-            # Chat templates contain the special tokens; vLLM adds none either.
-            inputs = self.processor(
-                text=[prompt], images=list(images) or None, add_special_tokens=False, return_tensors="pt"
+        if places and self.kind == "text":
+            raise TaskDataError(
+                f"{type(self.model).__name__} is a text-only model, found {places} images in the messages"
             )
+        if places and not self.template_takes_parts:
+            raise TaskDataError("the model's chat template takes text alone, so it has no place for images")
+        prompt = self.chat_text(messages, generation_prompt=True)
+        try:
+            # Chat templates contain the special tokens; vLLM adds none either.
+            options: dict[str, Any] = {"text": [prompt], "add_special_tokens": False, "return_tensors": "pt"}
+            if self.kind == "text":
+                inputs = self.tokenizer(**options, return_token_type_ids=False)
+            else:
+                inputs = self.processor(**options, images=list(images) or None)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
         return {name: value.to(self.device) for name, value in inputs.items()}
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        """Messages as the model's chat template writes them, a picture as its mark.
+
+        Raises:
+            TaskDataError: the template refuses the messages.
+        """
+        try:
+            text: str = self.processor.apply_chat_template(
+                list(messages) if self.template_takes_parts else with_text_content(messages),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise TaskDataError(f"the model's chat template refuses the messages: {error}") from error
+        return text
 
     def encode_example(self, example: Example) -> Inputs:
         """The prefix of a training example."""
@@ -133,8 +167,10 @@ class Backbone:
         for name in dict.fromkeys(name for inputs in batch for name in inputs):
             values = [inputs[name] for inputs in batch if name in inputs]
             if name in TOKEN_INPUTS:
-                fill = self.processor.tokenizer.pad_token_id or 0 if name == "input_ids" else 0
+                fill = self.tokenizer.pad_token_id or 0 if name == "input_ids" else 0
                 values = [_pad(value, longest, side, fill) for value in values]
+            elif len({value.shape[1:] for value in values}) > 1:
+                values = _with_equal_tiles(values)
             collated[name] = torch.cat(values)
         return collated
 
@@ -195,21 +231,18 @@ def pool_retrieval_keys(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     return torch.nn.functional.normalize(total / mask.sum(dim=1).clamp(min=1), dim=1)
 
 
+def _with_equal_tiles(pictures: Sequence[Tensor]) -> list[Tensor]:
+    """Pictures cut into different numbers of tiles, [n, tiles, ...], padded as their processor pads those of a batch.
+
+    The model computes as many tiles of each as its size says.
+    """
+    most = max(picture.shape[1] for picture in pictures)
+    padded = [picture.new_zeros(len(picture), most, *picture.shape[2:]) for picture in pictures]
+    for target, picture in zip(padded, pictures, strict=True):
+        target[:, : picture.shape[1]] = picture
+    return padded
+
+
 def _pad(value: Tensor, length: int, side: Literal["left", "right"], fill: int) -> Tensor:
     missing = length - value.shape[1]
     return torch.nn.functional.pad(value, (missing, 0) if side == "left" else (0, missing), value=fill)
-
-
-def decoder(network: Any) -> Any:
-    """The module that holds the language model's layers and its final norm."""
-    return getattr(network.model, "language_model", None) or network.model
-
-
-def _require_full_attention(network: Any, text: Any, name: str) -> None:
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
-        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
-    for layer in getattr(decoder(network), "layers", [None]):
-        attention = getattr(layer, "self_attn", None)
-        if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
-            raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")

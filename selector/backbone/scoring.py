@@ -61,7 +61,7 @@ class Scorer:
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
-        tokenizer = self.backbone.processor.tokenizer
+        tokenizer = self.backbone.tokenizer
         tokens: list[int] = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
         return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
 

@@ -21,7 +21,8 @@ from transformers import DynamicCache
 
 from .generation import answer_logprobs, forward_with_answers, injecting
 from .injection import Memory, Terms
-from .model import Backbone, Inputs, decoder
+from .loading import decoder
+from .model import Backbone, Inputs
 
 # Largest difference of log-probabilities with which a model counts as one that can be computed tail by tail: the
 # rounding of float32 sums, or some steps of the model's own dtype.
@@ -74,6 +75,8 @@ def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], firs
             forward_with_answers(backbone, [prompt], [answer], past_key_values=cache, use_cache=True)
     finally:
         handle.remove()
+    if seen["position_embeddings"][0].ndim != 3:
+        raise TypeError("the rotation depends on more than a token's row")  # several kinds of positions: Qwen2.5-VL
     hidden: Tensor
     hidden, cos, sin = (part[0, first_active:].clone() for part in (seen["hidden"], *seen["position_embeddings"]))
 

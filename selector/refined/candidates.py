@@ -60,8 +60,13 @@ def train_candidates(
     candidates: list[Candidate] = []
     failure: InduceKVError | None = None
     rate = settings.learning_rate
+    tried: list[list[list[int] | None]] = []
     for activation in reversed(activations_to_try(settings)):
         problem, validation = prepare(activation)
+        positions = [_positions(each) for each in (problem.current.questions, validation)]
+        if positions in tried:
+            continue  # without pictures, "text" and "prompt" are the same
+        tried.append(positions)
         for training, trials in _trainings(problem, settings, rate, validation, checkpoint, progress):
             try:
                 name = f"refinement-{activation}-{training.learning_rate}"
@@ -76,9 +81,9 @@ def train_candidates(
             if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
                 accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
                 loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
-            tried = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
+            rates = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
             history = tuple(training.history)
-            candidates.append(Candidate(activation, training.learning_rate, memory, history, accuracy, loss, tried))
+            candidates.append(Candidate(activation, training.learning_rate, memory, history, accuracy, loss, rates))
         if not candidates:
             continue
         best = min(candidates, key=_loss)
@@ -89,6 +94,10 @@ def train_candidates(
     if failure is not None and not candidates:
         raise failure
     return sorted(candidates, key=lambda candidate: ACTIVATIONS.index(candidate.activation))
+
+
+def _positions(questions: Questions) -> list[int] | None:
+    return None if questions.first_active is None else questions.first_active.tolist()
 
 
 def _loss(candidate: Candidate) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,19 +47,26 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question about one random image."""
+    """One question about one random image, or about none."""
 
-    image: Image.Image
+    image: Image.Image | None
     question: str
 
     @property
+    def images(self) -> list[Image.Image]:
+        return [] if self.image is None else [self.image]
+
+    @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """For the chat template in transformers."""
-        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.question}]}]
+        """As `selector.data.examples.Example` has them."""
+        parts = [*({"type": "image"} for _ in self.images), {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """In OpenAI's format, for vLLM."""
+        if self.image is None:
+            return [{"role": "user", "content": self.question}]
         buffer = io.BytesIO()
         self.image.save(buffer, "PNG")
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -67,12 +74,19 @@ class Prompt:
         return [{"role": "user", "content": parts}]
 
 
-def prompts(count: int, seed: int) -> list[Prompt]:
+def prompts(count: int, seed: int, size: tuple[int, int] = (48, 48)) -> list[Prompt]:
+    """Questions about pictures of `size`, rows and columns."""
     rng = np.random.default_rng(seed)
     return [
-        Prompt(Image.fromarray(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
+        Prompt(Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
         for i in range(count)
     ]
+
+
+def text_prompts(count: int, seed: int) -> list[Prompt]:
+    """Questions without pictures."""
+    numbers = np.random.default_rng(seed).integers(0, 1000, (count, 3)).tolist()
+    return [Prompt(None, f"{QUESTIONS[i % len(QUESTIONS)]} {each}") for i, each in enumerate(numbers)]
 
 
 @dataclass(frozen=True)
@@ -85,14 +99,20 @@ class World:
     paths: dict[str, Path]
 
 
-def make_world(model: Path, folder: Path, num_entries: int = 12, payload_tokens: int = 6) -> World:
+def make_world(
+    model: Path,
+    folder: Path,
+    num_entries: int = 12,
+    payload_tokens: int = 6,
+    make_prompts: Callable[[int, int], list[Prompt]] = prompts,
+) -> World:
     """Bundles "sqrt" and "prior" of the same entries, "other" of different ones; gates and biases differ by layer."""
     backbone = Backbone.load(model)
     bundles, paths = {}, {}
     weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
     for seed, (name, weighting) in enumerate(weightings.items()):
-        prefixes = prompts(num_entries, seed=100 if name != "other" else 200)
-        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: [p.image]) for p in prefixes]
+        prefixes = make_prompts(num_entries, 100 if name != "other" else 200)
+        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: p.images) for p in prefixes]
         extraction = extract(backbone, examples, payload_tokens)
         bundles[name] = Bundle.create(
             retrieval_keys=extraction.keys,
@@ -120,7 +140,7 @@ def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str 
     with margin 0.5 for that task and -0.5 for the others. Both parts of a query key count.
     """
     backbone, ungated = world.backbone, world.bundles["prior"]
-    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, [p.image])) for p in questions])  # [N, 2, d]
+    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, p.images)) for p in questions])  # [N, 2, d]
     names = ("a", "b")
     margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
     solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
@@ -181,7 +201,7 @@ def largest_deviation(
     remainder: bool = True,
 ) -> float:
     """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
-    inputs = world.backbone.encode(prompt.chat_messages, [prompt.image])
+    inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
     if bundle is None:
         expected = score(world.backbone, [inputs], [tokens])[0]
     else:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
 from server.demo import CHECKPOINT
-from tests.inducekv_vllm.bundles import random_maps, remade
+from tests.inducekv_vllm.bundles import as_decoupled
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -27,29 +27,6 @@ from tests.inducekv_vllm.parity import (
 )
 
 BLOCK = 32
-HEADS_PER_KV_HEAD = 2  # of the demo model
-
-
-def decoupled(
-    merged: Bundle,
-    activation: Activation,
-    weighting: str = "uniform",
-    scale: float = 6.0,
-    map_rank: int = 0,
-    width: int = HEADS_PER_KV_HEAD,
-) -> Bundle:
-    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
-    maps = random_maps(merged.payload_keys.shape, map_rank, width) if map_rank else {}
-    return remade(
-        merged,
-        payload_values=scale * merged.payload_values,
-        value_gates=torch.linspace(-0.5, 1.5, merged.num_layers),
-        layer_bias=torch.linspace(-1.0, 0.5, merged.num_layers),
-        weighting=weighting,
-        form="decoupled",
-        activations=dict.fromkeys(merged.metadata.tasks, activation),
-        **maps,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +37,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     for activation in ACTIVATIONS:
         for weighting in ("uniform", "prior"):
             merged = world.bundles["prior"]
-            world.bundles[f"{activation}-{weighting}"] = decoupled(merged, activation, weighting)
-            world.bundles[f"{activation}-{weighting}-maps"] = decoupled(merged, activation, weighting, map_rank=3)
-        world.bundles[f"{activation}-other"] = decoupled(world.bundles["other"], activation, scale=-6.0)
+            world.bundles[f"{activation}-{weighting}"] = as_decoupled(merged, activation, weighting)
+            world.bundles[f"{activation}-{weighting}-maps"] = as_decoupled(merged, activation, weighting, map_rank=3)
+        world.bundles[f"{activation}-other"] = as_decoupled(world.bundles["other"], activation, scale=-6.0)
     for name, bundle in world.bundles.items():
         world.paths[name] = folder / f"{name}.safetensors"
         write_bundle(bundle, world.paths[name])
@@ -108,7 +85,7 @@ def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
 
 
 def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
-    bundle = decoupled(served.world.bundles["prior"], "prompt", map_rank=3, width=2 * HEADS_PER_KV_HEAD)
+    bundle = as_decoupled(served.world.bundles["prior"], "prompt", map_rank=3, heads_per_kv_head=4)
     write_bundle(bundle, tmp_path / "wide.safetensors")
     with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
         served.offline.load_bundle(tmp_path / "wide.safetensors")
@@ -127,7 +104,7 @@ def test_blocks_before_the_first_active_position_are_shared_and_no_others(served
     world = served.world
     for seed in range(4, 7):
         question = next(p for p in prompts(5, seed=seed) if len(p.question) > 80)
-        inputs = world.backbone.encode(question.chat_messages, [question.image])
+        inputs = world.backbone.encode(question.chat_messages, question.images)
         length = inputs["input_ids"].shape[1]
         after_media = int((~world.backbone.text_mask(inputs)[0]).nonzero()[-1]) + 1
         whole, before_text = (length - 1) // BLOCK * BLOCK, after_media // BLOCK * BLOCK
@@ -155,7 +132,7 @@ def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prom
         for question in questions:
             before = prefix_hits(served)
             (answer,) = served.chat([question], [name], greedy(max_tokens=1))
-            expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
+            expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, question.images))[0]
             torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)
             # The answer pass of a memory that acts from the start on shares no block with another request.
             assert answer.output.num_cached_tokens == 0
@@ -170,5 +147,5 @@ def test_keys_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> N
     questions = [Prompt(image, text * 3 + ending) for ending in ("How many stars?", "Which colour?", "A ring?")]
     answers = served.chat(questions, ["prompt-uniform"] * 3, greedy(max_tokens=1))
     for question, answer in zip(questions, answers, strict=True):
-        expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, [question.image]))[0]
+        expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, question.images))[0]
         torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)

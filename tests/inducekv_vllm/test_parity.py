@@ -130,7 +130,7 @@ class TestCompiled:
         for prompt, answer in zip(questions, compiled.chat(questions, ["prior"] * 2, params), strict=True):
             (completion,) = answer.output.outputs
             assert set(completion.text) <= set("abcdefghijklmnopqrstuvwxyz ")
-            inputs = backbone.encode(prompt.chat_messages, [prompt.image])
+            inputs = backbone.encode(prompt.chat_messages, prompt.images)
             compared = 0
             for position, step in enumerate(completion.logprobs):
                 pair = [token for token, entry in step.items() if math.isfinite(entry.logprob)]
@@ -187,7 +187,7 @@ def test_gates_of_qwen(eager_qwen: MemoryEngine) -> None:
     assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
     backbone = eager_qwen.world.backbone
     for prompt, answer in zip(questions, answers, strict=True):
-        keys = backbone.query_keys(backbone.encode(prompt.chat_messages, [prompt.image]))[0]
+        keys = backbone.query_keys(backbone.encode(prompt.chat_messages, prompt.images))[0]
         torch.testing.assert_close(torch.tensor(answer.key), keys, rtol=0, atol=1e-5)
 
 

@@ -82,6 +82,7 @@ def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
+    model |= {"quantization": None}
     top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
     top |= {"kv_sharing_fast_prefill": False}
     engine = SimpleNamespace(**(sizes | model | top | changes))
@@ -100,6 +101,7 @@ def _engine(**changes: Any) -> Any:
         ({"use_v2_model_runner": True}, "V2 model runner"),
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"quantization": "fp8"}, "weights quantised by 'fp8'"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),

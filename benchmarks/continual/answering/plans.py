@@ -144,11 +144,11 @@ class Shown:
 
     def _length(self, exemplar: Example) -> int:
         """Of its prefix, as the model sees it, and of the chat template's text from there to the next turn."""
-        tokenizer, question = self.scorer.backbone.processor.tokenizer, list(exemplar.messages)
-        with_answer = [*question, answer_turn(exemplar)]
+        backbone, question = self.scorer.backbone, list(exemplar.messages)
+        tokenizer = backbone.tokenizer
         ends = (
-            tokenizer.apply_chat_template(with_answer, tokenize=False),
-            tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False),
+            backbone.chat_text([*question, answer_turn(exemplar)], generation_prompt=False),
+            backbone.chat_text(question, generation_prompt=True),
         )
         whole, prefix = (len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ends)
         return int(self.scorer.prefix(exemplar)["input_ids"].shape[1]) + whole - prefix

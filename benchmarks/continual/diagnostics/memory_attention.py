@@ -123,7 +123,7 @@ def memory_masses(
         raise ConfigError("decoupled memory takes no share of the attention on the request, so none can be measured")
     opened, log_prior = routing(bundle, query_keys)
     masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
-    tokenizer = backbone.processor.tokenizer
+    tokenizer = backbone.tokenizer
     with_memory = opened.nonzero()[:, 0].tolist()
     for rows in (with_memory[at : at + BATCH_SIZE] for at in range(0, len(with_memory), BATCH_SIZE)):
         prompts = [scorer.prefix(examples[row]) for row in rows]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract, extract_keys, pooling_matrices
+from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.data.examples import Example
 from tests.selector.stream import stop
@@ -41,7 +42,7 @@ def test_segments_by_hand() -> None:
 
 def brute_force_payload(backbone: Backbone, inputs: dict[str, Tensor], m: int) -> tuple[Tensor, Tensor]:
     """Keys and values [L, J, m, D] recomputed in float64 from the layers' inputs, by the paper's formula."""
-    layers = backbone.model.model.language_model.layers
+    layers = decoder(backbone.model).layers
     layer_inputs: list[Tensor] = []
     handles = [
         layer.register_forward_pre_hook(lambda module, arguments: layer_inputs.append(arguments[0])) for layer in layers

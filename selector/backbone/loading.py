@@ -1,0 +1,89 @@
+"""Load the network and the processor of a checkpoint, text-only or multimodal, and refuse what memory does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+
+from inducekv_vllm.checkpoints import Kind, first_line, kind_of, load_tokenizer, require_model_folder
+from inducekv_vllm.errors import UnsupportedModel
+
+_MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
+
+
+def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The network, in evaluation mode on the CPU, and its processor; that of a text-only model is its tokenizer.
+
+    Raises:
+        UnsupportedModel: a part is missing or cannot be loaded, or memory cannot be injected into its attention.
+    """
+    require_model_folder(model)
+    try:
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model}: cannot load the model: {first_line(error)}") from error
+    kind = kind_of(config, model)
+    processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
+    if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
+        raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
+    try:
+        network, loading = _MODELS[kind].from_pretrained(
+            str(model), dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModel(f"{model}: cannot load the model: {first_line(error)}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UnsupportedModel(
+            f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
+        )
+    require_full_attention(network, str(model))
+    return network.eval().requires_grad_(False), processor
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """A processor's tokenizer; a tokenizer is its own."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def decoder(network: Any) -> Any:
+    """The module that holds the language model's layers and its final norm."""
+    inner = getattr(network, "model", network)
+    return getattr(inner, "language_model", None) or inner
+
+
+def require_full_attention(network: Any, name: str) -> None:
+    """Check that memory can be trained in every layer of the language model.
+
+    Raises:
+        UnsupportedModel: names what its attention has.
+    """
+    text = network.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
+        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModel(f"{name}: memory is not trained with attention that has a soft cap on its logits")
+    for layer in getattr(decoder(network), "layers", [None]):
+        attention = getattr(layer, "self_attn", None)
+        if hasattr(attention, "kv_b_proj"):
+            raise UnsupportedModel(
+                f"{name}: multi-head latent attention (MLA) keeps no keys and values per head, which memory consists of"
+            )
+        if hasattr(attention, "sinks"):
+            raise UnsupportedModel(f"{name}: memory is not trained with attention that has sinks")
+        if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
+            raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
+
+
+def _load_processor(model: str | Path) -> Any:
+    try:
+        processor: Any = AutoProcessor.from_pretrained(str(model), trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        load_tokenizer(model)  # says what is wrong if it is the tokenizer
+        raise UnsupportedModel(f"{model}: cannot load the processor of its pictures: {first_line(error)}") from error
+    if not hasattr(processor, "tokenizer"):
+        raise UnsupportedModel(f"{model}: a multimodal model needs a processor of pictures, found a tokenizer alone")
+    return processor

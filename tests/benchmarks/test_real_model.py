@@ -1,0 +1,125 @@
+"""SmolLM2-135M-Instruct from an installed package: its conversion, and its server against transformers.
+
+The slow tests need the extra `real` and a converted model, in the cache of `benchmarks.real.model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from benchmarks.real import model as real
+from benchmarks.server_process import serving
+from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import ConfigError
+from tests.inducekv_vllm.bundles import as_decoupled
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, Prompt, World, make_world, text_prompts
+from tests.server.http import ask, deviation
+from tests.server.launch import ENVIRONMENT, FLAGS
+
+HEADS_PER_KV_HEAD = 3
+# Merged memory: the paper's weighting and the prior one; decoupled memory with maps, for each activation.
+NAMES = ("sqrt", "prior", *(f"from-{activation}" for activation in ACTIVATIONS))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(real, "PACKAGE", "no-such-package")
+    with pytest.raises(ConfigError, match=r"no-such-package is not installed: install it with .make setup-real"):
+        real.model_folder(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    weights = tmp_path / "other.gguf"
+    weights.write_bytes(b"GGUF")
+    monkeypatch.setattr(real, "packaged_weights", lambda: weights)
+    monkeypatch.setattr(real, "convert", lambda weights, folder: (folder / "model.safetensors").write_bytes(b"x"))
+
+    def refuse(folder: Path) -> None:
+        raise ConfigError("the model must answer 'Paris', found 'Rome'")
+
+    monkeypatch.setattr(real, "check", refuse)
+    with pytest.raises(ConfigError, match="found 'Rome'"):
+        real.model_folder(tmp_path / "cache")
+    assert not any((tmp_path / "cache").iterdir())
+    monkeypatch.setattr(real, "check", lambda folder: None)
+    folder = real.model_folder(tmp_path / "cache")
+    assert (folder / "model.safetensors").read_bytes() == b"x"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [real.NAME]
+
+
+def test_the_command_says_what_is_missing_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(real, "PACKAGE", "no-such")
+    assert real.main(["--cache", str(tmp_path)]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("benchmarks.real.model: error: the package no-such is not installed")
+    assert "\n" not in line
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The model with bundles of both forms."""
+    try:
+        model = real.model_folder()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("smollm")
+    world = make_world(model, folder, num_entries=4, make_prompts=text_prompts)
+    for activation in ACTIVATIONS:
+        merged = world.bundles["prior"]
+        bundle = as_decoupled(merged, activation, scale=1.0, map_rank=2, heads_per_kv_head=HEADS_PER_KV_HEAD)
+        name = f"from-{activation}"
+        world.bundles[name], world.paths[name] = bundle, folder / f"{name}.safetensors"
+        write_bundle(bundle, world.paths[name])
+    return world
+
+
+@contextmanager
+def served(world: World, log: Path, dtype: str) -> Iterator[openai.OpenAI]:
+    memory = [f"--memory={name}={world.paths[name]}" for name in NAMES]
+    flags = ["--served-model-name", "base", "--block-size", "32", *FLAGS, "--dtype", dtype]
+    with serving([str(world.model), *memory, *flags], log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+
+
+def worst(world: World, client: openai.OpenAI, name: str | None, questions: list[Prompt]) -> float:
+    bundle = name and world.bundles[name]
+    return max(deviation(world, ask(client, name or "base", each), each, bundle) for each in questions)
+
+
+@pytest.mark.slow
+def test_the_converted_model_is_a_plain_llama_that_knows_its_answers(smollm: World) -> None:
+    backbone = smollm.backbone
+    assert backbone.fingerprint.architecture == "LlamaForCausalLM/llama"
+    sizes = (backbone.num_layers, backbone.hidden_size, backbone.num_heads, backbone.num_kv_heads, backbone.head_dim)
+    assert sizes == (30, 576, 9, 3, 64)
+    assert not hasattr(backbone.model.config, "quantization_config")
+    real.check(smollm.model)
+
+
+@pytest.mark.slow
+def test_float32_equals_the_reference_over_http(smollm: World, tmp_path: Path) -> None:
+    questions = text_prompts(3, seed=1)
+    with served(smollm, tmp_path / "log", "float32") as client:
+        deviations = {name: worst(smollm, client, name, questions) for name in (None, *NAMES)}
+    print(deviations)
+    assert max(deviations.values()) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_close_as_it_is_without_memory(smollm: World, tmp_path: Path) -> None:
+    """Against the float32 reference: no token more than twice as far off as the farthest token without memory."""
+    questions = text_prompts(3, seed=2)
+    with served(smollm, tmp_path / "log", "bfloat16") as client:
+        deviations = {name: worst(smollm, client, name, questions) for name in (None, *NAMES)}
+    print(deviations)
+    plain = deviations.pop(None)
+    assert TOLERANCE < plain < 1
+    assert max(deviations.values()) <= 2 * plain

@@ -1,0 +1,184 @@
+"""A tiny random model of every family that docs/serving.md calls proved: see `tests.tiny_models`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    GemmaConfig,
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    InternVLVisionConfig,
+    LlamaConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SiglipVisionConfig,
+)
+
+from tests.tiny_models import (
+    HEADS,
+    HIDDEN,
+    PICTURE_SIZE,
+    byte_tokenizer,
+    picture_template,
+    save_random,
+    save_tiny_llava,
+    save_tiny_qwen3_vl,
+    save_tiny_text_model,
+    text_sizes,
+    use_published_names,
+)
+
+TEXT_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+THREE_QUERY_HEADS = TEXT_SIZES | {"num_attention_heads": 6}  # for each KV head: no power of two
+QWEN2_HIDDEN = 128  # vLLM's Qwen2 has heads of hidden size / query heads, and its CPU attention none below 32
+QWEN2_SIZES = {"hidden_size": QWEN2_HIDDEN, "intermediate_size": 192, "head_dim": QWEN2_HIDDEN // HEADS}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
+    return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
+
+
+def save_llava_onevision(folder: str | Path) -> Path:
+    """Qwen2, pictures cut into tiles (anyres), a learned token at the end of each row of features."""
+    tokenizer = byte_tokenizer(["<image>", "<video>"], picture_template("<image>"), video_token="<video>")
+    pinpoints = [[PICTURE_SIZE, PICTURE_SIZE], [PICTURE_SIZE, 2 * PICTURE_SIZE], [2 * PICTURE_SIZE, PICTURE_SIZE]]
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=PICTURE_SIZE,
+            patch_size=12,
+            vision_use_head=False,
+        ).to_dict(),
+        text_config=Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=pinpoints,
+    )
+    size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
+        tokenizer=tokenizer,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=(PICTURE_SIZE // 12) ** 2,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )
+    save_random(LlavaOnevisionForConditionalGeneration, config, processor, Path(folder), 0)
+    use_published_names(Path(folder) / "model.safetensors")
+    return Path(folder)
+
+
+def save_qwen2_5_vl(folder: str | Path) -> Path:
+    """M-RoPE, and a vision tower with windows."""
+    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    config = Qwen2_5_VLConfig(
+        text_config=text_sizes(tokenizer) | QWEN2_SIZES | {"rope_parameters": rope},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": QWEN2_HIDDEN,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    sizes = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}}
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    save_random(Qwen2_5_VLForConditionalGeneration, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
+def save_internvl(folder: str | Path) -> Path:
+    """InternVL3: pixel shuffle before the projector, pictures in patches and a thumbnail."""
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = byte_tokenizer([*names.values()], picture_template("<IMG_CONTEXT>"), **names)
+    config = InternVLConfig(
+        vision_config=InternVLVisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=PICTURE_SIZE,
+            patch_size=12,
+        ).to_dict(),
+        text_config=Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
+    processor = InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=3, crop_to_patches=True),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    save_random(InternVLForConditionalGeneration, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
+TEXT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
+    "llama": partial(save_text, config=LlamaConfig, **THREE_QUERY_HEADS),
+    "qwen3": partial(save_text, config=Qwen3Config, **TEXT_SIZES),
+    "qwen3-moe": partial(save_text, config=Qwen3MoeConfig, **TEXT_SIZES, **EXPERTS),
+    "gemma": partial(save_text, config=GemmaConfig, **THREE_QUERY_HEADS),
+}
+PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
+    "llava-1.5": partial(save_tiny_llava, k_norm=False, kv_heads=HEADS),
+    "llava-onevision": save_llava_onevision,
+    "qwen2.5-vl": save_qwen2_5_vl,
+    "qwen3-vl": save_tiny_qwen3_vl,
+    "internvl": save_internvl,
+}
+FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES
