@@ -18,7 +18,7 @@ from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from tests.inducekv_vllm.bundles import as_decoupled
-from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, Prompt, World, make_world, text_prompts
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, Prompt, World, make_world, prompts, text_prompts
 from tests.server.http import ask, deviation
 from tests.server.launch import ENVIRONMENT, FLAGS
 
@@ -109,6 +109,8 @@ def test_float32_equals_the_reference_over_http(smollm: World, tmp_path: Path) -
     questions = text_prompts(3, seed=1)
     with served(smollm, tmp_path / "log", "float32") as client:
         deviations = {name: worst(smollm, client, name, questions) for name in (None, *NAMES)}
+        with pytest.raises(openai.BadRequestError, match="not a multimodal model"):
+            ask(client, "sqrt", *prompts(1, seed=1))
     print(deviations)
     assert max(deviations.values()) <= TOLERANCE
 
