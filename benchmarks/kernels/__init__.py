@@ -16,5 +16,6 @@ Everything but `plot.py` imports torch, triton and numpy alone, so that it runs 
 
 A time is that of one call in a CUDA graph of many, each on the pages of another layer, so that no cache holds them. The
 roofline of a call is the larger of its bytes by the copying speed and its operations by the speed of a large matrix
-product, both measured on the same device. Bytes count each page, row and term once.
+product, both measured on the same device. Bytes count each page, row and term once. The roofline of a small memory is
+shorter than a launch, so results also have the share of the larger of both.
 """

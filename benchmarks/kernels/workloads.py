@@ -66,7 +66,8 @@ class Workload:
         launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
 
     def by_twin(self, layer: int = 0) -> Tensor:
-        output = self.self_output.clone()
+        """The output in float32, which is not rounded to the kernels' precision."""
+        output = self.self_output.to(torch.float32, copy=True)
         twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
         return output
 

@@ -98,6 +98,7 @@ def test_timed_sections_report_times_and_shares(clock: list[int]) -> None:
     for row in timed:
         assert row["roofline_us"] == PEAKS.roofline_us(row["bytes"], row["operations"])
         assert row["of_roofline"] == row["roofline_us"] / 100.0
+        assert row["of_roofline_or_launch"] == PEAKS.launch_us / 100.0 > row["of_roofline"]
     whole = layers.measure(TINY, torch.float32, "cpu", print, timed=True)
     assert [(row["plain_us"], row["memory_us"], row["speed"]) for row in whole] == [(100.0, 100.0, 1.0)]
     against = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)

@@ -88,7 +88,7 @@ def launch_shape(
         rows: R, or the number of rows that a graph is captured for.
         groups: distinct groups of rows that may share a tile.
         largest_group: rows of the largest group.
-        longest: tokens of the longest memory, S if it is not known.
+        longest: tokens of the longest memory that is expected. A longer one is right in every shape, and takes longer.
         one_slot: groups are slots, so that all rows of a tile have one; otherwise they are sets of equal pages.
         element_size: bytes of a query's element.
     """
