@@ -339,7 +339,7 @@ class BundleRegistry:
         for record in memory.metadata.task_adapters:
             folder = adapter_folder(memory, record)
             if access is not None:
-                access.resolve(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
+                access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
             if (digest := read_adapter(folder).digest) != record.digest:
                 raise BundleError(
                     f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
