@@ -29,6 +29,8 @@ class InduceKVConfig(BaseModel):
     key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
+    state: str | None = None  # a folder for copies of what is loaded, and for its registry; None keeps neither
+    keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
     max_bundles: int = Field(default=64, ge=1)  # names
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
     load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)

@@ -32,6 +32,10 @@ class UnknownBundle(InduceKVError):
     """No bundle of this name is loaded."""
 
 
+class VersionConflict(InduceKVError):
+    """A name does not stand for the version that a change expects."""
+
+
 class CapacityError(InduceKVError):
     """A bundle or a request does not fit into the available resources."""
 

@@ -62,34 +62,40 @@ class Access:
                 HTTPStatus.UNAUTHORIZED,
             )
 
-    def resolve(self, path: str, what: str) -> str:
-        """The real path of a file or folder beneath an allowed folder; a relative `path` is beneath the first one.
+    def inside(self, path: str, what: str) -> str:
+        """The real path of what must lie beneath an allowed folder; a relative `path` is beneath the first one.
 
         Raises:
             ChangeRefused: no folder is allowed.
-            BundleError: it lies elsewhere, or is neither a file nor a folder. The message is the same whether
-                anything is there or not.
+            BundleError: it lies elsewhere. The message is the same whether anything is there or not.
         """
         if not self._roots:
             raise ChangeRefused(
                 "bundles cannot be loaded while this server runs: no folder is allowed (--memory-root)",
                 HTTPStatus.FORBIDDEN,
             )
-        refusal = BundleError(f"{what}: {path!r:.300} is not in a folder that this server loads from (--memory-root)")
         try:
             real = os.path.realpath(os.path.join(self._roots[0], path))
-            if not any(Path(real).is_relative_to(root) for root in self._roots):
-                raise refusal
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{what}: {path!r:.300} is not the name of a file") from error
+        if not any(Path(real).is_relative_to(root) for root in self._roots):
+            raise BundleError(f"{what}: {path!r:.300} is not in a folder that this server loads from (--memory-root)")
+        return real
+
+    def resolve(self, path: str, what: str) -> str:
+        """`inside`, for a file that is there.
+
+        Raises:
+            BundleError: also if it is not a regular file.
+        """
+        real = self.inside(path, what)
+        try:
             mode = os.stat(real).st_mode
         except FileNotFoundError as error:
             raise BundleError(f"{what}: {path}: no such file") from error
         except OSError as error:
             raise BundleError(f"{what}: {path!r:.300}: {error.strerror}") from error
-        except ValueError as error:
-            if error is refusal:
-                raise
-            raise BundleError(f"{what}: {path!r:.300} is not the name of a file") from error
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        if not stat.S_ISREG(mode):
             raise BundleError(f"{what}: {path} is not a regular file")
         return real
 

@@ -27,7 +27,14 @@ from inducekv_vllm.config import ADMIN_HEADER, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
-from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import (
+    InduceKVError,
+    LoadTimeout,
+    TooManyChanges,
+    UnknownBundle,
+    UnsupportedModel,
+    VersionConflict,
+)
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.logs import logger_of
 
@@ -38,6 +45,7 @@ from .schemas import (
     MemoryBundleCard,
     MemoryBundleList,
     MemoryTrace,
+    RollbackMemoryBundleRequest,
     UnloadMemoryBundleRequest,
     UnloadMemoryBundleResponse,
 )
@@ -75,8 +83,7 @@ class InduceKVEndpoint:
         stop = EngineStop(engine_client)
         stop.install()
         registry = BundleRegistry(engine_client, models, backbone, config, stop)
-        for name, path in config.bundles.items():
-            await registry.load(name, path)
+        await registry.start()
         engine = TwoPassEngine(engine_client, registry, config, stop)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
@@ -173,6 +180,7 @@ def _error(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResp
 STATUS_OF: dict[type[Exception], HTTPStatus] = {
     UnknownBundle: HTTPStatus.NOT_FOUND,
     TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
+    VersionConflict: HTTPStatus.CONFLICT,
     LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
 }
 
@@ -192,6 +200,7 @@ CHANGE_ERRORS = _errors(
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.UNAUTHORIZED,
     HTTPStatus.FORBIDDEN,
+    HTTPStatus.CONFLICT,
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.SERVICE_UNAVAILABLE,
@@ -237,7 +246,25 @@ Admin = Annotated[str, Depends(admin)]
 async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Load a bundle under a name; with `replace`, the name may already stand for another bundle."""
     registry = _registry(request)
-    return await registry.load(body.name, body.path, replace=body.replace, who=admin, access=_access(request))
+    return await registry.load(
+        body.name,
+        body.path,
+        replace=body.replace,
+        expected_digest=body.expected_digest,
+        who=admin,
+        access=_access(request),
+    )
+
+
+@router.post(
+    "/v1/rollback_memory_bundle",
+    dependencies=[Depends(validate_json_request)],
+    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND, HTTPStatus.GATEWAY_TIMEOUT),
+)
+async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
+    """Let a name stand for an earlier version again; running requests keep the version that they began with."""
+    registry = _registry(request)
+    return await registry.rollback(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
 
 
 @router.post(
@@ -249,7 +276,7 @@ async def unload_memory_bundle(
     body: UnloadMemoryBundleRequest, request: Request, admin: Admin
 ) -> UnloadMemoryBundleResponse:
     """Remove a bundle's name; running requests keep the bundle until they end."""
-    digest = await _registry(request).unload(body.name, who=admin)
+    digest = await _registry(request).unload(body.name, expected_digest=body.expected_digest, who=admin)
     return UnloadMemoryBundleResponse(name=body.name, digest=digest)
 
 

@@ -86,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"the key of those who may change bundles; better set in {ADMIN_KEY_VARIABLE}, where other users of the "
         "machine do not see it",
     )
+    cli.add_argument(
+        "--memory-state",
+        metavar="DIR",
+        help="keep copies of the loaded bundles and their registry in DIR, and serve them again after a restart",
+    )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
 
@@ -143,6 +148,10 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
             if not Path(root).is_dir():
                 raise UsageError(f"--memory-root: no such folder: {root}")
         settings["roots"] = [str(Path(root).absolute()) for root in own.memory_root]
+    if own.memory_state:
+        if not Path(own.memory_state).absolute().parent.is_dir():
+            raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
+        settings["state"] = str(Path(own.memory_state).absolute())
     return settings
 
 

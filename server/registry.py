@@ -39,11 +39,13 @@ from inducekv_vllm.errors import (
     TooManyChanges,
     UnknownBundle,
     UnsupportedModel,
+    VersionConflict,
 )
 from inducekv_vllm.logs import logger_of
 
 from .access import Access
-from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
+from .history import START, History, VersionRecord
+from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList, MemoryVersion
 
 logger = logger_of(__name__)
 
@@ -52,6 +54,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
+_CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
 
 
 @dataclass(eq=False)
@@ -79,8 +82,10 @@ class BundleRegistry:
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
     ) -> None:
+        """Raises ConfigError: the state folder cannot be used."""
         self._client = client
         self._config = config or InduceKVConfig()
+        self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
         self._models = models
         self._backbone = backbone
@@ -92,82 +97,171 @@ class BundleRegistry:
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
+    async def start(self) -> None:
+        """Load the bundles of the settings, and those that an earlier server with this state folder has left.
+
+        A name that was changed while that server ran keeps its version, whatever the settings say.
+
+        Raises:
+            InduceKVError: a bundle cannot be loaded.
+        """
+        for name in self._history.names:
+            (served, *_) = self._history.of(name)
+            if served.by == START:
+                if name not in self._config.bundles:
+                    self._history.drop(name)
+            else:
+                await self._restore(name, served)
+        for name, path in self._config.bundles.items():
+            if name in self._named:
+                digest = self._named[name].memory.digest
+                logger.warning("memory bundle %r stays at digest %s of the state folder, not %s", name, digest, path)
+            else:
+                await self.load(name, path)
+
     async def load(
-        self, name: str, path: str, *, replace: bool = False, who: str = "start", access: Access | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        expected_digest: str | None = None,
+        who: str = START,
+        access: Access | None = None,
     ) -> MemoryBundleCard:
         """Check a bundle, make it resident on every rank and point `name` to it.
 
         Loading the content that `name` already stands for changes nothing. An error changes nothing either.
 
         Args:
+            replace: `name` may stand for another version.
+            expected_digest: `name` must stand for this version now.
             who: asks for it, for the log.
             access: the folders that the bundle and its adapters must lie in; None for any.
 
         Raises:
-            ConfigError: the name is invalid or taken.
+            ConfigError: the name is invalid or taken, or the change cannot be recorded.
+            VersionConflict: the name does not stand for `expected_digest`.
             BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
             CapacityError: a worker cannot load it, there are too many bundles, or it takes too long.
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """
-        limit = self._config.load_timeout_s
-        with self._logged("load", name, who):
-            try:
-                async with asyncio.timeout(limit), self._changing():
-                    return await self._load(name, path, replace, who, access)
-            except TimeoutError as error:
-                raise LoadTimeout(f"bundle {name!r} was not loaded within {limit:g} s; nothing has changed") from error
+        async with self._timed("load", name, who):
+            began = time.monotonic()
+            self._check_expected(name, expected_digest)
+            replace = replace or expected_digest is not None
+            self._check_name(name, replace)
+            if access is None:
+                source = os.path.abspath(os.path.expanduser(path))
+            else:
+                source = await asyncio.to_thread(access.resolve, path, f"bundle {name!r}")
+            memory = await asyncio.to_thread(self._read_checked, name, source, access)
+            return await self._serve(name, memory, source, replace, who, "loaded", began)
 
-    async def _load(self, name: str, path: str, replace: bool, who: str, access: Access | None) -> MemoryBundleCard:
-        began = time.monotonic()
-        self._check_name(name, replace)
-        memory = await asyncio.to_thread(self._read_checked, name, path, access)
+    async def rollback(
+        self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
+    ) -> MemoryBundleCard:
+        """Point `name` to an earlier version that is kept: that of `digest`, or the one before.
+
+        It becomes the newest version, so that another rollback goes back to where this one began.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+            ConfigError: no such version is kept, or the change cannot be recorded.
+            BundleError: its file is gone or has changed.
+            VersionConflict, UnsupportedModel, CapacityError, TooManyChanges, RetryableRequestError: as for `load`.
+        """
+        async with self._timed("rollback", name, who):
+            began = time.monotonic()
+            self._version(name)
+            self._check_expected(name, expected_digest)
+            _, *earlier = self._history.of(name)
+            wanted = earlier[:1] if digest is None else [each for each in earlier if each.digest == digest]
+            if not wanted:
+                kept = ", ".join(each.digest for each in earlier) or "none"
+                found = "no earlier version" if digest is None else f"no earlier version of digest {digest:.100}"
+                raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
+            memory = await asyncio.to_thread(self._read_version, name, wanted[0])
+            return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
+
+    async def _restore(self, name: str, record: VersionRecord) -> None:
+        """Serve the version that the state folder has of a name, as it was."""
+        async with self._timed("restoring", name, START):
+            began = time.monotonic()
+            self._check_name(name, replace=False)
+            memory = await asyncio.to_thread(self._read_version, name, record)
+            await self._serve(name, memory, record.source, False, START, "restored", began)
+
+    async def _serve(
+        self, name: str, memory: MemoryIndex, source: str, replace: bool, who: str, done: str, began: float
+    ) -> MemoryBundleCard:
+        """Make a checked memory resident, record it, point `name` to it and log it."""
         self._check_adapter(name, memory)
         version = self._versions.get(memory.digest)
         if version is None:
             version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
             self._versions[memory.digest] = version
+        # From here on without an await: an adapter may have taken the name in the meantime.
         try:
-            self._check_name(name, replace)  # an adapter may have taken it in the meantime
-        except ConfigError:
+            self._check_name(name, replace)
+            record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
+            self._history.push(name, record)
+        except InduceKVError:
             self._release_if_unused(version)
             raise
         previous = self._named.get(name)
-        self._point(name, version, memory.path)
+        self._point(name, version, source)
         logger.info(
             "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
             name,
-            "loaded" if previous is None else f"replaced (digest before {previous.memory.digest})",
+            done if previous is None else f"{_CHANGED.get(done, done)} (digest before {previous.memory.digest})",
             who,
             time.monotonic() - began,
             memory.digest,
             memory.num_entries,
             version.resident_bytes,
-            memory.path,
+            source,
         )
         return self._card(name, is_admin=True)
 
-    async def unload(self, name: str, *, who: str = "start") -> str:
-        """Remove a name and return its digest; running requests keep the version until they end.
+    async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
+        """Remove a name with its versions and return its digest; running requests keep the version until they end.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded.
+            VersionConflict: the name does not stand for `expected_digest`.
+            ConfigError: the change cannot be recorded.
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """
-        with self._logged("unload", name, who):
-            async with self._changing():
-                version = self._version(name)
-                del self._named[name]
-                del self._models.lora_requests[name]
-                version.names.pop(name, None)
-                digest, active = version.memory.digest, version.active
-                logger.info(
-                    "memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active
-                )
-                self._release_if_unused(version)
-                return digest
+        async with self._timed("unload", name, who):
+            version = self._version(name)
+            self._check_expected(name, expected_digest)
+            self._history.drop(name)
+            del self._named[name]
+            del self._models.lora_requests[name]
+            version.names.pop(name, None)
+            digest, active = version.memory.digest, version.active
+            logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
+            self._release_if_unused(version)
+            return digest
+
+    @contextlib.asynccontextmanager
+    async def _timed(self, change: str, name: str, who: str) -> AsyncIterator[None]:
+        """One change, alone and within the time that it may take; a refusal is logged, and leaves nothing behind."""
+        limit = self._config.load_timeout_s
+        with self._logged(change, name, who):
+            try:
+                async with asyncio.timeout(limit), self._changing():
+                    try:
+                        yield
+                    except BaseException:
+                        self._history.sweep()
+                        raise
+            except TimeoutError as error:
+                raise LoadTimeout(f"{change} of {name!r} took longer than {limit:g} s; nothing has changed") from error
 
     @contextlib.contextmanager
     def _logged(self, change: str, name: str, who: str) -> Iterator[None]:
@@ -215,27 +309,37 @@ class BundleRegistry:
             previous.names.pop(name, None)
             self._release_if_unused(previous)
 
+    def _read_version(self, name: str, record: VersionRecord) -> MemoryIndex:
+        """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
+        path = str(self._history.path(record))
+        memory = self._read_checked(name, path, None)
+        if memory.digest != record.digest:
+            raise BundleError(
+                f"bundle {name!r} ({path}): the file has changed: expected digest {record.digest}, found "
+                f"{memory.digest}; a server with a state folder keeps copies"
+            )
+        return memory
+
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Read and check a file; runs in a thread."""
-        absolute = os.path.abspath(os.path.expanduser(path))
         bundle = read_bundle(
-            absolute,
+            path,
             backbone=self._backbone,
             max_bytes=self._config.max_bundle_bytes,
             name=f"bundle {name!r} ({path})",
         )
         try:
-            return MemoryIndex.from_bundle(bundle, absolute)
+            return MemoryIndex.from_bundle(bundle, self._history.store(bundle, path))
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
-        memory = self._read(name, path if access is None else access.resolve(path, f"bundle {name!r}"))
+        memory = self._read(name, path)
         for record in memory.metadata.task_adapters:
             folder = adapter_folder(memory, record)
             if access is not None:
-                access.resolve(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
+                access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
             if (digest := read_adapter(folder).digest) != record.digest:
                 raise BundleError(
                     f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
@@ -300,6 +404,11 @@ class BundleRegistry:
             raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
         if name not in self._named and len(self._named) >= self._config.max_bundles:
             raise CapacityError(f"{len(self._named)} bundles are loaded, and no more are allowed (max_bundles)")
+
+    def _check_expected(self, name: str, expected: str | None) -> None:
+        found = self._named[name].memory.digest if name in self._named else "no bundle"
+        if expected is not None and found != expected:
+            raise VersionConflict(f"memory bundle {name!r}: expected digest {expected:.100}, found {found}")
 
     def _check_adapter(self, name: str, memory: MemoryIndex) -> None:
         lora_on = self._client.vllm_config.lora_config is not None
@@ -424,5 +533,15 @@ class BundleRegistry:
             file_bytes=memory.file_bytes,
             resident_bytes=version.resident_bytes,
             active_requests=version.active,
+            versions=[
+                MemoryVersion(
+                    digest=record.digest,
+                    parent_digest=record.parent_digest,
+                    loaded_at=record.loaded_at,
+                    by=record.by if is_admin else None,
+                    source=record.source if is_admin else None,
+                )
+                for record in self._history.of(name)
+            ],
             **facts,
         )

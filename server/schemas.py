@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +16,7 @@ class LoadMemoryBundleRequest(BaseModel):
     name: str
     path: str  # on the server's machine
     replace: bool = False  # allow a name that is already loaded
+    expected_digest: str | None = None  # only if the name stands for this version; implies `replace`
 
 
 class UnloadMemoryBundleRequest(BaseModel):
@@ -23,6 +25,27 @@ class UnloadMemoryBundleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
+    expected_digest: str | None = None  # only if the name stands for this version
+
+
+class RollbackMemoryBundleRequest(BaseModel):
+    """Body of POST /v1/rollback_memory_bundle."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    digest: str | None = None  # of the version to go back to; null for the one before
+    expected_digest: str | None = None  # only if the name stands for this version
+
+
+class MemoryVersion(BaseModel):
+    """A version that a name has stood for."""
+
+    digest: str
+    parent_digest: str | None  # of the memory that it was made from
+    loaded_at: datetime
+    by: str | None  # shown to the admin only, like the source
+    source: str | None
 
 
 class MemoryBundleCard(BaseModel):
@@ -45,6 +68,7 @@ class MemoryBundleCard(BaseModel):
     resident_bytes: int  # on one worker rank
     adapter: str | None
     active_requests: int  # on this version, under any of its names
+    versions: list[MemoryVersion]  # those that are kept, this one first
 
 
 class DrainingMemory(BaseModel):

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError
+from ..files import replacing
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .tensors import DTYPES, Bundle, check_bundle, check_structure, check_values, expected_shapes, require_backbone
 
@@ -44,7 +44,7 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
     if len(metadata[METADATA_KEY]) > MAX_HEADER_BYTES // 2:  # JSON inside JSON at most doubles by escaping quotes
         raise BundleError(f"{target}: the metadata is too large for the header: {len(metadata[METADATA_KEY])} bytes")
     try:
-        with _replacing(target) as temporary:
+        with replacing(target) as temporary:
             safetensors.torch.save_file(bundle.tensors(), temporary, metadata=metadata)
     except (OSError, safetensors.SafetensorError) as error:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
@@ -190,26 +190,3 @@ def _check_layout(header: dict[str, Any], metadata: BundleMetadata, data_start: 
     if size != (expected := data_start + tensor_bytes):
         problem = "truncated" if size < expected else "trailing bytes"
         raise BundleError(f"{source}: {problem}: expected {expected} bytes, found {size}")
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `target`. On success, sync it and move it to `target`; otherwise remove it."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    temporary.open("xb").close()
-    try:
-        yield temporary
-        _fsync(temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _fsync(target.parent)  # the rename itself
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -140,7 +140,7 @@ def known_server(endpoints, monkeypatch):
     given = []
 
     @contextmanager
-    def started(needs, logs, more):
+    def started(needs, out, logs, more):
         given.append((needs, more))
         yield endpoints
 

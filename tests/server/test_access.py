@@ -68,6 +68,7 @@ class TestFolders:
         [
             ("nothing", "no such file"),
             ("pipe", "not a regular file"),
+            ("sub", "not a regular file"),
             ("a\0b", "not the name"),
             ("x" * 300, "too long"),
         ],

@@ -47,6 +47,10 @@ class TestArguments:
         arguments = handed("MODEL", "--memory-top-k", "4", "--no-memory-remainder")
         assert additional(arguments) == {"inducekv": {"bundles": {}, "top_k": 4, "remainder": False}}
 
+    def test_the_state_folder(self, tmp_path: Path) -> None:
+        arguments = handed("MODEL", "--memory-state", str(tmp_path / "state"))
+        assert additional(arguments)["inducekv"]["state"] == str(tmp_path / "state")
+
     def test_folders_that_bundles_may_be_loaded_from(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "b").mkdir()
         monkeypatch.chdir(tmp_path)
@@ -118,6 +122,7 @@ class TestRefusals:
             (["--additional-config", '{"inducekv": {"top_k": 3}}', "--memory-top-k", "2"], "'top_k' is given"),
             (["--config", "/no/such.yaml"], "no/such.yaml"),
             (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
+            (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
             (["--memory-root", "/no/such"], "no such folder: /no/such"),
             (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
         ],

@@ -226,10 +226,22 @@ class TestLimits:
             return answer
 
         monkeypatch.setattr(registered.llm, "collective_rpc", slow)
-        with pytest.raises(LoadTimeout, match=r"'m' was not loaded within 0.2 s; nothing has changed"):
+        with pytest.raises(LoadTimeout, match=r"load of 'm' took longer than 0.2 s; nothing has changed"):
             await registered.load("m", "other")
         assert registry.list().data == []
         assert registered.digest("other") not in await registered.released()
+
+
+async def test_rollback_while_requests_run(registered: Registered) -> None:
+    for content in ("other", "prior"):
+        await registered.load("m", content, replace=True)
+    old = registered.stream("m", await registered.render(seed=71), max_tokens=50)
+    await anext(old)
+    card = await registered.registry.rollback("m", expected_digest=registered.digest("prior"))
+    assert card.digest == registered.digest("other")
+    new = await last(registered.stream("m", await registered.render(seed=71)))
+    assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
+    assert (await last(old)).kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
 
 
 async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(

@@ -1,0 +1,165 @@
+"""The versions that each name has stood for: in memory, and with a state folder on disk.
+
+    DIR/registry.json          names and their versions, the served one first; replaced whole with every change
+    DIR/DIGEST.safetensors     a copy of each version that registry.json names
+    DIR/lock                   held while a server uses the folder
+
+A change is in registry.json before requests see it and before it is acknowledged. So a server that was killed at any
+moment serves, when it starts again, the last acknowledged version or the one that it was about to acknowledge.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.files import replacing
+
+START: Final = "start"  # who loads the bundles of the command line
+
+
+class VersionRecord(BaseModel):
+    """One version of a name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    parent_digest: str | None  # of the memory that it was made from
+    loaded_at: datetime  # when the name began to stand for it
+    by: str  # who asked for it
+    source: str  # the path that it was loaded from
+    file: str  # where its bytes are: a file of the state folder, or the source
+
+
+class _Registry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    names: dict[str, tuple[VersionRecord, ...]] = {}
+
+
+class History:
+    """The versions of each name, the served one first; at most `keep` of a name."""
+
+    def __init__(self, folder: str | None = None, keep: int = 3) -> None:
+        """Read what an earlier server has left in `folder`; None keeps the history in memory.
+
+        Raises:
+            ConfigError: the folder cannot be used, another server uses it, or its registry cannot be read.
+        """
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._keep = keep
+        self._names: Mapping[str, tuple[VersionRecord, ...]] = {}
+        self._lock: int | None = None
+        if self._folder is not None:
+            self._lock = _locked(self._folder)
+            self._names = _read(self._folder / "registry.json").names
+            self.sweep()
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def of(self, name: str) -> tuple[VersionRecord, ...]:
+        """The versions of a name, the served one first; empty for a name that is not loaded."""
+        return self._names.get(name, ())
+
+    def path(self, record: VersionRecord) -> Path:
+        """The file to read a version from."""
+        return Path(record.file) if self._folder is None else self._folder / record.file
+
+    def store(self, bundle: Bundle, source: str) -> str:
+        """Copy a bundle that has been read and checked into the state folder; return the path to load it from.
+
+        A bundle with task adapters stays where it is, because their folders may be relative to its own.
+
+        Raises:
+            BundleError: it cannot be written.
+        """
+        if self._folder is None or bundle.metadata.task_adapters:
+            return source
+        copy = self._folder / f"{bundle.digest}.safetensors"
+        if not copy.exists():
+            write_bundle(bundle, copy)
+        return str(copy)
+
+    def record(self, digest: str, parent_digest: str | None, by: str, source: str, path: str) -> VersionRecord:
+        """The record of a version that begins now and is read from `path`."""
+        in_folder = self._folder is not None and Path(path).parent == self._folder
+        file = Path(path).name if in_folder else path
+        now = datetime.now(UTC)
+        return VersionRecord(digest=digest, parent_digest=parent_digest, loaded_at=now, by=by, source=source, file=file)
+
+    def push(self, name: str, record: VersionRecord) -> None:
+        """Make a version the one that `name` stands for; an earlier record of the same version goes.
+
+        Raises:
+            ConfigError: the registry cannot be written. Nothing has changed.
+        """
+        served, *_ = (*self.of(name), None)
+        if served is not None and (served.digest, served.source) == (record.digest, record.source):
+            return
+        earlier = [each for each in self.of(name) if each.digest != record.digest]
+        self._commit({**self._names, name: (record, *earlier)[: self._keep]})
+
+    def drop(self, name: str) -> None:
+        """Forget a name. Raises ConfigError: the registry cannot be written, and nothing has changed."""
+        self._commit({each: versions for each, versions in self._names.items() if each != name})
+
+    def sweep(self) -> None:
+        """Remove the copies that no name has a version of."""
+        if self._folder is None:
+            return
+        used = {record.file for versions in self._names.values() for record in versions}
+        for path in (*self._folder.glob("*.safetensors"), *self._folder.glob("*.tmp")):
+            if path.name not in used:
+                path.unlink(missing_ok=True)
+
+    def _commit(self, names: Mapping[str, tuple[VersionRecord, ...]]) -> None:
+        if self._folder is not None:
+            target = self._folder / "registry.json"
+            try:
+                with replacing(target) as temporary:
+                    temporary.write_text(_Registry(names=dict(names)).model_dump_json(indent=1))
+            except OSError as error:
+                raise ConfigError(f"{target}: cannot write the registry: {error.strerror}; nothing changed") from error
+        self._names = names
+        self.sweep()
+
+
+def _locked(folder: Path) -> int:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"{folder}: another server uses this state folder") from error
+    return lock
+
+
+def _read(path: Path) -> _Registry:
+    try:
+        return _Registry.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return _Registry()
+    except (OSError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: the registry of an earlier server cannot be read: {reason}") from error

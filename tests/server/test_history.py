@@ -1,0 +1,162 @@
+"""The versions of names: what is kept, what a restart finds, and what a failure at any moment leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle
+from inducekv_vllm.errors import BundleError, ConfigError
+from server.history import History, VersionRecord
+from tests.inducekv_vllm.bundles import random_bundle
+
+BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
+
+
+def push(history: History, name: str, bundle: Bundle, by: str = "admin") -> VersionRecord:
+    path = history.store(bundle, "/somewhere/b.safetensors")
+    record = history.record(bundle.digest, None, by, "/somewhere/b.safetensors", path)
+    history.push(name, record)
+    return record
+
+
+def digests(history: History, name: str) -> list[int]:
+    """The versions of a name, as positions in `BUNDLES`."""
+    numbers = {bundle.digest: number for number, bundle in enumerate(BUNDLES)}
+    return [numbers[record.digest] for record in history.of(name)]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path, on_disk: bool) -> None:
+    history = History(str(tmp_path / "state") if on_disk else None, keep=3)
+    for bundle in BUNDLES:
+        push(history, "m", bundle)
+    assert digests(history, "m") == [4, 3, 2]
+    push(history, "m", BUNDLES[2])
+    assert digests(history, "m") == [2, 4, 3]
+    push(history, "n", BUNDLES[0])
+    history.drop("m")
+    assert history.names == ("n",)
+    assert history.of("m") == ()
+
+
+def test_what_is_served_already_is_not_recorded_again() -> None:
+    history = History(keep=3)
+    first = push(history, "m", BUNDLES[0])
+    push(history, "m", BUNDLES[0], by="another")
+    assert history.of("m") == (first,)
+
+
+def test_a_restart_finds_the_names_their_versions_and_their_bytes(tmp_path: Path) -> None:
+    history = History(str(tmp_path / "state"), keep=2)
+    for bundle in BUNDLES[:3]:
+        push(history, "m", bundle)
+    push(history, "n", BUNDLES[2])
+    before = history.of("m"), history.of("n")
+    with pytest.raises(ConfigError, match="another server uses this state folder"):
+        History(str(tmp_path / "state"))
+    history.close()
+    again = History(str(tmp_path / "state"), keep=2)
+    assert (again.of("m"), again.of("n")) == before
+    for record in again.of("m"):
+        assert read_bundle(again.path(record)).digest == record.digest
+    # Nothing else is kept.
+    kept = {f"{bundle.digest}.safetensors" for bundle in BUNDLES[1:3]}
+    assert set(os.listdir(tmp_path / "state")) == kept | {"lock", "registry.json"}
+    again.close()
+    (tmp_path / "state").rename(tmp_path / "moved")
+    moved = History(str(tmp_path / "moved"))
+    assert read_bundle(moved.path(moved.of("m")[0])).digest == BUNDLES[2].digest
+
+
+def test_what_a_killed_server_left_unfinished_is_removed(tmp_path: Path) -> None:
+    history = History(str(tmp_path))
+    push(history, "m", BUNDLES[0])
+    history.store(BUNDLES[1], "/b")  # was never recorded
+    (tmp_path / ".registry.json.0123.tmp").write_text("{")
+    (tmp_path / f".{BUNDLES[2].digest}.safetensors.0123.tmp").write_text("")
+    history.close()
+    again = History(str(tmp_path))
+    assert digests(again, "m") == [0]
+    assert set(os.listdir(tmp_path)) == {"lock", "registry.json", f"{BUNDLES[0].digest}.safetensors"}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_change_that_cannot_be_recorded_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    history = History(str(tmp_path))
+    push(history, "m", BUNDLES[0])
+    record = history.record(BUNDLES[1].digest, None, "admin", "/b", history.store(BUNDLES[1], "/b"))
+    before = (tmp_path / "registry.json").read_bytes()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        for change in (lambda: history.push("m", record), lambda: history.drop("m")):
+            with pytest.raises(ConfigError, match=r"registry.json: cannot write the registry: No space left"):
+                change()
+    assert digests(history, "m") == [0]
+    assert (tmp_path / "registry.json").read_bytes() == before
+    history.push("m", record)
+    assert digests(history, "m") == [1, 0]
+
+
+def test_without_a_folder_versions_stay_where_they_are() -> None:
+    history = History()
+    record = push(history, "m", BUNDLES[0])
+    assert history.path(record) == Path("/somewhere/b.safetensors")
+
+
+def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
+    metadata = BUNDLES[0].metadata
+    record = AdapterRecord(task="t", path="adapter", digest="d", rank=1)
+    routed = BUNDLES[0].__class__(
+        **BUNDLES[0].tensors(), metadata=metadata.model_copy(update={"task_adapters": (record,)})
+    )
+    history = History(str(tmp_path))
+    assert history.store(routed, "/far/b.safetensors") == "/far/b.safetensors"
+    kept = history.record(routed.digest, None, "admin", "/far/b.safetensors", "/far/b.safetensors")
+    assert history.path(kept) == Path("/far/b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        json.dumps({"format_version": 2}),
+        json.dumps({"names": {"m": [{"digest": "../../etc/passwd"}]}}),
+    ],
+)
+def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "registry.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"registry.json: the registry of an earlier server cannot be read"):
+        History(str(tmp_path))
+    assert (tmp_path / "registry.json").read_text() == content
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "no" / "such"):
+        with pytest.raises(ConfigError, match="cannot be used as a state folder"):
+            History(str(folder))
+
+
+def test_a_copy_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(str(tmp_path))
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(BundleError, match="No space left"):
+        history.store(BUNDLES[0], "/b")
+    assert os.listdir(tmp_path) == ["lock"]

@@ -1,0 +1,196 @@
+"""Versions of a name on a registry whose workers take everything: compare and swap, rollback, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
+from server.registry import BundleRegistry
+from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle
+
+pytestmark = pytest.mark.anyio
+NAMES = ("a", "b", "c")
+BUNDLES = {name: random_bundle(seed=seed) for seed, name in enumerate(NAMES)}
+DIGEST = {name: bundle.digest for name, bundle in BUNDLES.items()}
+
+
+class Workers:
+    """What the workers hold, by digest, with the file that it was read from."""
+
+    def __init__(self) -> None:
+        self.resident: dict[str, str] = {}
+        self.vllm_config = SimpleNamespace(lora_config=None)
+        self.errored = False
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        if method == "inducekv_load_bundle":
+            path, digest = args
+            assert Path(path).is_file()
+            self.resident[digest] = path
+        else:
+            assert method == "inducekv_unload_bundle"
+            self.resident.pop(args[0], None)
+        return [{"ok": True, "bytes": 1}]
+
+
+def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:
+    """The registry of a server that starts."""
+    count = iter(range(1, 1000))
+    models: Any = SimpleNamespace(
+        lora_requests={},
+        lora_id_counter=SimpleNamespace(inc=lambda by: next(count)),
+        base_model_paths=[SimpleNamespace(name="base")],
+        is_base_model=lambda name: name == "base",
+    )
+    return BundleRegistry(workers, models, FINGERPRINT, config)
+
+
+def served(registry: BundleRegistry, name: str = "m") -> str:
+    """The versions of a name, the served one first: "cab" is c, before it a, and before that b."""
+    (card,) = (card for card in registry.list().data if card.name == name)
+    assert card.digest == card.versions[0].digest
+    return "".join(next(n for n in NAMES if DIGEST[n] == version.digest) for version in card.versions)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    for name, bundle in BUNDLES.items():
+        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+    return {name: str(tmp_path / f"{name}.safetensors") for name in NAMES}
+
+
+@pytest.fixture(params=[False, True], ids=["in memory", "state folder"])
+def state(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    return str(tmp_path / "state") if request.param else None
+
+
+@pytest.fixture
+def registry(state: str | None) -> BundleRegistry:
+    return begin(InduceKVConfig(state=state), Workers())
+
+
+async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str]) -> None:
+    await registry.load("m", files["a"])
+    with pytest.raises(VersionConflict, match=f"expected digest {DIGEST['b']}, found {DIGEST['a']}"):
+        await registry.load("m", files["c"], expected_digest=DIGEST["b"])
+    with pytest.raises(VersionConflict, match="found no bundle"):
+        await registry.load("new", files["c"], expected_digest=DIGEST["b"])
+    for change in (registry.unload("m", expected_digest=""), registry.rollback("m", expected_digest=DIGEST["b"])):
+        with pytest.raises(VersionConflict):
+            await change
+    # Of those who have seen the same version, one wins.
+    loads = (registry.load("m", files[name], expected_digest=DIGEST["a"]) for name in "bc")
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert [type(outcome).__name__ for outcome in outcomes] == ["MemoryBundleCard", "VersionConflict"]
+    assert served(registry) == "ba"
+    assert await registry.unload("m", expected_digest=DIGEST["b"]) == DIGEST["b"]
+
+
+async def test_rollback(registry: BundleRegistry, files: dict[str, str]) -> None:
+    for name in NAMES:
+        await registry.load("m", files[name], replace=True)
+    card = await registry.rollback("m", who="admin")
+    assert (card.digest, card.path, card.versions[0].by) == (DIGEST["b"], files["b"], "admin")
+    assert served(registry) == "bca"
+    await registry.rollback("m", digest=DIGEST["a"])
+    assert served(registry) == "abc"
+    await registry.rollback("m")
+    assert served(registry) == "bac"
+    with pytest.raises(ConfigError, match="no earlier version of digest 00; kept are"):
+        await registry.rollback("m", digest="00")
+    with pytest.raises(UnknownBundle):
+        await registry.rollback("nobody")
+    await registry.load("n", files["a"])
+    with pytest.raises(ConfigError, match="'n' has no earlier version; kept are: none"):
+        await registry.rollback("n")
+
+
+async def test_rollback_after_the_file_was_replaced(
+    registry: BundleRegistry, state: str | None, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Without copies it is refused, and what is served stays."""
+    path = str(tmp_path / "m.safetensors")
+    for name in "ab":
+        shutil.copy(files[name], path)
+        await registry.load("m", path, replace=True)
+    if state is None:
+        with pytest.raises(BundleError, match=f"the file has changed: expected digest {DIGEST['a']}"):
+            await registry.rollback("m")
+        assert served(registry) == "ba"
+    else:
+        await registry.rollback("m")
+        assert served(registry) == "ab"
+
+
+async def test_who_and_where_are_shown_to_the_admin_only(registry: BundleRegistry, files: dict[str, str]) -> None:
+    await registry.load("m", files["a"], who="admin at 10.0.0.7")
+    shown = {is_admin: registry.list(is_admin=is_admin).data[0] for is_admin in (False, True)}
+    assert [(v.by, v.source) for v in shown[True].versions] == [("admin at 10.0.0.7", files["a"])]
+    assert "10.0.0.7" not in shown[False].model_dump_json()
+    assert files["a"] not in shown[False].model_dump_json()
+
+
+async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str], tmp_path: Path) -> None:
+    config = InduceKVConfig(state=str(tmp_path / "state"), bundles={"kept": files["a"], "moved": files["a"]})
+    first = begin(config, Workers())
+    await first.start()
+    source = str(tmp_path / "m.safetensors")
+    shutil.copy(files["a"], source)
+    await first.load("m", source, who="admin")
+    await first.load("moved", files["b"], replace=True, who="admin")
+    await first.load("gone", files["c"], who="admin")
+    await first.unload("gone", who="admin")
+    Path(source).unlink()
+    with pytest.raises(ConfigError, match="another server uses this state folder"):
+        begin(config, Workers())
+    first._history.close()  # as the end of its process does, by whatever signal
+
+    changed = config.model_copy(update={"bundles": {"kept": files["c"], "moved": files["a"]}})
+    workers = Workers()
+    second = begin(changed, workers)
+    await second.start()
+    assert {card.name for card in second.list().data} == {"kept", "moved", "m"}
+    assert served(second, "m") == "a"
+    assert served(second, "moved") == "ba"  # it was changed while the server ran
+    assert served(second, "kept") == "ca"  # it was not: as the settings say now
+    assert set(workers.resident) == set(DIGEST.values())
+    assert {str(Path(path).parent) for path in workers.resident.values()} == {config.state}
+    second._history.close()
+
+    third = begin(config.model_copy(update={"bundles": {}}), Workers())
+    await third.start()
+    assert {card.name for card in third.list().data} == {"moved", "m"}
+
+
+async def test_a_change_that_cannot_be_recorded_is_refused(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    registry = begin(InduceKVConfig(state=str(tmp_path / "state")), workers)
+    await registry.load("m", files["a"])
+
+    def fail(names: Any) -> None:
+        raise ConfigError("cannot write the registry")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry._history, "_commit", fail)
+        for change in (
+            registry.load("m", files["b"], replace=True),
+            registry.load("n", files["b"]),
+            registry.unload("m"),
+        ):
+            with pytest.raises(ConfigError, match="cannot write the registry"):
+                await change
+    await asyncio.gather(*registry._releases)
+    assert served(registry) == "a"
+    assert set(workers.resident) == {DIGEST["a"]}
+    assert {path.name for path in (tmp_path / "state").glob("*.safetensors")} == {f"{DIGEST['a']}.safetensors"}
