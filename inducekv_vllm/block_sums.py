@@ -9,8 +9,6 @@ Shapes: R rows of a step, C tokens of a block, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,10 @@ from torch import Tensor
 class BlockSums:
     """2 d float32 numbers for each block."""
 
-    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int, device: torch.device) -> None:
         self.block_size = block_size  # C
-        self._sums = torch.zeros(num_blocks, 2, hidden_size)  # over all tokens of a block, over its text tokens
+        # Over all tokens of a block, over its text tokens. The last row belongs to no block.
+        self._sums = torch.zeros(num_blocks + 1, 2, hidden_size, device=device)
 
     def add(self, hidden: Tensor, is_text: Tensor, slots: Tensor) -> None:
         """Add the rows of a step.
@@ -31,11 +30,12 @@ class BlockSums:
             slots: [R] int64, a row's place in the KV cache: block times C plus offset.
         """
         blocks = slots // self.block_size  # [R]
-        self._sums[blocks[slots % self.block_size == 0]] = 0
+        begun = torch.where(slots % self.block_size == 0, blocks, len(self._sums) - 1)  # [R]
+        self._sums.index_fill_(0, begun, 0)
         rows = hidden.float()
         self._sums[:, 0].index_add_(0, blocks, rows)
         self._sums[:, 1].index_add_(0, blocks, rows * is_text[:, None])
 
-    def of(self, blocks: Sequence[int]) -> Tensor:
-        """The sum over these blocks: [2, d]."""
-        return self._sums[list(blocks)].sum(dim=0)
+    def of(self, blocks: Tensor) -> Tensor:
+        """The sum over these blocks, int64 numbers on the device: [2, d]."""
+        return self._sums.index_select(0, blocks).sum(dim=0)

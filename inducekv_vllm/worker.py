@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -27,6 +28,7 @@ from .attention.request_table import MemoryOfRequests
 from .block_sums import BlockSums
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
+from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
@@ -34,6 +36,7 @@ from .page_terms import Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
 from .requirements import check_engine, check_late_activation, check_maps, check_merged, keys_read_prefix_cache
+from .runner import RunnerTables, StepRows, follow_runner
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
@@ -59,14 +62,18 @@ class InduceKVWorker(CPUWorker):
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         self.resident: dict[str, ResidentBundle] = {}  # by digest
-        self.query_keys = QueryKeyAccumulator()
+        self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
         self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
-        self._placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
         self.memory_of_requests = MemoryOfRequests(2 * vllm_config.scheduler_config.max_num_seqs + 1)
         self.decoupled = DecoupledStep()
         self._merged_refusal: UnsupportedModel | None = None  # why merged memory cannot be served here
-        self._step: SchedulerOutput | None = None
+        self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
+        # Set when the device is known and the model is loaded.
+        self.query_keys: QueryKeyAccumulator
+        self._device: Device
+        self._runner: RunnerTables
+        self._placeholders: Tensor
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -80,9 +87,11 @@ class InduceKVWorker(CPUWorker):
         if cpu_lora.groups_adapters(self.vllm_config):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
-        model = self.model_runner.get_model()
-        model.register_forward_pre_hook(self._find_active_rows)
-        model.register_forward_hook(self._sum_query_keys)
+        assert self.device is not None  # set before the model is loaded
+        self._device = device_of(self.device)
+        self._placeholders = self._device.index(sorted(self._placeholder_ids))
+        self.query_keys = QueryKeyAccumulator(self._device)
+        self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._find_memory)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -97,8 +106,8 @@ class InduceKVWorker(CPUWorker):
         if keys_read_prefix_cache(self.vllm_config, kv_cache_config):
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             hidden_size = self.model_config.get_hidden_size()
-            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size)
-            self.query_keys = QueryKeyAccumulator(block_sums=self.block_sums)
+            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size, self._device.torch_device)
+            self.query_keys = QueryKeyAccumulator(self._device, block_sums=self.block_sums)
 
     def _prepare_merged(self, kv_cache_config: KVCacheConfig) -> None:
         for groups in self.model_runner.attn_groups:
@@ -118,12 +127,13 @@ class InduceKVWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._follow_schedule(scheduler_output)
-        self._step = scheduler_output
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
+            if self._rows is not None:
+                self._sum_query_keys(self._rows)
             return output
         finally:
-            self._step = None
+            self._rows = None
             self.decoupled.active = []
 
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
@@ -151,8 +161,9 @@ class InduceKVWorker(CPUWorker):
             # A request that was preempted before its first step comes back as a new one, so this may replace a start.
             cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
             assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
-            is_text = self._is_text(torch.tensor(request.prompt_token_ids))
-            self.query_keys.start(request.req_id, spec.key_id, is_text, *cached)
+            num_tokens = len(request.prompt_token_ids)
+            num_text = num_tokens - sum(map(request.prompt_token_ids.count, self._placeholder_ids))
+            self.query_keys.start(request.req_id, spec.key_id, num_tokens, num_text, *cached)
 
     def _cached_part(self, num_cached: int, blocks: list[int]) -> tuple[int, list[int]]:
         """How many tokens a request reads from the prefix cache, and its blocks that hold them."""
@@ -162,10 +173,6 @@ class InduceKVWorker(CPUWorker):
         num_blocks, rest = divmod(num_cached, self.block_sums.block_size)
         assert rest == 0
         return num_cached, blocks[:num_blocks]
-
-    def _is_text(self, token_ids: Tensor) -> Tensor:
-        """Which tokens are not multimodal placeholders: bool, of the shape of `token_ids`."""
-        return ~torch.isin(token_ids, self._placeholders)
 
     def _memory(self, spec: InjectionSpec) -> RequestMemory:
         bundle = self.resident[spec.bundle]
@@ -178,40 +185,33 @@ class InduceKVWorker(CPUWorker):
         )
         return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
 
+    def _find_memory(self, rows: StepRows) -> None:
+        """Find the memory of the step's rows, before its attention metadata is built."""
+        self._rows = rows
+        memories = self.memory_of_requests.of_requests(rows.request_ids, "decoupled")
+        if memories is not None:
+            starts = [self.memory_of_requests.first_active(request_id) for request_id in rows.request_ids]
+            self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
+
     def _merged_memories(self) -> list[RequestMemory | None] | None:
-        """The merged memory of each request of the running step; its runner has put them in the order of the rows."""
-        if self._step is None:
+        """The merged memory of each request of the running step, in the order of its rows."""
+        if self._rows is None:
             return None
-        return self.memory_of_requests.of_requests(self.model_runner.input_batch.req_ids, "merged")
+        return self.memory_of_requests.of_requests(self._rows.request_ids, "merged")
 
-    def _find_active_rows(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Model forward pre-hook: by now the runner's batch is in the order of the rows."""
-        batch = self.model_runner.input_batch
-        if self._step is None or (memories := self.memory_of_requests.of_requests(batch.req_ids, "decoupled")) is None:
+    def _sum_query_keys(self, rows: StepRows) -> None:
+        """Add the step's final hidden states to the sums of its blocks and of its key passes."""
+        if self.block_sums is None and not self.query_keys.any_running:
             return
-        self.decoupled.active = active_rows(
-            memories,
-            [self.memory_of_requests.first_active(request_id) for request_id in batch.req_ids],
-            batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist(),
-            [self._step.num_scheduled_tokens[request_id] for request_id in batch.req_ids],
-        )
-
-    def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
-        """Model forward hook; `hidden` [tokens, d] are the final hidden states, after the last norm."""
-        if self._step is None:
+        starts = rows.starts
+        if (step := self._runner.forward_pass(starts[-1])) is None:
             return
+        is_text = ~torch.isin(step.token_ids, self._placeholders)  # [R]
         if self.block_sums is not None:
-            runner, count = self.model_runner, self._step.total_num_scheduled_tokens
-            slots = runner.input_batch.block_table[0].slot_mapping.gpu[:count]
-            self.block_sums.add(hidden[:count], self._is_text(runner.input_ids.gpu[:count]), slots)
-        if not self.query_keys.any_running:
-            return
-        start = 0
-        for request_id in self.model_runner.input_batch.req_ids:
-            num_rows = self._step.num_scheduled_tokens[request_id]
+            self.block_sums.add(step.hidden, is_text, step.slots)
+        for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
             if self.query_keys.is_running(request_id):
-                self.query_keys.add(request_id, hidden[start : start + num_rows])
-            start += num_rows
+                self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 

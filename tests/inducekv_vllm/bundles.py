@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 
 L, J, G, D, d = 3, 2, 2, 8, 16
+DEMO_HEADS_PER_KV_HEAD = 2  # of the demo model
 
 FINGERPRINT = BackboneFingerprint(
     architecture="TinyForConditionalGeneration/tiny",
@@ -75,3 +77,25 @@ def remade(bundle: Bundle, **changes: Any) -> Bundle:
     kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings")
     facts = {name: getattr(bundle.metadata, name) for name in kept}
     return Bundle.create(**(bundle.tensors() | facts | changes))
+
+
+def decoupled(
+    merged: Bundle,
+    activation: Activation,
+    weighting: str = "uniform",
+    scale: float = 6.0,
+    map_rank: int = 0,
+    width: int = DEMO_HEADS_PER_KV_HEAD,
+) -> Bundle:
+    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
+    maps = random_maps(merged.payload_keys.shape, map_rank, width) if map_rank else {}
+    return remade(
+        merged,
+        payload_values=scale * merged.payload_values,
+        value_gates=torch.linspace(-0.5, 1.5, merged.num_layers),
+        layer_bias=torch.linspace(-1.0, 0.5, merged.num_layers),
+        weighting=weighting,
+        form="decoupled",
+        activations=dict.fromkeys(merged.metadata.tasks, activation),
+        **maps,
+    )

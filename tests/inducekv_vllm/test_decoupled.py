@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
 from server.demo import CHECKPOINT
-from tests.inducekv_vllm.bundles import random_maps, remade
+from tests.inducekv_vllm.bundles import DEMO_HEADS_PER_KV_HEAD, decoupled
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -27,29 +27,6 @@ from tests.inducekv_vllm.parity import (
 )
 
 BLOCK = 32
-HEADS_PER_KV_HEAD = 2  # of the demo model
-
-
-def decoupled(
-    merged: Bundle,
-    activation: Activation,
-    weighting: str = "uniform",
-    scale: float = 6.0,
-    map_rank: int = 0,
-    width: int = HEADS_PER_KV_HEAD,
-) -> Bundle:
-    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
-    maps = random_maps(merged.payload_keys.shape, map_rank, width) if map_rank else {}
-    return remade(
-        merged,
-        payload_values=scale * merged.payload_values,
-        value_gates=torch.linspace(-0.5, 1.5, merged.num_layers),
-        layer_bias=torch.linspace(-1.0, 0.5, merged.num_layers),
-        weighting=weighting,
-        form="decoupled",
-        activations=dict.fromkeys(merged.metadata.tasks, activation),
-        **maps,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +85,7 @@ def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
 
 
 def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
-    bundle = decoupled(served.world.bundles["prior"], "prompt", map_rank=3, width=2 * HEADS_PER_KV_HEAD)
+    bundle = decoupled(served.world.bundles["prior"], "prompt", map_rank=3, width=2 * DEMO_HEADS_PER_KV_HEAD)
     write_bundle(bundle, tmp_path / "wide.safetensors")
     with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
         served.offline.load_bundle(tmp_path / "wide.safetensors")

@@ -81,8 +81,10 @@ def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> Non
 def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
+    sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
-    top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
+    model |= {"is_diffusion": False}
+    top = {"speculative_config": None, "kv_transfer_config": None}
     top |= {"kv_sharing_fast_prefill": False}
     engine = SimpleNamespace(**(sizes | model | top | changes))
     engine.parallel_config = engine.model_config = engine.cache_config = engine
@@ -97,7 +99,9 @@ def _engine(**changes: Any) -> Any:
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV transfer"),
-        ({"use_v2_model_runner": True}, "V2 model runner"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism: no rank sees all rows"),
+        ({"use_ubatching": True}, "ubatches"),
+        ({"is_diffusion": True}, "diffusion language models"),
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
