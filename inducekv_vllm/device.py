@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -29,6 +32,21 @@ class Device(Protocol):
         """The numbers as int64 on the device."""
         ...
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device, after the work that is queued now."""
+        ...
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """Within this context a thread's work runs beside the steps, after those that are queued at its beginning.
+
+        At its end that work is done, and steps that begin later see it.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """The device's memory that nobody uses."""
+        ...
+
 
 def device_of(torch_device: torch.device) -> Device:
     """The operations of a device of this kind."""
@@ -45,6 +63,15 @@ class CpuDevice:
     def index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64)
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
 
 class _OnHost:
     def __init__(self, tensor: Tensor) -> None:
@@ -56,15 +83,30 @@ class _OnHost:
 
 class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
+        """Create it on the thread that runs the steps."""
         self.torch_device = torch_device
+        self._steps = torch.cuda.current_stream(torch_device)
+        self._side = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         return _PinnedCopy(tensor)
 
     def index(self, numbers: list[int]) -> Tensor:
+        return self.upload(torch.tensor(numbers, dtype=torch.int64))
+
+    def upload(self, tensor: Tensor) -> Tensor:
         # A fresh pinned buffer each time: one that is used again could change before the copy has run.
-        pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
-        return pinned.to(self.torch_device, non_blocking=True)
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    @contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        self._side.wait_stream(self._steps)
+        with torch.cuda.stream(self._side):
+            yield
+        self._side.synchronize()
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
 
 class _PinnedCopy:

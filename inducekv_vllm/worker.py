@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -23,8 +22,10 @@ from vllm.v1.attention.backend import AttentionType
 from . import cpu_lora
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
 from .attention.decoupled import DecoupledStep, active_rows, attach
-from .attention.pages import RequestMemory, ResidentBundle
+from .attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
+from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
+from .attention.term_tables import TermTables
 from .block_sums import BlockSums
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
@@ -32,10 +33,11 @@ from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
-from .page_terms import Retrieval, page_terms
+from .page_terms import PageTerms, Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
 from .requirements import check_engine, check_late_activation, check_maps, check_merged, keys_read_prefix_cache
+from .resident import ResidentBundles
 from .runner import RunnerTables, StepRows, follow_runner
 
 if not current_platform.is_cpu():
@@ -61,19 +63,18 @@ class InduceKVWorker(CPUWorker):
             vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        self.resident: dict[str, ResidentBundle] = {}  # by digest
         self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
         self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
-        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
-        self.memory_of_requests = MemoryOfRequests(2 * vllm_config.scheduler_config.max_num_seqs + 1)
+        self.resident = ResidentBundles(self._load_bundle)
         self.decoupled = DecoupledStep()
         self._merged_refusal: UnsupportedModel | None = None  # why merged memory cannot be served here
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known and the model is loaded.
+        self.pool: PagePool
+        self.memory_of_requests: MemoryOfRequests
         self.query_keys: QueryKeyAccumulator
         self._device: Device
         self._runner: RunnerTables
-        self._placeholders: Tensor
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -89,9 +90,32 @@ class InduceKVWorker(CPUWorker):
         super().load_model(*args, **kwargs)
         assert self.device is not None  # set before the model is loaded
         self._device = device_of(self.device)
-        self._placeholders = self._device.index(sorted(self._placeholder_ids))
         self.query_keys = QueryKeyAccumulator(self._device)
+        self._allocate_memory()
         self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._find_memory)
+
+    def _allocate_memory(self) -> None:
+        """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
+        config = InduceKVConfig.from_vllm(self.vllm_config)
+        assert config is not None
+        kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
+        shape = PoolShape(
+            entries=config.memory_pool_entries,
+            num_layers=self.model_config.get_num_layers(self.parallel_config),
+            num_kv_heads=kv_heads,
+            heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
+            head_size=self.model_config.get_head_size(),
+        )
+        self.pool = PagePool(shape, self._dtype, self._device)
+        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
+        num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
+        tables = TermTables.allocate(num_slots, shape, self._device)
+        self.memory_of_requests = MemoryOfRequests(num_slots, tables)
+        logger.info(
+            "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
+            *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(self._dtype) / 2**20),
+            *(tables.nbytes / 2**20, num_slots),
+        )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -154,11 +178,17 @@ class InduceKVWorker(CPUWorker):
                 self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
 
     def _start_request(self, request: NewRequestData) -> None:
+        """Start a request, or resume one: to the V2 runner resumed requests come back as new.
+
+        To any runner, so does one that was preempted before its first step.
+        """
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if isinstance(spec, InjectionSpec):
-            self.memory_of_requests.start(request.req_id, spec.content, self._memory(spec), spec.start)
+        if request.req_id in self.memory_of_requests:
+            self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
+        elif isinstance(spec, InjectionSpec):
+            bundle = self.resident[spec.bundle]
+            self.memory_of_requests.start(request.req_id, spec.content, bundle, _terms(spec, bundle), spec.start)
         elif isinstance(spec, KeyPassSpec):
-            # A request that was preempted before its first step comes back as a new one, so this may replace a start.
             cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
             assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
             num_tokens = len(request.prompt_token_ids)
@@ -173,17 +203,6 @@ class InduceKVWorker(CPUWorker):
         num_blocks, rest = divmod(num_cached, self.block_sums.block_size)
         assert rest == 0
         return num_cached, blocks[:num_blocks]
-
-    def _memory(self, spec: InjectionSpec) -> RequestMemory:
-        bundle = self.resident[spec.bundle]
-        terms = page_terms(
-            Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
-            bundle.weighting,
-            payload_tokens=bundle.payload_tokens,
-            num_entries=bundle.num_entries,
-            remainder=spec.remainder,
-        )
-        return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
 
     def _find_memory(self, rows: StepRows) -> None:
         """Find the memory of the step's rows, before its attention metadata is built."""
@@ -206,25 +225,33 @@ class InduceKVWorker(CPUWorker):
         starts = rows.starts
         if (step := self._runner.forward_pass(starts[-1])) is None:
             return
-        is_text = ~torch.isin(step.token_ids, self._placeholders)  # [R]
+        is_text = torch.ones_like(step.token_ids, dtype=torch.bool)  # [R]
+        for placeholder in self._placeholder_ids:
+            is_text &= step.token_ids != placeholder
         if self.block_sums is not None:
-            self.block_sums.add(step.hidden, is_text, step.slots)
+            begins_block = self.block_sums.begins_block(rows.num_computed, rows.num_scheduled)
+            self.block_sums.add(step.hidden, is_text, step.slots, begins_block)
         for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
             if self.query_keys.is_running(request_id):
                 self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
-    def inducekv_load_bundle(self, path: str, digest: str) -> dict[str, Any]:
-        """Make the bundle at `path` resident if it has the expected digest. Does nothing if that digest is resident."""
-        try:
-            if digest not in self.resident:
-                self.resident[digest] = self._read_resident(path, digest)
-        except (InduceKVError, OSError, MemoryError) as error:
-            return {"ok": False, "error": str(error)}
-        return {"ok": True, "bytes": self.resident[digest].nbytes}
+    def inducekv_load_bundle(self, path: str, digest: str) -> None:
+        """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""
+        self.resident.begin(path, digest)
 
-    def _read_resident(self, path: str, digest: str) -> ResidentBundle:
+    def inducekv_load_outcome(self, digest: str) -> dict[str, Any] | None:
+        """Report a load that `inducekv_load_bundle` began: None while it goes on. A failure stays until the unload."""
+        outcome = self.resident.outcome(digest)
+        if isinstance(outcome, BaseException):
+            if not isinstance(outcome, InduceKVError | OSError | MemoryError):
+                logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
+            return {"ok": False, "error": str(outcome) or repr(outcome)}
+        return None if outcome is None else {"ok": True, "bytes": outcome.nbytes}
+
+    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
+        """Read and check a bundle, and copy it into the pool; runs in a thread."""
         bundle = read_bundle(path)
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
@@ -235,17 +262,12 @@ class InduceKVWorker(CPUWorker):
             check_late_activation(self.vllm_config)
         if bundle.metadata.output_map is not None:
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
-        return ResidentBundle.from_bundle(
-            bundle,
-            tp_rank=get_tensor_model_parallel_rank(),
-            tp_size=get_tensor_model_parallel_world_size(),
-            dtype=self._dtype,
-            device=torch.device("cpu"),
-        )
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return self.pool.store(bundle, kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks))
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Drop a bundle. Running requests keep its pages until they end."""
-        return {"ok": True, "found": self.resident.pop(digest, None) is not None}
+        """Drop a bundle, or its load. Running requests keep its pages until they end."""
+        return {"ok": True, "found": self.resident.unload(digest)}
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
         """Return the query key of a finished key pass and drop it here."""
@@ -262,8 +284,24 @@ class InduceKVWorker(CPUWorker):
         """Report what this worker holds; tests use it to check that nothing leaks."""
         slots = self.memory_of_requests.slots
         return {
-            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.items()},
+            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
+            "pool_tokens": self.pool.shape.num_tokens,
+            "pool_tokens_free": self.pool.allocator.num_free * self.pool.shape.page_tokens,
             "slots_used": slots.used,
             "slots": slots.capacity,
             "keys_pending": self.query_keys.pending,
         }
+
+    def shutdown(self) -> None:
+        self.resident.close()
+        super().shutdown()
+
+
+def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
+    return page_terms(
+        Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
+        bundle.weighting,
+        payload_tokens=bundle.payload_tokens,
+        num_entries=bundle.num_entries,
+        remainder=spec.remainder,
+    )

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inducekv_vllm.config import CONFIG_KEY, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import CONFIG_KEY, DEFAULT_POOL_ENTRIES, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from .demo import BUNDLE, CHECKPOINT
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     """Our own flags; all others belong to vLLM."""
     cli = argparse.ArgumentParser(
         prog="inducekv-serve",
-        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]",
+        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [--memory-pool-entries N] [any flag of vllm serve]",
         description="vLLM's OpenAI server with memory bundles. Without MODEL it serves the demo model.",
         epilog="For all other flags see: vllm serve --help=all",
         allow_abbrev=False,
@@ -69,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
         "--no-memory-remainder",
         action="store_true",
         help="with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax",
+    )
+    cli.add_argument(
+        "--memory-pool-entries",
+        metavar="N",
+        type=int,
+        help=f"room for loaded bundles, in entries of 8 tokens; it is taken at start (default: {DEFAULT_POOL_ENTRIES})",
     )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
@@ -119,6 +125,8 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"bundles": bundles}
     if own.memory_top_k is not None:
         settings["top_k"] = own.memory_top_k
+    if own.memory_pool_entries is not None:
+        settings["memory_pool_entries"] = own.memory_pool_entries
     if own.no_memory_remainder:
         settings["remainder"] = False
     return settings

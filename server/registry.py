@@ -28,6 +28,7 @@ from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
+from inducekv_vllm.engine.wire import LOAD_POLL_S
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 
 from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
@@ -150,8 +151,13 @@ class BundleRegistry:
         return memory
 
     async def _make_resident(self, memory: MemoryIndex) -> int:
-        """Load on every rank; return the bytes on one. If a rank fails, unload on all and raise CapacityError."""
-        answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+        """Load on every rank, while requests run; return the bytes on one.
+
+        If a rank fails, unload on all and raise CapacityError.
+        """
+        await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+        while None in (answers := await self._client.collective_rpc("inducekv_load_outcome", args=(memory.digest,))):
+            await asyncio.sleep(LOAD_POLL_S)
         refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
         if refusals:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))

@@ -52,6 +52,7 @@ from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
 FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
+POOL_ENTRIES = 2 * (sum(BUDGETS) + len(ACTIVATIONS) * DECOUPLED_BUDGET)  # room for all bundles, and for as many more
 KV_CACHE_BYTES = 2 << 30  # room for every request of the highest concurrency at full context
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
@@ -188,6 +189,7 @@ def decouple(merged: Path, work: Path) -> dict[str, Path]:
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
+    memories += ["--memory-pool-entries", str(POOL_ENTRIES)]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--limit-mm-per-prompt", json.dumps({"image": 257})]
     return [str(model), *memories, *limits, *args.serve_args]

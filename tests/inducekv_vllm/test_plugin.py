@@ -46,6 +46,10 @@ def test_settings() -> None:
     [
         ({"topk": 4}, "topk: Extra inputs are not permitted .found 4"),
         ({"top_k": 0}, "top_k: .* greater than or equal to 1 .found 0"),
+        ({"memory_pool_entries": 0}, "memory_pool_entries: .* greater than or equal to 1 .found 0"),
+        ({"memory_pool_entries": -8}, "memory_pool_entries: .* greater than or equal to 1 .found -8"),
+        ({"memory_pool_entries": 2**28}, "memory_pool_entries: .* less than or equal to 134217728 .found 268435456"),
+        ({"memory_pool_entries": 1.5}, "memory_pool_entries: .* integer.* .found 1.5"),
         ({"top_k": "4"}, "top_k: .* valid integer .found '4'"),
         ({"bundles": ["a"]}, "bundles: .* dictionary"),
         ("bundles", "inducekv: .*"),

@@ -111,6 +111,10 @@ def test_a_pass_that_reads_the_prefix_cache_takes_the_sums_of_its_blocks() -> No
     sums.add(_hidden(4), _is_text(4), torch.arange(4, 8))  # overwritten below
     sums.add(hidden[:3], is_text[:3], torch.arange(12, 15))  # block 3
     sums.add(hidden[3:8], is_text[3:8], torch.tensor([15, 4, 5, 6, 7]))  # the rest of it, and block 1
+    assert not sums.begins_block([5, 9], [3, 3])
+    assert sums.begins_block([5, 4], [3, 1])
+    assert sums.begins_block([6], [3])
+    sums.add(_hidden(2), _is_text(2), torch.tensor([2, 9]), begins_block=False)  # other blocks
     keys = _accumulator(block_sums=sums)
     keys.start("r", "id", 11, int(is_text.sum()), num_cached=8, cached_blocks=[3, 1])
     keys.add("r", hidden[8:], is_text[8:])

@@ -6,6 +6,8 @@ Every answer is compared with transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from vllm.inputs import TokensPrompt
 
 from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import CapacityError
 from selector.backbone.generation import score
 from server.demo import CHECKPOINT
-from tests.inducekv_vllm.bundles import decoupled
+from tests.inducekv_vllm.bundles import decoupled, remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -47,8 +50,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def served(world: World) -> Iterator[MemoryEngine]:
-    """Prompts in chunks, prefix caching on, too few blocks."""
-    small = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
+    """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
+    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
+    small |= {"additional_config": {"inducekv": {"memory_pool_entries": 128}}}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(world, llm)
 
@@ -89,6 +93,54 @@ def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine)
         cached.append(answer.output.num_cached_tokens == (length - 1) // BLOCK * BLOCK)
         assert cached[-1] or answer.output.num_cached_tokens == 0
     assert cached == [True, True, False, True, False, True]
+
+
+def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_path: Path) -> None:
+    """Answers run while another bundle is loaded, replaced and unloaded, and while their own is unloaded."""
+    llm, offline = served.offline.llm, served.offline
+    other = remade(world.bundles["other"], settings={"loaded": "under way"})
+    write_bundle(other, tmp_path / "other.safetensors")
+    questions = prompts(4, seed=8)
+    loaded: list[str] = []
+
+    def load_and_unload() -> None:
+        """After each step of the answer pass."""
+        stats = llm.collective_rpc("inducekv_stats")[0]
+        if not loaded and stats["slots_used"] == 3:  # all have begun
+            llm.collective_rpc("inducekv_load_bundle", args=(str(tmp_path / "other.safetensors"), other.digest))
+            llm.collective_rpc("inducekv_unload_bundle", args=(world.bundles["sqrt"].digest,))
+            loaded.append("begun")
+        if loaded == ["begun"] and llm.collective_rpc("inducekv_load_outcome", args=(other.digest,))[0] is not None:
+            llm.collective_rpc("inducekv_unload_bundle", args=(other.digest,))
+            loaded.append("ended")
+
+    free = llm.collective_rpc("inducekv_stats")[0]["pool_tokens_free"]
+    step = llm.llm_engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", lambda: (step(), load_and_unload())[0])
+        served.check(questions, ["sqrt", "generation", "sqrt", None], greedy(max_tokens=60))
+    assert loaded == ["begun", "ended"]
+    for _ in range(2):  # the scheduler reports finished requests one step late
+        served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
+    stats = llm.collective_rpc("inducekv_stats")[0]
+    assert stats["resident"].keys() == {b.digest for b in world.bundles.values()} - {world.bundles["sqrt"].digest}
+    assert stats["pool_tokens_free"] > free
+    served.memories["sqrt"] = offline.load_bundle(world.paths["sqrt"])
+    assert llm.collective_rpc("inducekv_stats")[0]["pool_tokens_free"] == free
+    served.check(questions[:1], ["sqrt"])
+
+
+def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: MemoryEngine, tmp_path: Path) -> None:
+    llm = served.offline.llm
+    before = llm.collective_rpc("inducekv_stats")[0]
+    merged = served.world.bundles["prior"]
+    large = decoupled(merged, "prompt", map_rank=16)
+    write_bundle(large, tmp_path / "large.safetensors")
+    size = r"its 12 entries take \d+ tokens, \d+ of 1024 are free"
+    with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 128"):
+        served.offline.load_bundle(tmp_path / "large.safetensors")
+    assert llm.collective_rpc("inducekv_stats")[0] == before
+    served.check(prompts(1, seed=9), ["prior"])
 
 
 def test_nothing_is_left_behind(served: MemoryEngine) -> None:
