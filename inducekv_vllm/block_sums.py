@@ -18,24 +18,37 @@ from torch import Tensor
 class BlockSums:
     """2 d float32 numbers for each block."""
 
-    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int, device: torch.device) -> None:
         self.block_size = block_size  # C
-        self._sums = torch.zeros(num_blocks, 2, hidden_size)  # over all tokens of a block, over its text tokens
+        # Over all tokens of a block, over its text tokens. The last row belongs to no block.
+        self._sums = torch.zeros(num_blocks + 1, 2, hidden_size, device=device)
 
-    def add(self, hidden: Tensor, is_text: Tensor, slots: Tensor) -> None:
+    def begins_block(self, num_computed: Sequence[int], num_scheduled: Sequence[int]) -> bool:
+        """Whether a step writes the first token of a block.
+
+        Args:
+            num_computed: of each request, its tokens before the step.
+            num_scheduled: of each request, its rows in the step.
+        """
+        C = self.block_size
+        return any(-computed % C < rows for computed, rows in zip(num_computed, num_scheduled, strict=True))
+
+    def add(self, hidden: Tensor, is_text: Tensor, slots: Tensor, begins_block: bool = True) -> None:
         """Add the rows of a step.
 
         Args:
             hidden: [R, d], any float type.
             is_text: [R] bool, False for tokens that stand for media.
             slots: [R] int64, a row's place in the KV cache: block times C plus offset.
+            begins_block: False if no row is the first of its block, as in most steps.
         """
         blocks = slots // self.block_size  # [R]
-        self._sums[blocks[slots % self.block_size == 0]] = 0
+        if begins_block:
+            begun = torch.where(slots % self.block_size == 0, blocks, len(self._sums) - 1)  # [R]
+            self._sums.index_fill_(0, begun, 0)
         rows = hidden.float()
-        self._sums[:, 0].index_add_(0, blocks, rows)
-        self._sums[:, 1].index_add_(0, blocks, rows * is_text[:, None])
+        self._sums.flatten(1).index_add_(0, blocks, torch.cat([rows, rows * is_text[:, None]], dim=1))
 
-    def of(self, blocks: Sequence[int]) -> Tensor:
-        """The sum over these blocks: [2, d]."""
-        return self._sums[list(blocks)].sum(dim=0)
+    def of(self, blocks: Tensor) -> Tensor:
+        """The sum over these blocks, int64 numbers on the device: [2, d]."""
+        return self._sums.index_select(0, blocks).sum(dim=0)

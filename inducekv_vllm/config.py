@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "inducekv"
+DEFAULT_POOL_ENTRIES = 512  # the paper's largest budget
+MAX_POOL_ENTRIES = 2**27  # places in the pool are 32-bit numbers
 WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
 ADMIN_KEY_VARIABLE = "INDUCEKV_ADMIN_KEY"  # of the server, and of whoever changes its bundles
 ADMIN_HEADER = "X-InduceKV-Admin-Key"
@@ -26,6 +28,8 @@ class InduceKVConfig(BaseModel):
     bundles: dict[str, str] = Field(default_factory=dict)  # served name -> bundle path, loaded at start
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
+    # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
+    memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)

@@ -29,7 +29,9 @@ def check_engine(config: VllmConfig) -> None:
         (parallel.data_parallel_size > 1, "data parallelism: run one server per replica behind a load balancer"),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
-        (config.use_v2_model_runner, "vLLM's V2 model runner: row order is read from the V1 runner here"),
+        (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),
+        (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
+        (model.is_diffusion, "diffusion language models: their attention is not causal"),
         (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -21,19 +21,24 @@ from vllm.v1.attention.backend import AttentionType
 from . import cpu_lora
 from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
 from .attention.decoupled import DecoupledStep, active_rows, attach
-from .attention.pages import RequestMemory, ResidentBundle
+from .attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
+from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
+from .attention.term_tables import TermTables
 from .block_sums import BlockSums
 from .bundle import read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
+from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError, UnsupportedModel
 from .fingerprint import backbone_fingerprint
 from .logs import logger_of
-from .page_terms import Retrieval, page_terms
+from .page_terms import PageTerms, Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
 from .requirements import check_engine, check_late_activation, check_maps, check_merged, keys_read_prefix_cache
+from .resident import ResidentBundles
+from .runner import RunnerTables, StepRows, follow_runner
 
 if not current_platform.is_cpu():
     raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
@@ -58,15 +63,18 @@ class InduceKVWorker(CPUWorker):
             vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        self.resident: dict[str, ResidentBundle] = {}  # by digest
-        self.query_keys = QueryKeyAccumulator()
+        self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
         self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
-        self._placeholders = torch.tensor(sorted(placeholder_ids(self.model_config.hf_config)))
-        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
-        self.memory_of_requests = MemoryOfRequests(2 * vllm_config.scheduler_config.max_num_seqs + 1)
+        self.resident = ResidentBundles(self._load_bundle)
         self.decoupled = DecoupledStep()
         self._merged_refusal: UnsupportedModel | None = None  # why merged memory cannot be served here
-        self._step: SchedulerOutput | None = None
+        self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
+        # Set when the device is known and the model is loaded.
+        self.pool: PagePool
+        self.memory_of_requests: MemoryOfRequests
+        self.query_keys: QueryKeyAccumulator
+        self._device: Device
+        self._runner: RunnerTables
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -80,9 +88,34 @@ class InduceKVWorker(CPUWorker):
         if cpu_lora.groups_adapters(self.vllm_config):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
-        model = self.model_runner.get_model()
-        model.register_forward_pre_hook(self._find_active_rows)
-        model.register_forward_hook(self._sum_query_keys)
+        assert self.device is not None  # set before the model is loaded
+        self._device = device_of(self.device)
+        self.query_keys = QueryKeyAccumulator(self._device)
+        self._allocate_memory()
+        self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._find_memory)
+
+    def _allocate_memory(self) -> None:
+        """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
+        config = InduceKVConfig.from_vllm(self.vllm_config)
+        assert config is not None
+        kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
+        shape = PoolShape(
+            entries=config.memory_pool_entries,
+            num_layers=self.model_config.get_num_layers(self.parallel_config),
+            num_kv_heads=kv_heads,
+            heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
+            head_size=self.model_config.get_head_size(),
+        )
+        self.pool = PagePool(shape, self._dtype, self._device)
+        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
+        num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
+        tables = TermTables.allocate(num_slots, shape, self._device)
+        self.memory_of_requests = MemoryOfRequests(num_slots, tables)
+        logger.info(
+            "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
+            *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(self._dtype) / 2**20),
+            *(tables.nbytes / 2**20, num_slots),
+        )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -97,8 +130,8 @@ class InduceKVWorker(CPUWorker):
         if keys_read_prefix_cache(self.vllm_config, kv_cache_config):
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             hidden_size = self.model_config.get_hidden_size()
-            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size)
-            self.query_keys = QueryKeyAccumulator(block_sums=self.block_sums)
+            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size, self._device.torch_device)
+            self.query_keys = QueryKeyAccumulator(self._device, block_sums=self.block_sums)
 
     def _prepare_merged(self, kv_cache_config: KVCacheConfig) -> None:
         for groups in self.model_runner.attn_groups:
@@ -118,12 +151,13 @@ class InduceKVWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._follow_schedule(scheduler_output)
-        self._step = scheduler_output
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
+            if self._rows is not None:
+                self._sum_query_keys(self._rows)
             return output
         finally:
-            self._step = None
+            self._rows = None
             self.decoupled.active = []
 
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
@@ -144,15 +178,22 @@ class InduceKVWorker(CPUWorker):
                 self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
 
     def _start_request(self, request: NewRequestData) -> None:
+        """Start a request, or resume one: to the V2 runner resumed requests come back as new.
+
+        To any runner, so does one that was preempted before its first step.
+        """
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if isinstance(spec, InjectionSpec):
-            self.memory_of_requests.start(request.req_id, spec.content, self._memory(spec), spec.start)
+        if request.req_id in self.memory_of_requests:
+            self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
+        elif isinstance(spec, InjectionSpec):
+            bundle = self.resident[spec.bundle]
+            self.memory_of_requests.start(request.req_id, spec.content, bundle, _terms(spec, bundle), spec.start)
         elif isinstance(spec, KeyPassSpec):
-            # A request that was preempted before its first step comes back as a new one, so this may replace a start.
             cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
             assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
-            is_text = self._is_text(torch.tensor(request.prompt_token_ids))
-            self.query_keys.start(request.req_id, spec.key_id, is_text, *cached)
+            num_tokens = len(request.prompt_token_ids)
+            num_text = num_tokens - sum(map(request.prompt_token_ids.count, self._placeholder_ids))
+            self.query_keys.start(request.req_id, spec.key_id, num_tokens, num_text, *cached)
 
     def _cached_part(self, num_cached: int, blocks: list[int]) -> tuple[int, list[int]]:
         """How many tokens a request reads from the prefix cache, and its blocks that hold them."""
@@ -163,68 +204,54 @@ class InduceKVWorker(CPUWorker):
         assert rest == 0
         return num_cached, blocks[:num_blocks]
 
-    def _is_text(self, token_ids: Tensor) -> Tensor:
-        """Which tokens are not multimodal placeholders: bool, of the shape of `token_ids`."""
-        return ~torch.isin(token_ids, self._placeholders)
-
-    def _memory(self, spec: InjectionSpec) -> RequestMemory:
-        bundle = self.resident[spec.bundle]
-        terms = page_terms(
-            Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
-            bundle.weighting,
-            payload_tokens=bundle.payload_tokens,
-            num_entries=bundle.num_entries,
-            remainder=spec.remainder,
-        )
-        return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
+    def _find_memory(self, rows: StepRows) -> None:
+        """Find the memory of the step's rows, before its attention metadata is built."""
+        self._rows = rows
+        memories = self.memory_of_requests.of_requests(rows.request_ids, "decoupled")
+        if memories is not None:
+            starts = [self.memory_of_requests.first_active(request_id) for request_id in rows.request_ids]
+            self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
 
     def _merged_memories(self) -> list[RequestMemory | None] | None:
-        """The merged memory of each request of the running step; its runner has put them in the order of the rows."""
-        if self._step is None:
+        """The merged memory of each request of the running step, in the order of its rows."""
+        if self._rows is None:
             return None
-        return self.memory_of_requests.of_requests(self.model_runner.input_batch.req_ids, "merged")
+        return self.memory_of_requests.of_requests(self._rows.request_ids, "merged")
 
-    def _find_active_rows(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Model forward pre-hook: by now the runner's batch is in the order of the rows."""
-        batch = self.model_runner.input_batch
-        if self._step is None or (memories := self.memory_of_requests.of_requests(batch.req_ids, "decoupled")) is None:
+    def _sum_query_keys(self, rows: StepRows) -> None:
+        """Add the step's final hidden states to the sums of its blocks and of its key passes."""
+        if self.block_sums is None and not self.query_keys.any_running:
             return
-        self.decoupled.active = active_rows(
-            memories,
-            [self.memory_of_requests.first_active(request_id) for request_id in batch.req_ids],
-            batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist(),
-            [self._step.num_scheduled_tokens[request_id] for request_id in batch.req_ids],
-        )
-
-    def _sum_query_keys(self, model: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
-        """Model forward hook; `hidden` [tokens, d] are the final hidden states, after the last norm."""
-        if self._step is None:
+        starts = rows.starts
+        if (step := self._runner.forward_pass(starts[-1])) is None:
             return
+        is_text = torch.ones_like(step.token_ids, dtype=torch.bool)  # [R]
+        for placeholder in self._placeholder_ids:
+            is_text &= step.token_ids != placeholder
         if self.block_sums is not None:
-            runner, count = self.model_runner, self._step.total_num_scheduled_tokens
-            slots = runner.input_batch.block_table[0].slot_mapping.gpu[:count]
-            self.block_sums.add(hidden[:count], self._is_text(runner.input_ids.gpu[:count]), slots)
-        if not self.query_keys.any_running:
-            return
-        start = 0
-        for request_id in self.model_runner.input_batch.req_ids:
-            num_rows = self._step.num_scheduled_tokens[request_id]
+            begins_block = self.block_sums.begins_block(rows.num_computed, rows.num_scheduled)
+            self.block_sums.add(step.hidden, is_text, step.slots, begins_block)
+        for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
             if self.query_keys.is_running(request_id):
-                self.query_keys.add(request_id, hidden[start : start + num_rows])
-            start += num_rows
+                self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
-    def inducekv_load_bundle(self, path: str, digest: str) -> dict[str, Any]:
-        """Make the bundle at `path` resident if it has the expected digest. Does nothing if that digest is resident."""
-        try:
-            if digest not in self.resident:
-                self.resident[digest] = self._read_resident(path, digest)
-        except (InduceKVError, OSError, MemoryError) as error:
-            return {"ok": False, "error": str(error)}
-        return {"ok": True, "bytes": self.resident[digest].nbytes}
+    def inducekv_load_bundle(self, path: str, digest: str) -> None:
+        """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""
+        self.resident.begin(path, digest)
 
-    def _read_resident(self, path: str, digest: str) -> ResidentBundle:
+    def inducekv_load_outcome(self, digest: str) -> dict[str, Any] | None:
+        """Report a load that `inducekv_load_bundle` began: None while it goes on. A failure stays until the unload."""
+        outcome = self.resident.outcome(digest)
+        if isinstance(outcome, BaseException):
+            if not isinstance(outcome, InduceKVError | OSError | MemoryError):
+                logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
+            return {"ok": False, "error": str(outcome) or repr(outcome)}
+        return None if outcome is None else {"ok": True, "bytes": outcome.nbytes}
+
+    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
+        """Read and check a bundle, and copy it into the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=backbone_fingerprint(self.model_config.model))
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
@@ -234,17 +261,12 @@ class InduceKVWorker(CPUWorker):
             check_late_activation(self.vllm_config)
         if bundle.metadata.output_map is not None:
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
-        return ResidentBundle.from_bundle(
-            bundle,
-            tp_rank=get_tensor_model_parallel_rank(),
-            tp_size=get_tensor_model_parallel_world_size(),
-            dtype=self._dtype,
-            device=torch.device("cpu"),
-        )
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return self.pool.store(bundle, kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks))
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Drop a bundle. Running requests keep its pages until they end."""
-        return {"ok": True, "found": self.resident.pop(digest, None) is not None}
+        """Drop a bundle, or its load. Running requests keep its pages until they end."""
+        return {"ok": True, "found": self.resident.unload(digest)}
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
         """Return the query key of a finished key pass and drop it here."""
@@ -261,8 +283,24 @@ class InduceKVWorker(CPUWorker):
         """Report what this worker holds; tests use it to check that nothing leaks."""
         slots = self.memory_of_requests.slots
         return {
-            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.items()},
+            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
+            "pool_tokens": self.pool.shape.num_tokens,
+            "pool_tokens_free": self.pool.allocator.num_free * self.pool.shape.page_tokens,
             "slots_used": slots.used,
             "slots": slots.capacity,
             "keys_pending": self.query_keys.pending,
         }
+
+    def shutdown(self) -> None:
+        self.resident.close()
+        super().shutdown()
+
+
+def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
+    return page_terms(
+        Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
+        bundle.weighting,
+        payload_tokens=bundle.payload_tokens,
+        num_entries=bundle.num_entries,
+        remainder=spec.remainder,
+    )

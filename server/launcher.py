@@ -15,7 +15,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE, CONFIG_KEY, SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import (
+    ADMIN_KEY_VARIABLE,
+    CONFIG_KEY,
+    DEFAULT_POOL_ENTRIES,
+    SCHEDULER_CLS,
+    WORKER_CLS,
+    InduceKVConfig,
+)
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from .demo import BUNDLE, CHECKPOINT
@@ -57,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     """Our own flags; all others belong to vLLM."""
     cli = argparse.ArgumentParser(
         prog="inducekv-serve",
-        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]",
+        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [--memory-pool-entries N] [any flag of vllm serve]",
         description="vLLM's OpenAI server with memory bundles. Without MODEL it serves the demo model.",
         epilog="For all other flags see: vllm serve --help=all",
         allow_abbrev=False,
@@ -90,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         "--memory-state",
         metavar="DIR",
         help="keep copies of the loaded bundles and their registry in DIR, and serve them again after a restart",
+    )
+    cli.add_argument(
+        "--memory-pool-entries",
+        metavar="N",
+        type=int,
+        help=f"room for loaded bundles, in entries of 8 tokens; it is taken at start (default: {DEFAULT_POOL_ENTRIES})",
     )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
@@ -141,6 +154,8 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"bundles": bundles}
     if own.memory_top_k is not None:
         settings["top_k"] = own.memory_top_k
+    if own.memory_pool_entries is not None:
+        settings["memory_pool_entries"] = own.memory_pool_entries
     if own.no_memory_remainder:
         settings["remainder"] = False
     if own.memory_root:

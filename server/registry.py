@@ -30,6 +30,7 @@ from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
+from inducekv_vllm.engine.wire import LOAD_POLL_S
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -348,11 +349,17 @@ class BundleRegistry:
         return memory
 
     async def _make_resident(self, memory: MemoryIndex) -> int:
-        """Load on every rank; return the bytes on one. If a rank fails, unload on all and raise CapacityError."""
+        """Load on every rank, while requests run; return the bytes on one.
+
+        If a rank fails, unload on all and raise CapacityError.
+        """
+        ask = self._client.collective_rpc
         try:
-            answers = await self._client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
+            await ask("inducekv_load_bundle", args=(memory.path, memory.digest))
+            while None in (answers := await ask("inducekv_load_outcome", args=(memory.digest,))):
+                await asyncio.sleep(LOAD_POLL_S)
         except asyncio.CancelledError:  # out of time: the workers may still load it
-            self._in_background(self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,)))
+            self._in_background(ask("inducekv_unload_bundle", args=(memory.digest,)))
             raise
         refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
         if refusals:

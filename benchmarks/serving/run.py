@@ -51,6 +51,7 @@ from benchmarks.serving.methods import (
     make_methods,
 )
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from inducekv_vllm.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 
 FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
@@ -164,12 +165,18 @@ def write_exemplars(work: Path, budgets: Sequence[int] = BUDGETS) -> Path:
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
+    memories += ["--memory-pool-entries", str(pool_entries(args.budgets))]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
     limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
     if args.geometry is not None:
         limits += ["--load-format", "dummy"]
     return [str(model), *memories, *limits, *args.serve_args]
+
+
+def pool_entries(budgets: Sequence[int]) -> int:
+    """Room for all bundles, and for as many more."""
+    return 2 * (sum(budgets) + len(ACTIVATIONS) * DECOUPLED_BUDGET)
 
 
 def kv_cache_bytes(model: Path, context: int, requests: int) -> int:

@@ -4,14 +4,17 @@
     decoupled.py      decoupled memory around any backend
     cpu.py            memory attention on the CPU, and the log-sum-exp of self-attention
     merge.py          merges self-attention and memory attention into one softmax
-    pages.py          a bundle's pages, shared by all requests, and one request's view of them
+    pool.py           the resident pool of all bundles' keys, values and maps
+    page_allocator.py which of its pages belong to whom
+    pages.py          a bundle in the pool, shared by all requests, and one slot's view of it
+    term_tables.py    the terms of every slot
     step.py           the rows of a scheduler step and the pages they attend to
     request_table.py  the memory of each running request
     slots.py          reference-counted slots of the request table
     kernels/          memory attention on GPUs, in Triton; no engine uses it yet
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
-B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved pages; one more if decoupled),
+B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved entries), P tokens of the pool,
 L layers, C tokens of a KV-cache block.
 
 The base implementation computes the self-attention output of every row. For rows with merged memory, memory attention

@@ -17,10 +17,8 @@ Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
 
 
 def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Attended:
-    """Attend from all rows of one request, query [R, H, D], to its memory tokens."""
-    keys, values = pages.keys, pages.values  # [J, S, D]
-    if memory.token_index is not None:
-        keys, values = keys[:, memory.token_index], values[:, memory.token_index]
+    """Attend from all rows of one request, query [R, H, D], to its tokens."""
+    keys, values = pages.keys[:, memory.tokens], pages.values[:, memory.tokens]  # [J, S, D]
     if memory.key_scale is not None:
         keys = keys * memory.key_scale[:, None].to(keys.dtype)
     if memory.value_scale is not None:
@@ -31,20 +29,21 @@ def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMe
 
 def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
     """Attend from one row of each of n requests, query [n, H, D], to its memory tokens."""
-    if batch.token_index is None and batch.key_scale is None:
+    shared = isinstance(batch.tokens, slice)  # all requests read the same tokens
+    if shared and batch.key_scale is None:
         mask = None if batch.log_weight is None else batch.log_weight[None, None]  # [1, 1, n G, S]
-        return _attend_folded(query, pages.keys, pages.values, mask, scale, rows_first=True)
+        keys, values = pages.keys[:, batch.tokens], pages.values[:, batch.tokens]  # [J, S, D]
+        return _attend_folded(query, keys, values, mask, scale, rows_first=True)
 
     n, H, D = query.shape
     J = pages.keys.shape[0]
     G = H // J
-    if batch.token_index is None:  # one matrix product over the shared pages for all requests
-        keys, values = pages.keys.float(), pages.values.float()  # [J, S, D]
+    keys, values = pages.keys[:, batch.tokens].float(), pages.values[:, batch.tokens].float()
+    if shared:  # one matrix product over keys and values [J, S, D] for all requests
         logits = query.float().view(n, J, G, D).transpose(0, 1).reshape(J, n * G, D) @ keys.transpose(1, 2)
         logits = logits.view(J, n, G, -1).transpose(0, 1)  # [n, J, G, S]
     else:
-        keys = pages.keys[:, batch.token_index].transpose(0, 1).float()  # [n, J, S, D]
-        values = pages.values[:, batch.token_index].transpose(0, 1).float()
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [n, J, S, D]
         logits = query.float().view(n, J, G, D) @ keys.transpose(2, 3)  # [n, J, G, S]
 
     logits = logits * (scale if batch.key_scale is None else (batch.key_scale * scale)[:, None, None])
@@ -54,7 +53,7 @@ def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch
     weights = (logits - lse[..., None]).exp_()  # [n, J, G, S]
     if batch.value_scale is not None:
         weights *= batch.value_scale[:, None, None]
-    if batch.token_index is None:
+    if shared:
         output = weights.transpose(0, 1).reshape(J, n * G, -1) @ values  # [J, n G, D]
         output = output.view(J, n, G, D).transpose(0, 1)
     else:
@@ -83,7 +82,7 @@ def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: Prefill
         mask = span.causal_mask[None, None]
     expanded = keys[:, None].expand(-1, G, -1, -1)  # [J, G, T, D]
     rows = query.view(R, J, G, D).permute(1, 2, 0, 3)  # [J, G, R, D]
-    _, lse = _fused_attention(rows, expanded, expanded, mask, scale, is_causal=mask is None)
+    _, lse = fused_attention(rows, expanded, expanded, mask, scale, is_causal=mask is None)
     return lse.permute(2, 0, 1).reshape(R, H)
 
 
@@ -115,20 +114,20 @@ def _attend_folded(
     to_folded, back = ((1, 0, 2, 3), (1, 0, 2, 3)) if rows_first else ((1, 2, 0, 3), (2, 0, 1, 3))
     shape = (J, R, G) if rows_first else (J, G, R)
     rows = query.view(R, J, G, D).permute(to_folded).reshape(1, J, G * R, D)
-    output, lse = _fused_attention(rows, keys[None], values[None], mask, scale)
+    output, lse = fused_attention(rows, keys[None], values[None], mask, scale)
     return (
         output.view(*shape, D).permute(back).reshape(R, H, D),
         lse.reshape(shape).permute(back[:3]).reshape(R, H),
     )
 
 
-def _fused_attention(
+def fused_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return output [N, h, R, D] and log-sum-exp [N, h, R] for query [N, h, R, D], keys and values [N, h, S, D]."""
     # The kernel assumes contiguous head vectors without a check.
     assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return output, lse

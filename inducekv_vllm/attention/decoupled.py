@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from .cpu import fused_attention
 from .pages import LayerPages, RequestMemory
 
 
@@ -65,47 +65,56 @@ def active_rows(
 def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, scale: float) -> None:
     """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
     for active in step.active:
-        pages = active.memory.bundle.layers[layer]
-        added = attend(query[active.rows], pages, active.memory, scale)
-        if pages.map_in is not None:
-            added = added + mapped(output[active.rows], pages, active.memory).to(added.dtype)
-        output[active.rows] += added
+        rows, memory = active.rows, active.memory
+        if isinstance(rows, slice):
+            _add(query[rows], output[rows], memory, layer, scale)
+        else:
+            picked = output[rows]
+            _add(query[rows], picked, memory, layer, scale)
+            output[rows] = picked
 
 
-def attend(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Tensor:
-    """gate softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [R, H, D].
+def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale: float) -> None:
+    """Add gate (softmax([memory logits ; 0]) [values ; 0] + maps) to the output [R, H, D] in place; query [R, H, D].
 
-    The token of logit 0 and value 0 is the last of the pages, and their values are times the gate, so this is plain
-    attention. The G query heads of a KV head are folded into the rows, so K is not repeated.
+    Few operations count: for a few rows, each takes no longer than its call.
     """
-    keys, values, mask = pages.keys, pages.values, memory.log_weight  # [J, S + 1, D], [J, S + 1, D], [S + 1]
-    if memory.token_index is not None:
-        keys, values = keys[:, memory.token_index], values[:, memory.token_index]
-    if pages.bias:
-        bias = torch.full((keys.shape[1],), pages.bias, device=keys.device)
-        bias[-1] = 0
-        mask = bias if mask is None else mask + bias
+    pages = memory.bundle.layers[layer]
+    R, H, D = query.shape
+    J = pages.keys.shape[0]
+    read = attend(query, memory, layer, scale)  # [J, R, G, D]
+    if pages.map_in is not None:
+        blocks = output.view(R, J, -1).transpose(0, 1)  # [J, R, G D]
+        blocks.add_(mapped(blocks, pages, memory), alpha=pages.gate)
+    output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=pages.gate)
+
+
+def attend(query: Tensor, memory: RequestMemory, layer: int, scale: float) -> Tensor:
+    """softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [J, R, G, D].
+
+    The token of logit 0 and value 0 is the last of the memory, so this is plain attention. The G query heads of a KV
+    head are folded into the rows, so K is not repeated.
+    """
+    keys, values = memory.read(layer)  # [J, S, D]
+    mask = memory.biased_log_weight  # [L, S]
     R, H, D = query.shape
     J = keys.shape[0]
     rows = query.view(R, J, H // J, D).transpose(0, 1).reshape(1, J, -1, D)
-    mask = None if mask is None else mask.to(query.dtype)[None, None, None]  # [1, 1, 1, S + 1]
-    read = scaled_dot_product_attention(rows, keys[None], values[None], mask, scale=scale)
-    return read.view(J, R, -1, D).transpose(0, 1).reshape(R, H, D)
+    read, _ = fused_attention(
+        rows, keys[None], values[None], None if mask is None else mask[layer, None, None, None], scale
+    )
+    return read.view(J, R, -1, D)
 
 
-def mapped(output: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
-    """What the maps make of self-attention's output [R, H, D], times the gate: [R, H, D] float32."""
-    map_in, map_out = pages.map_in, pages.map_out  # [J, k r, G D]
-    assert map_in is not None
-    assert map_out is not None
-    if memory.map_index is not None:
-        map_in, map_out = map_in[:, memory.map_index], map_out[:, memory.map_index]
-    R, H, D = output.shape
-    blocks = output.float().view(R, map_in.shape[0], -1).transpose(0, 1)  # [J, R, G D]
-    inner = blocks @ map_in.float().mT  # [J, R, k r]
+def mapped(blocks: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
+    """What the maps make of self-attention's output [J, R, G D]: [J, R, G D] float32."""
+    assert pages.map_in is not None
+    assert pages.map_out is not None
+    map_in, map_out = pages.map_in[:, memory.map_rows], pages.map_out[:, memory.map_rows]  # [J, k r, G D]
+    inner = torch.bmm(blocks.float(), map_in.float().mT)  # [J, R, k r]
     if memory.map_weight is not None:
         inner = inner * memory.map_weight
-    return (inner @ map_out.float()).transpose(0, 1).reshape(R, H, D)
+    return torch.bmm(inner, map_out.float())
 
 
 def attach(impl: Any, layer_index: int, step: DecoupledStep) -> None:

@@ -6,29 +6,38 @@ in the runner's own batch, which are in the order of the step's rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..page_terms import Form
-from .pages import RequestMemory
+from ..page_terms import Form, PageTerms
+from .pages import RequestMemory, ResidentBundle
 from .slots import NO_MEMORY, SlotTable
+from .term_tables import TermTables
 
 
 @dataclass(frozen=True, eq=False)
 class _Injection:
     content: str
-    memory: RequestMemory
+    bundle: ResidentBundle
+    terms: PageTerms
     start: int  # the first position that memory acts on
 
 
 class MemoryOfRequests:
-    """Slots of the running requests. The worker calls every method before the step's forward pass."""
+    """Slots of the running requests, whose bundles stay resident. The worker calls every method before the step's
+    forward pass.
+    """
 
-    def __init__(self, capacity: int) -> None:
-        """Create a table with `capacity` slots, at least one per running request."""
+    def __init__(self, capacity: int, tables: TermTables) -> None:
+        """Create a table with `capacity` slots, at least one per running request; `tables` has as many."""
         self.slots = SlotTable(capacity)
+        self._tables = tables
         self._memory_of_slot: list[RequestMemory | None] = [None] * (capacity + 1)
         self._injections: dict[str, _Injection] = {}  # by request id
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether this request has memory, running or preempted."""
+        return request_id in self._injections
 
     def of_requests(self, request_ids: Sequence[str], form: Form) -> list[RequestMemory | None] | None:
         """The memory of each request of a step, if it is of this form; None if none has such a memory."""
@@ -43,9 +52,11 @@ class MemoryOfRequests:
         injection = self._injections.get(request_id)
         return 0 if injection is None else injection.start
 
-    def start(self, request_id: str, content: str, memory: RequestMemory, start: int) -> None:
+    def start(self, request_id: str, content: str, bundle: ResidentBundle, terms: PageTerms, start: int) -> None:
         """Add a request with memory that runs for the first time; `content` identifies its memory and weights."""
-        self._injections[request_id] = _Injection(content, memory, start)
+        assert request_id not in self, f"request {request_id} has a memory already"
+        bundle.region.retain()
+        self._injections[request_id] = _Injection(content, bundle, terms, start)
         self.resume(request_id)
 
     def resume(self, request_id: str) -> None:
@@ -54,17 +65,18 @@ class MemoryOfRequests:
         if injection is not None and self.slots.slot_of(request_id) == NO_MEMORY:
             slot, is_new = self.slots.acquire(request_id, injection.content)
             if is_new:
-                self._memory_of_slot[slot] = injection.memory
+                self._memory_of_slot[slot] = self._tables.write(slot, injection.bundle, injection.terms)
 
-    def pause(self, request_ids: Sequence[str]) -> None:
+    def pause(self, request_ids: Iterable[str]) -> None:
         """Release the slots of preempted requests; they keep their memory."""
         for request_id in request_ids:
             slot = self.slots.release(request_id)
             if slot is not None:
                 self._memory_of_slot[slot] = None
 
-    def finish(self, request_ids: Sequence[str]) -> None:
-        """Remove requests that have ended."""
-        self.pause(request_ids)
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Remove requests that have ended; the pages of an unloaded bundle are free after the last of them."""
         for request_id in request_ids:
-            self._injections.pop(request_id, None)
+            self.pause([request_id])
+            if (injection := self._injections.pop(request_id, None)) is not None:
+                injection.bundle.region.release()

@@ -43,11 +43,11 @@ class PrefillSpan:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """One row each of n requests that read the same number of tokens of the same bundle."""
+    """One row each of n requests that read the same tokens of a bundle, or the same number of tokens."""
 
     bundle: ResidentBundle
     rows: slice | Tensor  # [n] rows of the step's query tensor
-    token_index: Tensor | None  # [n, S]
+    tokens: slice | Tensor  # [S] places in the pool for all requests, or [n, S] for each
     key_scale: Tensor | None  # [n, S]
     log_weight: Tensor | None  # [n G, S], each request's row repeated for the G query heads of a KV head
     value_scale: Tensor | None  # [n, S]
@@ -67,13 +67,13 @@ class StepMemory:
 def plan_step(step: ScheduledStep) -> StepMemory | None:
     """Group the step's rows with memory; None if there are none."""
     prefills: list[PrefillSpan] = []
-    decoding: dict[tuple[int, int | None], list[int]] = {}  # (bundle, S if pages are picked) -> requests
+    decoding: dict[tuple[int, int, int | None], list[int]] = {}  # (bundle, S, where adjacent tokens begin) -> requests
     for request, memory in enumerate(step.memories):
         if memory is None or step.num_rows(request) == 0:
             continue
         if step.num_rows(request) == 1:
-            picked = None if memory.token_index is None else memory.num_tokens
-            decoding.setdefault((id(memory.bundle), picked), []).append(request)
+            begin = memory.tokens.start if isinstance(memory.tokens, slice) else None
+            decoding.setdefault((id(memory.bundle), memory.num_tokens, begin), []).append(request)
         else:
             prefills.append(_prefill_span(step, request, memory))
     if not prefills and not decoding:
@@ -107,7 +107,7 @@ def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
     return DecodeBatch(
         bundle=batch[0].bundle,
         rows=slice(rows[0], rows[0] + len(rows)) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows),
-        token_index=_stack([m.token_index for m in batch], batch),
+        tokens=batch[0].tokens if isinstance(batch[0].tokens, slice) else torch.stack([_picked(m) for m in batch]),
         key_scale=_stack([m.key_scale for m in batch], batch, neutral=1.0),
         log_weight=None if log_weight is None else log_weight.repeat_interleave(step.heads_per_kv_head, dim=0),
         value_scale=_stack([m.value_scale for m in batch], batch, neutral=1.0),
@@ -117,9 +117,13 @@ def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
     )
 
 
-def _stack(
-    per_request: list[Tensor | None], batch: list[RequestMemory], neutral: float = 0.0
-) -> Tensor | None:  # n of [S] -> [n, S]
+def _picked(memory: RequestMemory) -> Tensor:
+    assert isinstance(memory.tokens, Tensor)
+    return memory.tokens
+
+
+def _stack(per_request: list[Tensor | None], batch: list[RequestMemory], neutral: float) -> Tensor | None:
+    """n rows [S], or None for a neutral one, as [n, S]; None if all are neutral."""
     if all(tensor is None for tensor in per_request):
         return None
     fill = torch.full((batch[0].num_tokens,), neutral)

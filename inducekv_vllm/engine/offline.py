@@ -16,6 +16,7 @@ Shapes: N prompts, k entries retrieved, d hidden size.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from .passes import (
     make_injection_spec,
     require_rendered,
 )
-from .wire import InjectionSpec
+from .wire import LOAD_POLL_S, InjectionSpec
 
 _T = TypeVar("_T")
 
@@ -89,7 +90,10 @@ class MemoryLLM:
         bundle = read_bundle(absolute, backbone=self._backbone, name=str(path))
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
-        answers: list[dict[str, Any]] = self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
+        self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
+        answers: list[Any]
+        while None in (answers := self.llm.collective_rpc("inducekv_load_outcome", args=(bundle.digest,))):
+            time.sleep(LOAD_POLL_S)
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")

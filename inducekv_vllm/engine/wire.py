@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EXTRA_ARGS_KEY = "inducekv"
+# Workers load bundles in the background; this often the API process asks them whether they have.
+LOAD_POLL_S = 0.02
 
 
 @dataclass(frozen=True)

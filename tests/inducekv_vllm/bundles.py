@@ -12,7 +12,6 @@ from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 
 L, J, G, D, d = 3, 2, 2, 8, 16
-
 FINGERPRINT = BackboneFingerprint(
     architecture="TinyForConditionalGeneration/tiny",
     num_layers=L,

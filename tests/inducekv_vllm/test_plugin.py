@@ -46,6 +46,10 @@ def test_settings() -> None:
     [
         ({"topk": 4}, "topk: Extra inputs are not permitted .found 4"),
         ({"top_k": 0}, "top_k: .* greater than or equal to 1 .found 0"),
+        ({"memory_pool_entries": 0}, "memory_pool_entries: .* greater than or equal to 1 .found 0"),
+        ({"memory_pool_entries": -8}, "memory_pool_entries: .* greater than or equal to 1 .found -8"),
+        ({"memory_pool_entries": 2**28}, "memory_pool_entries: .* less than or equal to 134217728 .found 268435456"),
+        ({"memory_pool_entries": 1.5}, "memory_pool_entries: .* integer.* .found 1.5"),
         ({"top_k": "4"}, "top_k: .* valid integer .found '4'"),
         ({"bundles": ["a"]}, "bundles: .* dictionary"),
         ("bundles", "inducekv: .*"),
@@ -81,9 +85,10 @@ def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> Non
 def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
+    sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
-    model |= {"quantization": None}
-    top = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
+    model |= {"is_diffusion": False, "quantization": None}
+    top = {"speculative_config": None, "kv_transfer_config": None}
     top |= {"kv_sharing_fast_prefill": False}
     engine = SimpleNamespace(**(sizes | model | top | changes))
     engine.parallel_config = engine.model_config = engine.cache_config = engine
@@ -98,7 +103,9 @@ def _engine(**changes: Any) -> Any:
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV transfer"),
-        ({"use_v2_model_runner": True}, "V2 model runner"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism: no rank sees all rows"),
+        ({"use_ubatching": True}, "ubatches"),
+        ({"is_diffusion": True}, "diffusion language models"),
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"quantization": "fp8"}, "weights quantised by 'fp8'"),

@@ -44,8 +44,9 @@ class TestArguments:
         assert handed("--memory", f"a={bundle}", "MODEL", "--port", "1")[0] == "MODEL"
 
     def test_settings(self) -> None:
-        arguments = handed("MODEL", "--memory-top-k", "4", "--no-memory-remainder")
-        assert additional(arguments) == {"inducekv": {"bundles": {}, "top_k": 4, "remainder": False}}
+        arguments = handed("MODEL", "--memory-top-k", "4", "--no-memory-remainder", "--memory-pool-entries", "9")
+        expected = {"bundles": {}, "top_k": 4, "remainder": False, "memory_pool_entries": 9}
+        assert additional(arguments) == {"inducekv": expected}
 
     def test_the_state_folder(self, tmp_path: Path) -> None:
         arguments = handed("MODEL", "--memory-state", str(tmp_path / "state"))
@@ -111,6 +112,7 @@ class TestRefusals:
             (["--memory", "a=BUNDLE", "--memory", "a=BUNDLE"], "'a' twice"),
             (["--memory", "a=DAMAGED"], "a: .*damaged.safetensors"),
             (["--memory-top-k", "0"], "top_k"),
+            (["--memory-pool-entries", "0"], "memory_pool_entries: .* greater than or equal to 1 .found 0"),
             (["--additional-config", "{"], "must be JSON"),
             (["--additional-config", "[]"], "must be a JSON object"),
             (["--additional-config", "{}", "--additional-config={}"], "given twice"),

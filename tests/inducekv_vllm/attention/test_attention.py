@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,14 @@ from vllm.platforms import current_platform
 
 from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
-from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle, kv_heads_of_rank
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, add_memory
+from inducekv_vllm.attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
+from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
+from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.page_terms import Retrieval, Weighting, page_terms
+from inducekv_vllm.page_terms import Weighting
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 
 current_platform.import_kernels()
 
@@ -26,20 +32,25 @@ H, SCALE = J * G, 0.2
 CONDITIONS = [("sqrt", None, False), ("sqrt", 2, False), ("sqrt", 2, True), ("prior", None, False), ("prior", 2, False)]
 
 
-def _bundle(dtype: torch.dtype, weighting: Weighting, seed: int) -> ResidentBundle:
-    rng = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(J, B * m, D, generator=rng).to(dtype) for _ in range(2))
-    return ResidentBundle(f"digest-{seed}", B, m, weighting, "merged", (LayerPages(keys, values, gate=0.7, bias=-0.4),))
+SHAPE = PoolShape(entries=8, num_layers=1, num_kv_heads=J, heads_per_kv_head=G, head_size=D)
 
 
-def _memory(bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int) -> RequestMemory:
-    rng = np.random.default_rng(seed)
-    entries = rng.permutation(B)[:top_k]
-    weights = rng.dirichlet(np.ones(len(entries))).astype(np.float32)
-    terms = page_terms(
-        Retrieval(entries, weights), bundle.weighting, payload_tokens=m, num_entries=B, remainder=remainder
-    )
-    return RequestMemory.from_terms(bundle, terms, torch.device("cpu"))
+class _Memories:
+    """A pool in which bundles of 6 entries of 4 tokens lie one after the other, or in scattered pages."""
+
+    def __init__(self, dtype: torch.dtype, scattered: bool = False) -> None:
+        self.pool, self.tables, self.used = poisoned_pool(SHAPE, dtype), TermTables.allocate(16, SHAPE, CPU), 0
+        if scattered:  # leave every other page
+            pages = [self.pool.allocator.allocate(1) for _ in range(self.pool.allocator.capacity)]
+            for region in pages[::2]:
+                region.release()
+
+    def bundle(self, weighting: Weighting, seed: int, **changes: Any) -> ResidentBundle:
+        return store(self.pool, fitting_bundle(SHAPE, B, m, seed, weighting=weighting, **changes))
+
+    def memory(self, bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int) -> RequestMemory:
+        self.used += 1
+        return random_memory(self.tables, self.used, bundle, top_k, remainder, seed)
 
 
 def _cache(keys: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,14 +98,14 @@ def attention_with_memory(query: Tensor, keys: Tensor, values: Tensor, memory: R
 def _memory_of_head(q: Tensor, memory: RequestMemory, kv_head: int) -> tuple[Tensor, Tensor]:
     """Logits [R, S + 1] of S memory tokens and the remainder for queries [R, D], and their values [S + 1, D]."""
     pages = memory.bundle.layers[0]
-    index = torch.arange(B * m) if memory.token_index is None else memory.token_index  # [S]
-    one, zero = torch.ones(len(index), dtype=torch.float64), torch.zeros(len(index), dtype=torch.float64)
+    S = memory.num_tokens
+    one, zero = torch.ones(S, dtype=torch.float64), torch.zeros(S, dtype=torch.float64)
     key_scale = one if memory.key_scale is None else memory.key_scale.double()
     value_scale = one if memory.value_scale is None else memory.value_scale.double()
     log_weight = zero if memory.log_weight is None else memory.log_weight.double()
-    logits = key_scale * (q @ pages.keys[kv_head, index].double().T) * SCALE + log_weight + pages.bias
+    logits = key_scale * (q @ pages.keys[kv_head, memory.tokens].double().T) * SCALE + log_weight + pages.bias
     remainder = torch.full((len(q), 1), memory.log_remainder + pages.bias, dtype=torch.float64)
-    values = value_scale[:, None] * pages.gate * pages.values[kv_head, index].double()
+    values = value_scale[:, None] * pages.gate * pages.values[kv_head, memory.tokens].double()
     return torch.cat([logits, remainder], dim=1), torch.cat([values, torch.zeros(1, D, dtype=torch.float64)])
 
 
@@ -129,15 +140,16 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
 def test_a_mixed_step_equals_one_softmax(
     dtype: torch.dtype, tolerance: float, weighting: Weighting, top_k: int | None, remainder: bool
 ) -> None:
-    bundle, other = _bundle(dtype, weighting, 0), _bundle(dtype, "prior", 1)
-    memories = [_memory(bundle, top_k, remainder, seed) for seed in range(4)]
-    other_memory = _memory(other, None, False, 9)
+    memories = _Memories(dtype)
+    bundle, other = memories.bundle(weighting, 0), memories.bundle("prior", 1)
+    first, second, third, fourth = (memories.memory(bundle, top_k, remainder, seed) for seed in range(4))
+    other_memory = memories.memory(other, None, False, 9)
     requests = [
-        (40, 40, memories[0]),  # a whole prompt
-        (1, 70, memories[1]),  # decode, several blocks
+        (40, 40, first),  # a whole prompt
+        (1, 70, second),  # decode, several blocks
         (1, 5, None),
-        (17, 80, memories[2]),  # a later chunk of a prompt
-        (1, 33, memories[3]),  # decode, not beside the first one
+        (17, 80, third),  # a later chunk of a prompt
+        (1, 33, fourth),  # decode, not beside the first one
         (3, 3, None),
         (1, 1, other_memory),
         (2, 50, other_memory),
@@ -147,16 +159,56 @@ def test_a_mixed_step_equals_one_softmax(
 
 
 def test_decodes_with_different_numbers_of_pages_are_batched_apart() -> None:
-    bundle = _bundle(torch.float32, "sqrt", 0)
-    requests = [(1, 20 + k, _memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6)]
+    memories = _Memories(torch.float32)
+    bundle = memories.bundle("sqrt", 0)
+    requests = [(1, 20 + k, memories.memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6, 1, 1)]
+    assert _run_step(torch.float32, requests) < 2e-6
+
+
+def test_scattered_pages() -> None:
+    memories = _Memories(torch.float32, scattered=True)
+    bundle = memories.bundle("sqrt", 0)
+    assert not (np.diff(bundle.tokens.reshape(-1)) == 1).all()
+    requests = [(rows, 30, memories.memory(bundle, top_k, False, rows)) for rows in (1, 4) for top_k in (None, 2)]
     assert _run_step(torch.float32, requests) < 2e-6
 
 
 def test_one_entry_has_neutral_terms_and_is_still_attended_to() -> None:
-    bundle = _bundle(torch.float32, "prior", 0)
-    memory = _memory(bundle, 1, False, 0)
+    memories = _Memories(torch.float32)
+    memory = memories.memory(memories.bundle("prior", 0), 1, False, 0)
     assert memory.log_weight is None
     assert _run_step(torch.float32, [(1, 9, memory), (8, 8, memory)]) < 2e-6
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k: int | None, scattered: bool) -> None:
+    shape = replace(SHAPE, entries=32)
+    pool, tables = poisoned_pool(shape, dtype), TermTables.allocate(1, shape, CPU)
+    if scattered:
+        for region in [pool.allocator.allocate(1) for _ in range(pool.allocator.capacity)][::2]:
+            region.release()
+    bundle = store(pool, fitting_bundle(shape, 3, m, map_rank=2))
+    memory, pages = random_memory(tables, 1, bundle, top_k, False, 1), bundle.layers[0]
+    rng = torch.Generator().manual_seed(3)
+    query, output = (torch.randn(5, H, D, generator=rng).to(dtype) for _ in range(2))
+    active = [ActiveRows(slice(1, 3), memory), ActiveRows(torch.tensor([4]), memory)]
+    result = output.clone()
+    add_memory(DecoupledStep(active), query, result, layer=0, scale=SCALE)
+    assert torch.equal(result[[0, 3]], output[[0, 3]])
+    assert pages.map_in is not None
+    assert pages.map_out is not None
+    for row, kv_head in itertools.product((1, 2, 4), range(J)):
+        heads = slice(kv_head * G, (kv_head + 1) * G)
+        logits, values = _memory_of_head(query[row, heads].double(), memory, kv_head)
+        logits[:, -2] = 0  # the null token has no bias; there is no remainder
+        own = output[row, heads].double()
+        weight = torch.ones(1) if memory.map_weight is None else memory.map_weight
+        map_in, map_out = (t[kv_head, memory.map_rows].double() for t in (pages.map_in, pages.map_out))
+        mapped = (weight.double() * (map_in @ own.flatten())) @ map_out
+        expected = own + logits.softmax(dim=1) @ values + pages.gate * mapped.view(G, D)
+        assert (result[row, heads] - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_no_row_with_memory_needs_no_plan() -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
-import torch
 
-from inducekv_vllm.attention.pages import LayerPages, RequestMemory, ResidentBundle
+from inducekv_vllm.attention.pages import ResidentBundle
+from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.slots import NO_MEMORY, SlotTable
+from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.page_terms import Form
+from inducekv_vllm.page_terms import Form, Retrieval, page_terms
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
 
 
 def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> None:
@@ -59,37 +63,77 @@ def test_invariants_hold_under_random_use() -> None:
         table.check()
 
 
-def _memory(form: Form = "merged") -> RequestMemory:
-    layer = LayerPages(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), gate=1.0, bias=0.0)
-    bundle = ResidentBundle("digest", num_entries=2, payload_tokens=1, weighting="prior", form=form, layers=(layer,))
-    return RequestMemory(bundle, None, None, None, None, float("-inf"))
+SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
+TERMS = page_terms(
+    Retrieval(np.arange(2), np.full(2, 0.5, np.float32)), "uniform", payload_tokens=1, num_entries=2, remainder=False
+)
+
+
+@dataclass(eq=False)
+class _World:
+    capacity: int
+
+    def __post_init__(self) -> None:
+        self.pool = poisoned_pool(SHAPE)
+        self.requests = MemoryOfRequests(self.capacity, TermTables.allocate(self.capacity, SHAPE, CPU))
+
+    def bundle(self, form: Form = "merged") -> ResidentBundle:
+        weighting = "prior" if form == "merged" else "uniform"
+        activations = {} if form == "merged" else {"t": "prompt"}
+        bundle = fitting_bundle(SHAPE, 2, 1, weighting=weighting, form=form, activations=activations)
+        return store(self.pool, bundle)
+
+    def start(self, request: str, content: str, bundle: ResidentBundle, start: int = 0) -> None:
+        self.requests.start(request, content, bundle, TERMS, start)
+
+    def found(self, requests: str, form: Form) -> list[ResidentBundle | None] | None:
+        memories = self.requests.of_requests(list(requests), form)
+        return memories and [memory and memory.bundle for memory in memories]
 
 
 def test_requests_find_their_memory_by_form() -> None:
-    requests = MemoryOfRequests(capacity=3)
-    first, second, decoupled = _memory(), _memory(), _memory("decoupled")
-    requests.start("a", "x", first, 0)
-    requests.start("c", "y", second, 0)
-    requests.start("d", "z", decoupled, 7)
-    assert requests.of_requests(["c", "b", "a", "d"], "merged") == [second, None, first, None]
-    assert requests.of_requests(["c", "b", "a", "d"], "decoupled") == [None, None, None, decoupled]
-    assert requests.of_requests(["b", "d"], "merged") is None
-    assert [requests.first_active(request) for request in "abd"] == [0, 0, 7]
+    world = _World(capacity=3)
+    first, second, decoupled = world.bundle(), world.bundle(), world.bundle("decoupled")
+    world.start("a", "x", first)
+    world.start("c", "y", second)
+    world.start("d", "z", decoupled, 7)
+    assert world.found("cbad", "merged") == [second, None, first, None]
+    assert world.found("cbad", "decoupled") == [None, None, None, decoupled]
+    assert world.found("bd", "merged") is None
+    assert [world.requests.first_active(request) for request in "abd"] == [0, 0, 7]
 
 
 def test_a_preempted_request_gives_its_slot_back_until_it_resumes() -> None:
-    requests = MemoryOfRequests(capacity=1)
-    memory, other = _memory(), _memory()
-    requests.start("a", "x", memory, 0)
-    requests.pause(["a"])
-    assert requests.of_requests(["a"], "merged") is None
-    requests.start("b", "y", other, 0)
+    world = _World(capacity=1)
+    first, other = world.bundle(), world.bundle()
+    world.start("a", "x", first)
+    world.requests.pause(["a"])
+    assert world.found("a", "merged") is None
+    world.start("b", "y", other)
     with pytest.raises(CapacityError, match="all 1 memory slots"):
-        requests.resume("a")
-    requests.finish(["b"])
-    requests.resume("a")
-    requests.resume("plain")  # a request without memory
-    assert requests.of_requests(["a", "b", "plain"], "merged") == [memory, None, None]
-    requests.finish(["a", "b"])
-    assert requests.slots.used == 0
-    assert requests.of_requests(["a"], "merged") is None
+        world.requests.resume("a")
+    world.requests.finish(["b"])
+    world.requests.resume("a")
+    world.requests.resume("p")  # a request without memory
+    assert world.found("abp", "merged") == [first, None, None]
+    world.requests.finish(["a", "b"])
+    assert world.requests.slots.used == 0
+    assert world.found("a", "merged") is None
+
+
+def test_the_pages_of_an_unloaded_bundle_are_free_when_its_last_request_has_ended() -> None:
+    world = _World(capacity=2)
+    bundle = world.bundle()
+    free = world.pool.allocator.num_free
+    world.start("a", "x", bundle)
+    world.start("b", "x", bundle)
+    world.requests.pause(["b"])
+    assert "b" in world.requests
+    bundle.region.release()  # the bundle is unloaded
+    world.requests.finish(["a"])
+    world.requests.resume("b")
+    assert world.found("b", "merged") == [bundle]
+    assert world.pool.allocator.num_free == free
+    world.requests.finish(["b", "never"])
+    assert "b" not in world.requests
+    assert world.pool.allocator.num_free > free

@@ -1,0 +1,121 @@
+"""What differs between platforms: how tensors leave the device without a running step waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+
+class HostCopy(Protocol):
+    """A tensor on its way to the host."""
+
+    def wait(self) -> Tensor:
+        """The tensor on the host. Only this call waits for the device."""
+        ...
+
+
+class Device(Protocol):
+    """The device of a worker. `device_of` chooses its class, and nothing else asks for the platform."""
+
+    torch_device: torch.device
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        """Begin to copy a tensor to the host, after the work that is queued now."""
+        ...
+
+    def index(self, numbers: list[int]) -> Tensor:
+        """The numbers as int64 on the device."""
+        ...
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device, after the work that is queued now."""
+        ...
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """Within this context a thread's work runs beside the steps, after those that are queued at its beginning.
+
+        At its end that work is done, and steps that begin later see it.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """The device's memory that nobody uses."""
+        ...
+
+
+def device_of(torch_device: torch.device) -> Device:
+    """The operations of a device of this kind."""
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice(torch_device)
+
+
+class CpuDevice:
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        return _OnHost(tensor)
+
+    def index(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+
+class _OnHost:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
+
+
+class CudaDevice:
+    def __init__(self, torch_device: torch.device) -> None:
+        """Create it on the thread that runs the steps."""
+        self.torch_device = torch_device
+        self._steps = torch.cuda.current_stream(torch_device)
+        self._side = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        return _PinnedCopy(tensor)
+
+    def index(self, numbers: list[int]) -> Tensor:
+        return self.upload(torch.tensor(numbers, dtype=torch.int64))
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # A fresh pinned buffer each time: one that is used again could change before the copy has run.
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    @contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        self._side.wait_stream(self._steps)
+        with torch.cuda.stream(self._side):
+            yield
+        self._side.synchronize()
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+
+class _PinnedCopy:
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = torch.Event(tensor.device)
+        self._copied.record()
+
+    def wait(self) -> Tensor:
+        self._copied.synchronize()
+        return self._host

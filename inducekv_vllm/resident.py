@@ -1,0 +1,66 @@
+"""The bundles of a worker: read and copied into the pool by a thread, while the worker goes on with its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .attention.pages import ResidentBundle
+
+
+class ResidentBundles:
+    """Bundles by digest. One thread calls it; loads run one after the other in another thread.
+
+    That thread keeps the worker's priority: with a lower one, it would hold Python's lock for as long as other programs
+    keep it waiting for a core, and the steps would wait for it.
+    """
+
+    def __init__(self, load: Callable[[str, str], ResidentBundle]) -> None:
+        """`load` reads the bundle at a path, checks that it has a digest, and stores it in the pool."""
+        self._load = load
+        self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
+        self._thread = ThreadPoolExecutor(1, "inducekv-load")
+
+    def __getitem__(self, digest: str) -> ResidentBundle:
+        """A bundle that has been loaded."""
+        assert self._bundles[digest].done()
+        return self._bundles[digest].result()
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self.loaded
+
+    @property
+    def loaded(self) -> dict[str, ResidentBundle]:
+        done = {digest: future for digest, future in self._bundles.items() if future.done()}
+        return {digest: future.result() for digest, future in done.items() if future.exception() is None}
+
+    def begin(self, path: str, digest: str) -> None:
+        """Begin to load a bundle, and return at once. Does nothing if it is loaded or on its way."""
+        future = self._bundles.get(digest)
+        if future is None or (future.done() and future.exception() is not None):
+            self._bundles[digest] = self._thread.submit(self._load, path, digest)
+
+    def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
+        """The bundle, or why it could not be loaded; None while it is loaded."""
+        future = self._bundles[digest]
+        if not future.done():
+            return None
+        return future.exception() or future.result()
+
+    def unload(self, digest: str) -> bool:
+        """Drop a bundle, or its load; return whether there was one. Running requests keep its pages until they end."""
+        future = self._bundles.pop(digest, None)
+        if future is None:
+            return False
+        if not future.cancel():
+            future.add_done_callback(_release)  # at once, or when its load ends
+        return True
+
+    def close(self) -> None:
+        """Wait for the running load, and begin no other."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _release(future: Future[ResidentBundle]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().region.release()

@@ -1,0 +1,104 @@
+"""A step's rows, from the tables that vLLM's model runner keeps on the host: nothing is read back from the device.
+
+vLLM has two model runners. `follow_runner` hides the difference: it tells the worker of every step once the runner has
+put its requests in order, before attention metadata is built, and gives what the forward pass of that step has left.
+
+Shapes: n requests and R rows (query tokens) of a step, d hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The requests of a step in the order of their rows."""
+
+    request_ids: Sequence[str]  # [n]
+    num_computed: Sequence[int]  # [n], tokens of each request before this step
+    num_scheduled: Sequence[int]  # [n], rows of each request
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each request, and the number of rows: [n + 1]."""
+        return list(itertools.accumulate(self.num_scheduled, initial=0))
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the forward pass of a step leaves on the device, one row a token; the next step overwrites it."""
+
+    hidden: Tensor  # [R, d] final hidden states, after the last norm
+    token_ids: Tensor  # [R]
+    slots: Tensor  # [R] int64, a row's place in the first group of the KV cache: block times block size plus offset
+
+
+class RunnerTables(Protocol):
+    """The running step of a model runner."""
+
+    def forward_pass(self, num_rows: int) -> ForwardPass | None:
+        """What the step's forward pass left. Call it between the runner's `execute_model` and `sample_tokens`.
+
+        None if the step had no forward pass.
+        """
+        ...
+
+
+def follow_runner(runner: Any, is_v2: bool, on_rows: Callable[[StepRows], None]) -> RunnerTables:
+    """Call `on_rows` in every step of this runner as soon as its rows are known.
+
+    Neither dummy runs nor the capture of CUDA graphs call it. Hooks of the model would not do in its place: replayed
+    graphs do not call them.
+    """
+    return (_V2Tables if is_v2 else _V1Tables)(runner, on_rows)
+
+
+class _V2Tables:
+    def __init__(self, runner: Any, on_rows: Callable[[StepRows], None]) -> None:
+        self._runner = runner
+        prepare_inputs = runner.prepare_inputs
+
+        def prepare_and_tell(*args: Any, **kwargs: Any) -> Any:
+            batch = prepare_inputs(*args, **kwargs)
+            on_rows(StepRows(batch.req_ids, batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()))
+            return batch
+
+        runner.prepare_inputs = prepare_and_tell
+
+    def forward_pass(self, num_rows: int) -> ForwardPass | None:
+        state = self._runner.execute_model_state
+        if state is None:
+            return None
+        slots = next(iter(state.slot_mappings_by_layer.values()))
+        return ForwardPass(state.hidden_states[:num_rows], state.input_batch.input_ids[:num_rows], slots[:num_rows])
+
+
+class _V1Tables:
+    def __init__(self, runner: Any, on_rows: Callable[[StepRows], None]) -> None:
+        self._runner = runner
+        prepare_inputs = runner._prepare_inputs
+
+        def prepare_and_tell(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = prepare_inputs(scheduled, *args, **kwargs)
+            ids = list(runner.input_batch.req_ids)
+            num_computed = runner.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
+            on_rows(StepRows(ids, num_computed, [scheduled.num_scheduled_tokens[request_id] for request_id in ids]))
+            return prepared
+
+        runner._prepare_inputs = prepare_and_tell
+
+    def forward_pass(self, num_rows: int) -> ForwardPass | None:
+        runner = self._runner
+        if runner.execute_model_state is None:
+            return None
+        return ForwardPass(
+            runner.execute_model_state.hidden_states[:num_rows],
+            runner.input_ids.gpu[:num_rows],
+            runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows],
+        )

@@ -1,0 +1,95 @@
+"""Bundles that load in the background: what is known while they do, and what is left when they fail or are dropped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.attention.page_allocator import PageAllocator
+from inducekv_vllm.errors import BundleError
+from inducekv_vllm.resident import ResidentBundles
+
+
+class Loader:
+    """Loads that wait until they are let go; paths named "bad" fail."""
+
+    def __init__(self) -> None:
+        self.allocator = PageAllocator(4)
+        self.let_go, self.begun = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def load(self, path: str, digest: str) -> Any:
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        assert self.let_go.wait(30)
+        if path == "bad":
+            raise BundleError("bad: no such file")
+        return SimpleNamespace(digest=digest, region=self.allocator.allocate(2), nbytes=7)
+
+
+@pytest.fixture
+def loader() -> Loader:
+    return Loader()
+
+
+@pytest.fixture
+def bundles(loader: Loader) -> Iterator[ResidentBundles]:
+    bundles = ResidentBundles(loader.load)
+    yield bundles
+    loader.let_go.set()
+    bundles.close()
+
+
+def wait(bundles: ResidentBundles, digest: str) -> Any:
+    return bundles._bundles[digest].exception(30) or bundles[digest]
+
+
+def test_the_worker_goes_on_while_a_bundle_is_loaded(bundles: ResidentBundles, loader: Loader) -> None:
+    bundles.begin("a", "A")
+    assert loader.begun.wait(30)
+    assert bundles.outcome("A") is None
+    assert "A" not in bundles
+    loader.let_go.set()
+    assert wait(bundles, "A").digest == "A"
+    assert bundles.outcome("A") is bundles["A"]
+    assert bundles.loaded.keys() == {"A"}
+    assert threading.current_thread().name not in loader.threads
+
+
+def test_a_content_is_loaded_once(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    for _ in range(3):
+        bundles.begin("a", "A")
+        wait(bundles, "A")
+    assert len(loader.threads) == 1
+
+
+def test_a_failure_is_reported_until_the_next_attempt(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    bundles.begin("bad", "A")
+    wait(bundles, "A")
+    for _ in range(2):  # ranks that are slower are asked again, and so is this one
+        assert str(bundles.outcome("A")) == "bad: no such file"
+    assert "A" not in bundles
+    bundles.begin("good", "A")
+    assert wait(bundles, "A").digest == "A"
+
+
+def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundles, loader: Loader) -> None:
+    bundles.begin("a", "A")
+    assert loader.begun.wait(30)
+    bundles.begin("b", "B")  # it waits for the first one, and never runs
+    assert bundles.unload("A")
+    assert bundles.unload("B")
+    assert not bundles.unload("A")
+    loader.let_go.set()
+    bundles.begin("c", "C")
+    wait(bundles, "C")  # after the first one has ended
+    assert loader.allocator.num_free == 2
+    assert len(loader.threads) == 2
+    assert bundles.unload("C")
+    assert loader.allocator.num_free == 4
