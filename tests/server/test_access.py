@@ -206,7 +206,7 @@ class TestServer:
         with bundles.loaded("logged", world.paths["other"]):
             assert bundles.load("logged", world.paths["sqrt"], replace=True).status_code == 200
         httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
-        (log,) = tmp_path_factory.getbasetemp().glob("server*/server.log")
+        (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
         lines = log.read_text().splitlines()
         before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
         for level, line in (
