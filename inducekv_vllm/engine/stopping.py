@@ -6,14 +6,16 @@ these steps around it:
 
 1. New requests are refused. With a time-out (`--shutdown-timeout`), those that run may end within it: their key pass,
    the call that fetches the key, and their answer; and so may loads of bundles.
-2. vLLM's own shutdown, with what is left of the time-out.
-3. Streams that are left end as aborted ones, and calls that are left raise an error.
+2. Streams that are left end as aborted ones, and calls that are left raise an error. Otherwise they would wait for
+   ever, or end with the engine's death.
+3. vLLM's own shutdown, with what is left of the time-out; then step 2 again, for what came in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -23,6 +25,7 @@ from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 POLL_S = 0.05
+LOOP_WAIT_S = 5.0  # for the event loop of a busy machine
 ENGINE_CHECK_S = 1.0  # how often a call looks whether the engine has died
 
 
@@ -91,12 +94,24 @@ class EngineStop:
         # Without the event loop nothing comes to an end.
         while self._busy() and self._loop.is_running() and time.monotonic() < deadline:
             time.sleep(POLL_S)
+        self._end_on_loop()
         self._plain_shutdown(timeout=None if timeout is None else max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            self._loop.call_soon_threadsafe(self._end_what_waits)
+        self._end_on_loop()
 
     def _busy(self) -> bool:
         return bool(self._running or cast(AsyncLLM, self._client).get_num_unfinished_requests())
+
+    def _end_on_loop(self) -> None:
+        """Run `_end_what_waits` where streams and calls live; give up if the event loop is stuck."""
+        ended = threading.Event()
+
+        def end() -> None:
+            self._end_what_waits()
+            ended.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(end)
+            ended.wait(LOOP_WAIT_S if self._loop.is_running() else 0.0)
 
     def _end_what_waits(self) -> None:
         processor = cast(AsyncLLM, self._client).output_processor

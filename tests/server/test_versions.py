@@ -36,9 +36,11 @@ class Workers:
             path, digest = args
             assert Path(path).is_file()
             self.resident[digest] = path
-        else:
-            assert method == "inducekv_unload_bundle"
+        elif method == "inducekv_unload_bundle":
             self.resident.pop(args[0], None)
+        else:
+            assert method == "inducekv_load_outcome"
+            assert args[0] in self.resident
         return [{"ok": True, "bytes": 1}]
 
 

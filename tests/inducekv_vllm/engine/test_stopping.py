@@ -31,6 +31,8 @@ class Engine:
 
     def abort(self, request_ids: list[str], internal: bool) -> None:
         assert internal
+        for request_id in request_ids:
+            del self.output_processor.request_states[request_id]
         self.aborted += request_ids
 
     async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> str:
