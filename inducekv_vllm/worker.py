@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
 from .block_sums import BlockSums
-from .bundle import read_bundle
+from .bundle import BackboneFingerprint, read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
@@ -250,9 +251,14 @@ class InduceKVWorker(CPUWorker):
             return {"ok": False, "error": str(outcome) or repr(outcome)}
         return None if outcome is None else {"ok": True, "bytes": outcome.nbytes}
 
+    @cached_property
+    def _backbone(self) -> BackboneFingerprint:
+        """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
+        return backbone_fingerprint(self.model_config.model)
+
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it into the pool; runs in a thread."""
-        bundle = read_bundle(path, backbone=backbone_fingerprint(self.model_config.model))
+        bundle = read_bundle(path, backbone=self._backbone)
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         if bundle.metadata.form == "merged" and self._merged_refusal is not None:

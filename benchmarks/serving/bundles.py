@@ -17,9 +17,9 @@ from benchmarks.serving.methods import DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, b
 from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, write_bundle
 from inducekv_vllm.fingerprint import backbone_fingerprint
-from inducekv_vllm.footprint import footprint_bytes
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.model import Backbone
+from selector.update.measures import entry_bytes
 
 SEED = 11
 TEMPERATURE = 0.07  # the paper's start
@@ -88,11 +88,7 @@ def stored_bytes(bundles: dict[str, Path], name: str) -> int:
     """Of a method's bundle (paper, Eq. bytes_per_entry); 0 if the model of this name has no memory."""
     if name not in bundles:
         return 0
-    facts = read_bundle(bundles[name], verify=False).metadata
-    shape = facts.backbone
-    return footprint_bytes(
-        facts.budget, shape.hidden_size, shape.num_layers, shape.num_kv_heads, facts.payload_tokens, shape.head_dim
-    )
+    return entry_bytes(read_bundle(bundles[name], verify=False))
 
 
 def save_adapter(model: Path, geometry: Geometry | None, work: Path) -> tuple[Path, int, int]:
