@@ -36,6 +36,10 @@ class Device(Protocol):
         """The tensor on the device, after the work that is queued now."""
         ...
 
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor of the host to one of the device, after the work that is queued now."""
+        ...
+
     def beside_steps(self) -> AbstractContextManager[object]:
         """Within this context a thread's work runs beside the steps, after those that are queued at its beginning.
 
@@ -65,6 +69,9 @@ class CpuDevice:
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
     def beside_steps(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -97,6 +104,9 @@ class CudaDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         # A fresh pinned buffer each time: one that is used again could change before the copy has run.
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source.pin_memory(), non_blocking=True)
 
     @contextmanager
     def beside_steps(self) -> Iterator[None]:

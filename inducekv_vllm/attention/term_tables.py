@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..device import Device
 from ..page_terms import FloatArray, PageTerms
@@ -102,15 +101,9 @@ class TermTables:
             log_remainder=terms.log_remainder,
             map_rows=span_of(map_rows),
             map_weight=map_weight if len(map_rows) and not bool((weight == 1).all()) else None,
-            biased_log_weight=self._biased(slot, bundle, len(tokens)) if len(nulls) else None,
+            slot=slot,
+            entries=entries.tobytes(),
         )
-
-    def _biased(self, slot: int, bundle: ResidentBundle, num_tokens: int) -> Tensor | None:
-        """The log weights of a decoupled memory with each layer's bias, [L, S]; None if they are all 0."""
-        log_weight = self.log_weight[slot, :num_tokens]
-        if not any(pages.bias for pages in bundle.layers) and not bool(log_weight.any()):
-            return None
-        return pad(self.bias[:, slot, None] + log_weight, (0, 1))
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> Tensor:
         """Overwrite the first columns of a slot's row, and return them."""

@@ -1,10 +1,12 @@
-"""What each of vLLM's two model runners must do with memory: V1 here, V2 in `test_v2_runner.py`, which runs this file.
+"""What each of vLLM's two model runners must do with memory, with the memory attention of CPUs and with that of GPUs.
 
-Every answer is compared with transformers.
+Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that of GPUs, on V1 and on V2. Every answer is
+compared with transformers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tests.inducekv_vllm.parity import (
 from tests.reference import reference_logprobs
 
 CHUNK, BLOCK = 40, 32
+WORKER = os.environ.get("INDUCEKV_TEST_WORKER")  # a class in place of the platform's
 KINDS = (None, "sqrt", "generation", "prior", "text", "other", "prompt")
 
 
@@ -53,6 +56,7 @@ def served(world: World) -> Iterator[MemoryEngine]:
     """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
     small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
     small |= {"additional_config": {"inducekv": {"memory_pool_entries": 128}}}
+    small |= {"worker_cls": WORKER} if WORKER else {}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(world, llm)
 
@@ -141,6 +145,12 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
         served.offline.load_bundle(tmp_path / "large.safetensors")
     assert llm.collective_rpc("inducekv_stats")[0] == before
     served.check(prompts(1, seed=9), ["prior"])
+
+
+@pytest.mark.skipif(WORKER is None, reason="the memory attention of CPUs")
+def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
+    calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
+    assert all(calls[kind] > 30 for kind in ("kernels", "twin", "graphs", "lse")), calls
 
 
 def test_nothing_is_left_behind(served: MemoryEngine) -> None:
