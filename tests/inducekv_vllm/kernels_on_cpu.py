@@ -1,6 +1,6 @@
 """The GPU worker's memory attention in a CPU worker: kernels in Triton's interpreter, FlashAttention in plain torch.
 
-`KernelsOnCPU` is for `--worker-cls`. Steps that only generate are served as CUDA graphs would serve them: by what was
+Both classes are for `--worker-cls`. Steps that only generate are served as CUDA graphs would serve them: by what was
 recorded before, for more rows than the step has, from buffers that the step fills.
 """
 
@@ -26,20 +26,11 @@ from inducekv_vllm.plugin import FLASH_BACKEND
 from inducekv_vllm.runner import StepRows
 from inducekv_vllm.worker_cuda import InduceKVCUDAWorker
 
-WORKER_CLS = f"{__name__}.KernelsOnCPU"
 GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated
 
 
-class KernelsOnCPU(InduceKVCUDAWorker, CPUWorker):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        vars(flash_attn).update(
-            get_flash_attn_version=lambda **_: 2,
-            flash_attn_varlen_func=attend,
-            reshape_and_cache_flash=cache,
-            get_scheduler_metadata=lambda **_: None,
-        )
-        register_backend(AttentionBackendEnum.CPU_ATTN, FLASH_BACKEND)
-        super().__init__(*args, **kwargs)
+class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
+    """vLLM's own CPU attention: it keeps no log-sum-exp, so only decoupled memory can be served."""
 
     def make_attention(self, tables: TermTables) -> MemoryAttention:
         return ReplayedKernels(
@@ -56,6 +47,20 @@ class KernelsOnCPU(InduceKVCUDAWorker, CPUWorker):
     def inducekv_calls(self) -> dict[str, int]:
         """How often each way to add memory was called."""
         return dict(CALLS)
+
+
+class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
+    """InduceKV's FlashAttention backend, whose functions are those below."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vars(flash_attn).update(
+            get_flash_attn_version=lambda **_: 2,
+            flash_attn_varlen_func=attend,
+            reshape_and_cache_flash=cache,
+            get_scheduler_metadata=lambda **_: None,
+        )
+        register_backend(AttentionBackendEnum.CPU_ATTN, FLASH_BACKEND)
+        super().__init__(*args, **kwargs)
 
 
 CALLS = dict.fromkeys(("kernels", "twin", "graphs", "lse"), 0)

@@ -1,6 +1,6 @@
-"""`test_runners.py` with the memory attention of GPUs, on both of vLLM's model runners, in processes of their own.
+"""Tests of engines again, with the memory attention of GPUs, in processes of their own.
 
-Triton's interpreter runs the kernels, and those of the V2 runner, which needs Triton when vLLM is imported.
+Triton's interpreter runs the kernels, and those of vLLM's V2 model runner, which needs Triton when vLLM is imported.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.inducekv_vllm.kernels_on_cpu import WORKER_CLS
+from tests.inducekv_vllm.kernels_on_cpu import KernelsAroundCPUAttention, KernelsAroundFlashAttention
+from tests.inducekv_vllm.parity import WORKER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.inducekv_vllm.triton_cpu"
-TESTS = "tests/inducekv_vllm/test_runners.py"
-# V1 prepares its rows by another adapter, which these tests cover; the rest does not depend on the runner.
-V1_TESTS = "every_kind or one_token or took_part or left_behind"
+RUNNERS, KINDS = "test_runners.py", "test_decoupled_attention_kinds.py"
 
 
 def install(folder: Path) -> None:
@@ -33,8 +32,20 @@ def install(folder: Path) -> None:
     (facts / "entry_points.txt").write_text("[triton.backends]\ncpu = interpreted_cpu\n")
 
 
-@pytest.mark.parametrize(("runner", "selected"), [("1", ""), ("0", V1_TESTS)], ids=["V2", "V1"])
-def test_answers_are_those_of_transformers(tmp_path: Path, runner: str, selected: str) -> None:
+@pytest.mark.parametrize(
+    ("worker", "runner", "tests", "selected"),
+    [
+        (KernelsAroundFlashAttention, "1", RUNNERS, ""),
+        # V1 tells the rows of a step by another adapter; nothing else depends on the runner.
+        (KernelsAroundFlashAttention, "0", RUNNERS, "every_kind or one_token or took_part or left_behind"),
+        # Another backend: sinks and sliding windows, without a log-sum-exp.
+        (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
+    ],
+    ids=["V2", "V1", "another backend"],
+)
+def test_answers_are_those_of_transformers(
+    tmp_path: Path, worker: type, runner: str, tests: str, selected: str
+) -> None:
     install(tmp_path)
     paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -42,9 +53,11 @@ def test_answers_are_those_of_transformers(tmp_path: Path, runner: str, selected
         "PYTHONPATH": os.pathsep.join(paths),
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": runner,
-        "INDUCEKV_TEST_WORKER": WORKER_CLS,
+        WORKER_VARIABLE: f"{worker.__module__}.{worker.__name__}",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected, TESTS]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected]
+    run = subprocess.run(
+        [*command, f"tests/inducekv_vllm/{tests}"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert ("Using V2 Model Runner" in run.stdout + run.stderr) == (runner == "1")

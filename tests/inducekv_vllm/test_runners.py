@@ -1,7 +1,7 @@
 """What each of vLLM's two model runners must do with memory, with the memory attention of CPUs and with that of GPUs.
 
-Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that of GPUs, on V1 and on V2. Every answer is
-compared with transformers.
+Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that of GPUs, on V1 and on V2. Every answer
+is compared with transformers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.inducekv_vllm.bundles import as_decoupled, remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
+    WORKER_VARIABLE,
     MemoryEngine,
     World,
     engine,
@@ -35,7 +36,6 @@ from tests.inducekv_vllm.parity import (
 from tests.reference import reference_logprobs
 
 CHUNK, BLOCK = 40, 32
-WORKER = os.environ.get("INDUCEKV_TEST_WORKER")  # a class in place of the platform's
 KINDS = (None, "sqrt", "generation", "prior", "text", "other", "prompt")
 
 
@@ -56,7 +56,6 @@ def served(world: World) -> Iterator[MemoryEngine]:
     """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
     small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
     small |= {"additional_config": {"inducekv": {"memory_pool_entries": 128}}}
-    small |= {"worker_cls": WORKER} if WORKER else {}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(world, llm)
 
@@ -147,7 +146,7 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
     served.check(prompts(1, seed=9), ["prior"])
 
 
-@pytest.mark.skipif(WORKER is None, reason="the memory attention of CPUs")
+@pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="the memory attention of CPUs")
 def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
     calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
     assert all(calls[kind] > 30 for kind in ("kernels", "twin", "graphs", "lse")), calls
