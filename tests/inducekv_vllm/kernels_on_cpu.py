@@ -64,7 +64,7 @@ class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
 
 
 CALLS = dict.fromkeys(("kernels", "twin", "graphs", "lse"), 0)
-KERNEL_CALLS = 64  # the interpreter takes up to a second for each
+KERNEL_CALLS = 36  # the interpreter takes up to a second for each
 
 
 def some_by_kernels(*arguments: Any) -> None:

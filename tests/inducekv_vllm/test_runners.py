@@ -149,7 +149,7 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
 @pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="the memory attention of CPUs")
 def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
     calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
-    assert all(calls[kind] > 30 for kind in ("kernels", "twin", "graphs", "lse")), calls
+    assert all(calls[kind] >= 36 for kind in ("kernels", "twin", "graphs", "lse")), calls
 
 
 def test_nothing_is_left_behind(served: MemoryEngine) -> None:
