@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..device import Device
 from .kernels.layout import StepTensors
-from .kernels.tiles import LEAST_LANES, SMALL_MEMORY, LaunchShape, Processors, StepPlan, launch_shape, plan_tiles
+from .kernels.tiles import LEAST_LANES, SMALL_MEMORY, LaunchShape, Processors, launch_shape, plan_tiles
 from .pages import RequestMemory
 
 IntArray = npt.NDArray[np.int32]
@@ -31,7 +32,7 @@ class MemoryRows:
     maps: bool  # some memory has maps
     merged: bool  # some memory is merged
 
-    @property
+    @cached_property
     def groups(self) -> IntArray:
         """Which rows share tiles, [R]: those of one slot, or else those that read the same pages.
 
@@ -40,7 +41,7 @@ class MemoryRows:
         """
         return self.slots if self.one_slot else self.page_sets
 
-    @property
+    @cached_property
     def one_slot(self) -> bool:
         slots, rows_of_slot = np.unique(self.slots[self.slots > 0], return_counts=True)
         return rows_of_slot.max() >= LEAST_LANES or len(slots) == len(np.unique(self.page_sets[self.page_sets > 0]))
@@ -170,7 +171,7 @@ class GraphBuffers:
         self._row_slot = torch.zeros(most_rows, dtype=torch.int32, device=device.torch_device)
         self._tile_rows = torch.full((numbers,), -1, dtype=torch.int32, device=device.torch_device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=device.torch_device)
-        self._is_idle = True
+        self._written: tuple[int, bytes, bytes] | None = None  # what the buffers hold; None: they are idle
 
     def launch(self, num_rows: int) -> StepLaunch:
         """What a graph of this many rows launches; it reads the buffers."""
@@ -180,17 +181,20 @@ class GraphBuffers:
 
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
+        new = (num_rows, rows.slots.tobytes(), rows.page_sets.tobytes())
+        if new == self._written:  # as in most steps
+            return
         shape = self._geometry.of_graph(num_rows, self._lse)
-        plan: StepPlan = plan_tiles(rows.page_sets, rows.lengths, shape)
+        plan = plan_tiles(rows.page_sets, rows.lengths, shape)
         self._device.write(self._row_slot[: len(rows.slots)], torch.from_numpy(rows.slots))
         self._device.write(self._tiles(shape), torch.from_numpy(plan.tile_rows))
-        self._is_idle = False
+        self._written = new
 
     def clear(self) -> None:
         """The step has no memory."""
-        if not self._is_idle:
+        if self._written is not None:
             self._tile_rows.fill_(-1)
-            self._is_idle = True
+            self._written = None
 
     def _tiles(self, shape: LaunchShape) -> Tensor:
         return self._tile_rows[: shape.tiles * shape.height].view(shape.tiles, shape.height)

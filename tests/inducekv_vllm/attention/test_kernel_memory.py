@@ -252,6 +252,7 @@ class TestGraphs:
             (8, [(i % 4, 0, 5, 1) for i in range(7)]),
             (4, [(None, 0, 5, 1)]),
             (8, [(3, 0, 5, 1), (2, 0, 5, 1), (3, 0, 5, 1)]),
+            (8, [(3, 0, 6, 1), (2, 0, 6, 1), (3, 0, 6, 1)]),  # nothing has to be written
             (4, [(1, 9, 5, 1)]),
         ]
         for seed, (rows, step) in enumerate(decoding):
