@@ -20,7 +20,7 @@ class HostCopy(Protocol):
 
 
 class Device(Protocol):
-    """The device of a worker. `device_of` chooses its class, and nothing else asks for the platform."""
+    """The device of a worker. `device_of` chooses its class."""
 
     torch_device: torch.device
 
@@ -38,6 +38,10 @@ class Device(Protocol):
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of the host to one of the device, after the work that is queued now."""
+        ...
+
+    def begin_step(self) -> None:
+        """The calling thread is about to queue a step's work."""
         ...
 
     def beside_steps(self) -> AbstractContextManager[object]:
@@ -73,6 +77,9 @@ class CpuDevice:
     def write(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
+    def begin_step(self) -> None:
+        pass
+
     def beside_steps(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -90,9 +97,8 @@ class _OnHost:
 
 class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
-        """Create it on the thread that runs the steps."""
         self.torch_device = torch_device
-        self._steps = torch.cuda.current_stream(torch_device)
+        self._steps = torch.cuda.current_stream(torch_device)  # of the thread that runs the steps
         self._side = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensor: Tensor) -> HostCopy:
@@ -107,6 +113,10 @@ class CudaDevice:
 
     def write(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source.pin_memory(), non_blocking=True)
+
+    def begin_step(self) -> None:
+        # vLLM gives a thread a stream of its own when it first asks for one, which may be after the model is loaded.
+        self._steps = torch.cuda.current_stream(self.torch_device)
 
     @contextmanager
     def beside_steps(self) -> Iterator[None]:

@@ -94,9 +94,9 @@ class MemoryWorker(Worker):
             head_size=self.model_config.get_head_size(),
         )
         dtype = dtype_of(self.model_config)
-        self.pool = PagePool(shape, dtype, self._device)
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
         num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
+        self.pool = PagePool(shape, dtype, self._device, beside=TermTables.bytes_of(num_slots, shape))
         tables = TermTables.allocate(num_slots, shape, self._device)
         self.memory_of_requests = MemoryOfRequests(num_slots, tables)
         logger.info(
@@ -125,6 +125,7 @@ class MemoryWorker(Worker):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        self._device.begin_step()
         self._follow_schedule(scheduler_output)
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)

@@ -125,8 +125,8 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
     for name, impl in impls:
         if not issubclass(type(impl), ours):
             raise UnsupportedModel(
-                f"merged memory cannot be served: layer {name} uses {type(impl).__name__}, not {ours.__name__}; "
-                "on a GPU, --attention-backend FLASH_ATTN chooses it"
+                f"merged memory cannot be served: layer {name} uses {type(impl).__name__}, which does not give the "
+                "log-sum-exp of its self-attention; on a GPU, start with --attention-backend FLASH_ATTN"
             )
         refusals = [
             (

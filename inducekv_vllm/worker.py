@@ -1,7 +1,7 @@
 """The worker of the served platform. `--worker-cls inducekv_vllm.worker.InduceKVWorker` selects it.
 
-Nothing else asks which platform serves, but for `device.py`, which moves tensors, and `plugin.py`, which registers both
-platforms' attention backends.
+Only `device.py`, which moves tensors, and `cpu_lora.py` ask for the platform again. `plugin.py` registers the attention
+backends of all.
 """
 
 from __future__ import annotations

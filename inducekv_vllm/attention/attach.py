@@ -27,7 +27,10 @@ class AddsMemory(Protocol):
 
 
 class KeepsLse:
-    """An implementation that can keep the log-sum-exp of its self-attention."""
+    """An implementation that can keep the log-sum-exp of its self-attention.
+
+    vLLM fixes what `forward` takes and returns, so its caller sets `keeps_lse` before, and takes `self_lse` after.
+    """
 
     keeps_lse: bool = False
     self_lse: Tensor | None = None  # [rows without padding, H] float32, of the last forward pass
@@ -71,6 +74,8 @@ def _with_memory(base: Any) -> type:
                 lse, self.self_lse = self.self_lse, None
                 assert lse is not None
                 query, output = query[: len(lse)], output[: len(lse)]
+            if query.dtype != output.dtype:  # quantised for the KV cache
+                query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
             if attn_metadata is not None:  # None: a profiling run
                 self.memory.add(self.layer_index, query, output, lse, self.scale)
             return result

@@ -81,7 +81,7 @@ class KernelMemoryAttention:
                 launch.check(layer_pool, self._tables, self._num_heads)
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
-        self._graphs = GraphBuffers(self._geometry, most_graph_rows, False, device)
+        self._graphs: GraphBuffers  # from `attach` on
         self._in_step = False
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
 
@@ -101,11 +101,15 @@ class KernelMemoryAttention:
     def begin_step(self, rows: StepRows) -> None:
         """See `MemoryAttention`."""
         self._in_step = True
-        found = rows_with_memory(
-            [self._requests.of_request(request_id) for request_id in rows.request_ids],
-            [self._requests.first_active(request_id) for request_id in rows.request_ids],
-            rows.num_computed,
-            rows.num_scheduled,
+        found = (
+            None
+            if not self._requests.slots.used
+            else rows_with_memory(
+                [self._requests.of_request(request_id) for request_id in rows.request_ids],
+                [self._requests.first_active(request_id) for request_id in rows.request_ids],
+                rows.num_computed,
+                rows.num_scheduled,
+            )
         )
         if rows.graph_rows is not None:
             if found is None:

@@ -1,4 +1,4 @@
-"""A whole engine on a GPU, in bfloat16: memory of every form may round no more than the model does alone."""
+"""A whole engine on a GPU, in bfloat16: answers with memory of every form round about as much as those without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_memory_rounds_no_more_than_the_model(eager: bool, tmp_path: Path) -> None:
+def test_memory_rounds_at_most_twice_as_much(eager: bool, tmp_path: Path) -> None:
     world = make_world(CHECKPOINT, tmp_path)
     for activation in ACTIVATIONS:
         world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
@@ -26,11 +26,10 @@ def test_memory_rounds_no_more_than_the_model(eager: bool, tmp_path: Path) -> No
     questions, kinds = prompts(12, seed=2), (None, "sqrt", "generation", "prior", "text", "prompt")
     with engine(world.model, enforce_eager=eager, max_num_batched_tokens=64, **options) as llm:
         served = MemoryEngine(world, llm)
-        names = [kinds[i % 6] for i in range(12)]
-        answers = served.chat(questions, names, greedy(max_tokens=40))
-    worst: dict[bool, float] = {True: 0.0, False: 0.0}  # with and without memory
-    for prompt, answer, name in zip(questions, answers, names, strict=True):
-        bundle = name and served.bundles[name]
-        difference = deviation(world, prompt, answer.output.outputs[0], bundle or None)
-        worst[bundle is not None] = max(worst[bundle is not None], difference)
-    assert 0 < worst[True] <= 2 * worst[False]
+        names = [name for name in kinds for _ in questions]
+        answers = served.chat(questions * 6, names, greedy(max_tokens=40))
+    worst = dict.fromkeys(kinds, 0.0)
+    for prompt, answer, name in zip(questions * 6, answers, names, strict=True):
+        bundle = served.bundles[name] if name else None
+        worst[name] = max(worst[name], deviation(world, prompt, answer.output.outputs[0], bundle))
+    assert 0 < max(worst.values()) <= 2 * worst[None], worst

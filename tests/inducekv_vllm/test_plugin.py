@@ -201,7 +201,7 @@ def test_other_caches_backends_and_models_are_refused() -> None:
     full = _cache(FullAttentionSpec)
     with pytest.raises(UnsupportedModel, match=r"found KV caches of .'SlidingWindowSpec'"):
         check_merged(_cache(SlidingWindowSpec), [], InduceKVCPUImpl, CAUSAL)
-    with pytest.raises(UnsupportedModel, match=r"layer x uses InduceKVCPUImpl.* --attention-backend FLASH_ATTN"):
+    with pytest.raises(UnsupportedModel, match=r"layer x uses InduceKVCPUImpl.* --attention-backend FLASH"):
         check_merged(full, [("x", _impl(InduceKVCPUImpl))], KeepsLse, CAUSAL)
     with pytest.raises(UnsupportedModel, match="layer x has FlashAttention 4's kernel for head size 256"):
         check_merged(full, [("x", _impl(InduceKVFlashImpl, fa4_hd256=True))], KeepsLse, CAUSAL)

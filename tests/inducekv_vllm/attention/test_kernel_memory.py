@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
@@ -67,6 +68,7 @@ class World:
         """Begin a step whose requests have these memories."""
         of = {str(i): None if memory is None else self.memories[memory] for i, (memory, *_) in enumerate(step)}
         self.requests.of_request = of.__getitem__  # type: ignore[method-assign]
+        self.requests.slots._references = {1: 1}  # some slot is used
         first = {str(i): start for i, (_, start, *_) in enumerate(step)}
         self.requests.first_active = first.__getitem__  # type: ignore[method-assign]
         _, _, computed, scheduled = zip(*step, strict=True)
@@ -295,6 +297,7 @@ class TestGraphs:
 
     def test_without_graphs_dummy_runs_launch_nothing(self) -> None:
         world = World(most_graph_rows=0)
+        world.attention.attach(_full_attention(), {}, [])
         query, own, _ = tensors(3)
         world.attention.add(1, query, own, None, SCALE)
         assert world.calls == []
@@ -335,6 +338,26 @@ def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
         KernelMemoryAttention(pool, tables, requests, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
 
 
+def test_every_layers_tables_begin_at_16_bytes() -> None:
+    """Kernels are compiled for aligned addresses, and again for others."""
+    tables = World().tables
+    assert all(row.data_ptr() % 16 == 0 for table in (tables.gate, tables.bias) for row in table)
+
+
+def test_a_slot_is_written_without_a_number_of_the_host() -> None:
+    """Such a copy waits for a GPU: tensors of the host go through the device's `upload`."""
+
+    class NoScalars(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies = function in (torch.ops.aten.copy_.default, torch.ops.aten.index_put_.default)
+            assert not (copies and args[1].dim() == 0 and args[0].dim() == 0)
+            return function(*args, **(kwargs or {}))
+
+    world = World()
+    with NoScalars():
+        random_memory(world.tables, 5, world.memories[0].bundle, 3, True, seed=9)
+
+
 def test_an_implementation_without_a_log_sum_exp_takes_decoupled_memory() -> None:
     class Doubling:
         """Self-attention whose output is twice its query."""
@@ -355,6 +378,26 @@ def test_an_implementation_without_a_log_sum_exp_takes_decoupled_memory() -> Non
         expected = world.expected(step, query, 2 * query, lse) if metadata else 2 * query
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
         world.attention.end_step()
+
+
+def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() -> None:
+    class OfQuantised:
+        scale = SCALE
+
+        def forward(self, layer: Any, query: Tensor, *rest: Any, **_: Any) -> Tensor:
+            assert query.dtype == torch.float8_e4m3fn
+            output: Tensor = rest[4]
+            return output
+
+    world, step, impl = World(), STEPS["not yet active"], OfQuantised()
+    attach(impl, 1, world.attention)
+    query, own, lse = tensors(6)
+    layer = SimpleNamespace(_q_scale=torch.tensor(0.5))
+    rounded = (query / 0.5).to(torch.float8_e4m3fn)
+    world.begin(step)
+    result = impl.forward(layer, rounded, None, None, None, object(), own.clone())
+    expected = world.expected(step, 0.5 * rounded.float(), own, lse)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def _full_attention() -> Any:
