@@ -21,7 +21,9 @@ NO_ADAPTER = -1
 
 def groups_adapters(config: VllmConfig) -> bool:
     """Whether adapters and requests without one can share a batch of this engine."""
-    return config.lora_config is not None and config.model_config.enforce_eager
+    if config.lora_config is None:
+        return False
+    return config.model_config.enforce_eager or config.device_config.device_type != "cpu"
 
 
 def install() -> None:

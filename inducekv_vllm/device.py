@@ -20,7 +20,7 @@ class HostCopy(Protocol):
 
 
 class Device(Protocol):
-    """The device of a worker. `device_of` chooses its class, and nothing else asks for the platform."""
+    """The device of a worker. `device_of` chooses its class."""
 
     torch_device: torch.device
 
@@ -34,6 +34,14 @@ class Device(Protocol):
 
     def upload(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, after the work that is queued now."""
+        ...
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor of the host to one of the device, after the work that is queued now."""
+        ...
+
+    def begin_step(self) -> None:
+        """The calling thread is about to queue a step's work."""
         ...
 
     def beside_steps(self) -> AbstractContextManager[object]:
@@ -66,6 +74,12 @@ class CpuDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def write(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def begin_step(self) -> None:
+        pass
+
     def beside_steps(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -83,9 +97,8 @@ class _OnHost:
 
 class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
-        """Create it on the thread that runs the steps."""
         self.torch_device = torch_device
-        self._steps = torch.cuda.current_stream(torch_device)
+        self._steps = torch.cuda.current_stream(torch_device)  # of the thread that runs the steps
         self._side = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensor: Tensor) -> HostCopy:
@@ -97,6 +110,13 @@ class CudaDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         # A fresh pinned buffer each time: one that is used again could change before the copy has run.
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source.pin_memory(), non_blocking=True)
+
+    def begin_step(self) -> None:
+        # vLLM gives a thread a stream of its own when it first asks for one, which may be after the model is loaded.
+        self._steps = torch.cuda.current_stream(self.torch_device)
 
     @contextmanager
     def beside_steps(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Registers the attention backend. vLLM calls `register` in every process it starts, possibly more than once."""
+"""Registers the attention backends. vLLM calls `register` in every process it starts, possibly more than once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from . import SUPPORTED_VLLM
 from .errors import UnsupportedModel
 
 CPU_BACKEND = "inducekv_vllm.attention.backend.InduceKVCPUBackend"
+FLASH_BACKEND = "inducekv_vllm.attention.flash.InduceKVFlashBackend"
 
 
 def register() -> None:
-    """Replace the platform's attention backend by ours. It passes a class path, so nothing heavy is imported.
+    """Replace vLLM's attention backends by ours. It passes class paths, so nothing heavy is imported.
 
     Raises:
         UnsupportedModel: the installed vLLM is outside the supported range.
@@ -22,6 +23,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_BACKEND)
 
 
 def installed_vllm() -> str:

@@ -10,7 +10,6 @@ from .errors import BundleError, UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-    from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from .bundle import OutputMap
@@ -104,33 +103,42 @@ def keys_read_prefix_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
     )
 
 
-def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, AttentionImpl[Any]]]) -> None:
+def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours: type, model: ModelConfig) -> None:
     """Refuse attention layers that merged memory, which shares their softmax, cannot be exact with.
 
     Args:
         kv_cache: the engine's KV cache.
         impls: name and implementation of every attention layer.
+        ours: the class of implementations that merged memory works with on this platform.
+        model: the served model.
 
     Raises:
         UnsupportedModel: names the layer and the feature.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    from .attention.backend import InduceKVCPUImpl
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, is_quantized_kv_cache
 
     if len(kv_cache.kv_cache_groups) != 1 or type(kv_cache.kv_cache_groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache.kv_cache_groups]
         raise UnsupportedModel(f"merged memory needs full attention in every layer; found KV caches of {kinds}")
+    if model.is_mm_prefix_lm or model.rswa_window is not None:
+        raise UnsupportedModel("merged memory cannot be served: the model's attention is not causal everywhere")
     for name, impl in impls:
-        if not isinstance(impl, InduceKVCPUImpl):
-            raise UnsupportedModel(f"layer {name} uses {type(impl).__name__}, not InduceKV's attention backend")
+        if not issubclass(type(impl), ours):
+            raise UnsupportedModel(
+                f"merged memory cannot be served: layer {name} uses {type(impl).__name__}, which does not give the "
+                "log-sum-exp of its self-attention; on a GPU, start with --attention-backend FLASH_ATTN"
+            )
         refusals = [
-            (impl.sliding_window not in (-1, None), f"sliding-window attention ({impl.sliding_window} tokens)"),
+            (
+                impl.sliding_window not in (-1, (-1, -1), None),
+                f"sliding-window attention ({impl.sliding_window} tokens)",
+            ),
             (impl.alibi_slopes is not None, "ALiBi: its bias depends on positions, which memory tokens do not have"),
             (impl.sinks is not None, "attention sinks"),
             (impl.logits_soft_cap not in (0, None), "a soft cap on attention logits"),
-            (impl.is_fp8_kv_cache, "a quantised KV cache"),
+            (is_quantized_kv_cache(impl.kv_cache_dtype), "a quantised KV cache"),
             (impl.kv_sharing_target_layer_name is not None, "a KV cache shared between layers"),
+            (getattr(impl, "lse_refusal", None) is not None, getattr(impl, "lse_refusal", None)),
         ]
         for refused, reason in refusals:
             if refused:

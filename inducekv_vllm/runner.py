@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class StepRows:
     request_ids: Sequence[str]  # [n]
     num_computed: Sequence[int]  # [n], tokens of each request before this step
     num_scheduled: Sequence[int]  # [n], rows of each request
+    # The rows that the step's CUDA graph was captured for, padding included; None if attention runs outside a graph.
+    graph_rows: int | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -64,9 +67,10 @@ class _V2Tables:
         self._runner = runner
         prepare_inputs = runner.prepare_inputs
 
-        def prepare_and_tell(*args: Any, **kwargs: Any) -> Any:
-            batch = prepare_inputs(*args, **kwargs)
-            on_rows(StepRows(batch.req_ids, batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()))
+        def prepare_and_tell(scheduled: Any, state: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = prepare_inputs(scheduled, state, graph, *args, **kwargs)
+            num_computed, num_scheduled = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
+            on_rows(StepRows(batch.req_ids, num_computed, num_scheduled, _graph_rows(graph.cg_mode, graph)))
             return batch
 
         runner.prepare_inputs = prepare_and_tell
@@ -82,16 +86,24 @@ class _V2Tables:
 class _V1Tables:
     def __init__(self, runner: Any, on_rows: Callable[[StepRows], None]) -> None:
         self._runner = runner
-        prepare_inputs = runner._prepare_inputs
+        prepare_inputs, choose_graph = runner._prepare_inputs, runner._determine_batch_execution_and_padding
+        rows: list[StepRows] = []  # of the running step, until its graph is known
 
-        def prepare_and_tell(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        def prepare_and_keep(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = prepare_inputs(scheduled, *args, **kwargs)
             ids = list(runner.input_batch.req_ids)
             num_computed = runner.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
-            on_rows(StepRows(ids, num_computed, [scheduled.num_scheduled_tokens[request_id] for request_id in ids]))
+            rows[:] = [StepRows(ids, num_computed, [scheduled.num_scheduled_tokens[request_id] for request_id in ids])]
             return prepared
 
-        runner._prepare_inputs = prepare_and_tell
+        def choose_and_tell(*args: Any, **kwargs: Any) -> Any:
+            chosen = choose_graph(*args, **kwargs)
+            if rows:  # dummy runs choose a graph, too
+                on_rows(replace(rows.pop(), graph_rows=_graph_rows(*chosen[:2])))
+            return chosen
+
+        runner._prepare_inputs = prepare_and_keep
+        runner._determine_batch_execution_and_padding = choose_and_tell
 
     def forward_pass(self, num_rows: int) -> ForwardPass | None:
         runner = self._runner
@@ -102,3 +114,8 @@ class _V1Tables:
             runner.input_ids.gpu[:num_rows],
             runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows],
         )
+
+
+def _graph_rows(mode: CUDAGraphMode, graph: Any) -> int | None:
+    """Of a complete graph; a piecewise one leaves attention out."""
+    return int(graph.num_tokens) if mode == CUDAGraphMode.FULL else None

@@ -1,312 +1,33 @@
-"""The vLLM worker: it holds resident bundles, the memory of running requests, and their query keys.
+"""The worker of the served platform. `--worker-cls inducekv_vllm.worker.InduceKVWorker` selects it.
 
-`--worker-cls inducekv_vllm.worker.InduceKVWorker` selects it. The API process talks to it through the RPC methods
-`inducekv_*` and through `SamplingParams.extra_args["inducekv"]` of each request (see `engine/wire.py`).
+Only `device.py`, which moves tensors, and `cpu_lora.py` ask for the platform again. `plugin.py` registers the attention
+backends of all.
 """
 
 from __future__ import annotations
 
-import itertools
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
 
-from . import cpu_lora
-from .attention.backend import InduceKVCPUMetadataBuilder, probe_packed_layout
-from .attention.decoupled import DecoupledStep, active_rows, attach
-from .attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
-from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
-from .attention.request_table import MemoryOfRequests
-from .attention.term_tables import TermTables
-from .block_sums import BlockSums
-from .bundle import BackboneFingerprint, read_bundle
-from .config import CONFIG_KEY, InduceKVConfig
-from .device import Device, device_of
-from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
-from .errors import BundleError, InduceKVError, UnsupportedModel
-from .fingerprint import backbone_fingerprint
-from .logs import logger_of
-from .page_terms import PageTerms, Retrieval, page_terms
-from .placeholders import placeholder_ids
-from .query_keys import QueryKeyAccumulator
-from .requirements import check_engine, check_late_activation, check_maps, check_merged, keys_read_prefix_cache
-from .resident import ResidentBundles
-from .runner import RunnerTables, StepRows, follow_runner
-
-if not current_platform.is_cpu():
-    raise UnsupportedModel(f"InduceKV serves on the CPU in this release, found {current_platform.device_name}")
-# Imported after the check: on other platforms this import fails with an unrelated message.
-from vllm.v1.worker.cpu_worker import CPUWorker
+from .errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-
-logger = logger_of(__name__)
+    from .memory_worker import MemoryWorker
 
 
-class InduceKVWorker(CPUWorker):
-    """vLLM's CPU worker with memory."""
+def worker_class() -> type[MemoryWorker]:
+    """Raises UnsupportedModel on a platform without memory attention."""
+    # Each platform's modules import only there: on others they can fail with an unrelated message.
+    if current_platform.is_cpu():
+        from .worker_cpu import InduceKVCPUWorker
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if InduceKVConfig.from_vllm(vllm_config) is None:
-            # The attention backend recognises an engine with memory by this key.
-            additional = vllm_config.additional_config
-            vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
-        check_engine(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
-        self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
-        self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
-        self.resident = ResidentBundles(self._load_bundle)
-        self.decoupled = DecoupledStep()
-        self._merged_refusal: UnsupportedModel | None = None  # why merged memory cannot be served here
-        self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
-        # Set when the device is known and the model is loaded.
-        self.pool: PagePool
-        self.memory_of_requests: MemoryOfRequests
-        self.query_keys: QueryKeyAccumulator
-        self._device: Device
-        self._runner: RunnerTables
+        return InduceKVCPUWorker
+    if current_platform.is_cuda():
+        from .worker_cuda import InduceKVCUDAWorker
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype = self.model_config.dtype
-        assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" before it starts a worker
-        return dtype
-
-    # ---- start -------------------------------------------------------------------------------------------------
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if cpu_lora.groups_adapters(self.vllm_config):
-            cpu_lora.install()
-        super().load_model(*args, **kwargs)
-        assert self.device is not None  # set before the model is loaded
-        self._device = device_of(self.device)
-        self.query_keys = QueryKeyAccumulator(self._device)
-        self._allocate_memory()
-        self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._find_memory)
-
-    def _allocate_memory(self) -> None:
-        """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
-        config = InduceKVConfig.from_vllm(self.vllm_config)
-        assert config is not None
-        kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
-        shape = PoolShape(
-            entries=config.memory_pool_entries,
-            num_layers=self.model_config.get_num_layers(self.parallel_config),
-            num_kv_heads=kv_heads,
-            heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
-            head_size=self.model_config.get_head_size(),
-        )
-        self.pool = PagePool(shape, self._dtype, self._device)
-        # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
-        num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
-        tables = TermTables.allocate(num_slots, shape, self._device)
-        self.memory_of_requests = MemoryOfRequests(num_slots, tables)
-        logger.info(
-            "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
-            *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(self._dtype) / 2**20),
-            *(tables.nbytes / 2**20, num_slots),
-        )
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        try:
-            check_merged(kv_cache_config, [(name, layer.impl) for name, layer in layers.items()])
-            self._prepare_merged(kv_cache_config)
-        except UnsupportedModel as refusal:
-            self._merged_refusal = refusal
-            logger.info("only decoupled memory can be served: %s", refusal)
-        self._prepare_decoupled(layers)
-        if keys_read_prefix_cache(self.vllm_config, kv_cache_config):
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            hidden_size = self.model_config.get_hidden_size()
-            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size, self._device.torch_device)
-            self.query_keys = QueryKeyAccumulator(self._device, block_sums=self.block_sums)
-
-    def _prepare_merged(self, kv_cache_config: KVCacheConfig) -> None:
-        for groups in self.model_runner.attn_groups:
-            for builder in (b for group in groups for b in group.metadata_builders):
-                assert isinstance(builder, InduceKVCPUMetadataBuilder)
-                if builder.block_size != kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size:
-                    raise UnsupportedModel("merged memory cannot be served: KV-cache blocks are split for the kernel")
-                probe_packed_layout(builder.isa, self._dtype, builder.head_dim, builder.block_size)
-                builder.merged_memories = self._merged_memories
-
-    def _prepare_decoupled(self, layers: dict[str, Attention]) -> None:
-        for name, layer in layers.items():
-            if layer.attn_type == AttentionType.DECODER:
-                attach(layer.impl, extract_layer_index(name), self.decoupled)
-
-    # ---- steps -------------------------------------------------------------------------------------------------
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        self._follow_schedule(scheduler_output)
-        try:
-            output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
-            if self._rows is not None:
-                self._sum_query_keys(self._rows)
-            return output
-        finally:
-            self._rows = None
-            self.decoupled.active = []
-
-    def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
-        """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
-        self.memory_of_requests.finish(list(scheduled.finished_req_ids))
-        self.query_keys.finish(scheduled.finished_req_ids)
-        self.memory_of_requests.pause(list(scheduled.preempted_req_ids or ()))
-        for request in scheduled.scheduled_new_reqs:
-            self._start_request(request)
-        cached = scheduled.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if request_id not in cached.resumed_req_ids:
-                continue
-            self.memory_of_requests.resume(request_id)
-            if self.query_keys.is_running(request_id):
-                blocks = cached.new_block_ids[index]
-                assert blocks is not None
-                self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
-
-    def _start_request(self, request: NewRequestData) -> None:
-        """Start a request, or resume one: to the V2 runner resumed requests come back as new.
-
-        To any runner, so does one that was preempted before its first step.
-        """
-        spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if request.req_id in self.memory_of_requests:
-            self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
-        elif isinstance(spec, InjectionSpec):
-            bundle = self.resident[spec.bundle]
-            self.memory_of_requests.start(request.req_id, spec.content, bundle, _terms(spec, bundle), spec.start)
-        elif isinstance(spec, KeyPassSpec):
-            cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
-            assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
-            num_tokens = len(request.prompt_token_ids)
-            num_text = num_tokens - sum(map(request.prompt_token_ids.count, self._placeholder_ids))
-            self.query_keys.start(request.req_id, spec.key_id, num_tokens, num_text, *cached)
-
-    def _cached_part(self, num_cached: int, blocks: list[int]) -> tuple[int, list[int]]:
-        """How many tokens a request reads from the prefix cache, and its blocks that hold them."""
-        if num_cached == 0:
-            return 0, []
-        assert self.block_sums is not None
-        num_blocks, rest = divmod(num_cached, self.block_sums.block_size)
-        assert rest == 0
-        return num_cached, blocks[:num_blocks]
-
-    def _find_memory(self, rows: StepRows) -> None:
-        """Find the memory of the step's rows, before its attention metadata is built."""
-        self._rows = rows
-        memories = self.memory_of_requests.of_requests(rows.request_ids, "decoupled")
-        if memories is not None:
-            starts = [self.memory_of_requests.first_active(request_id) for request_id in rows.request_ids]
-            self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
-
-    def _merged_memories(self) -> list[RequestMemory | None] | None:
-        """The merged memory of each request of the running step, in the order of its rows."""
-        if self._rows is None:
-            return None
-        return self.memory_of_requests.of_requests(self._rows.request_ids, "merged")
-
-    def _sum_query_keys(self, rows: StepRows) -> None:
-        """Add the step's final hidden states to the sums of its blocks and of its key passes."""
-        if self.block_sums is None and not self.query_keys.any_running:
-            return
-        starts = rows.starts
-        if (step := self._runner.forward_pass(starts[-1])) is None:
-            return
-        is_text = torch.ones_like(step.token_ids, dtype=torch.bool)  # [R]
-        for placeholder in self._placeholder_ids:
-            is_text &= step.token_ids != placeholder
-        if self.block_sums is not None:
-            begins_block = self.block_sums.begins_block(rows.num_computed, rows.num_scheduled)
-            self.block_sums.add(step.hidden, is_text, step.slots, begins_block)
-        for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
-            if self.query_keys.is_running(request_id):
-                self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
-
-    # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
-
-    def inducekv_load_bundle(self, path: str, digest: str) -> None:
-        """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""
-        self.resident.begin(path, digest)
-
-    def inducekv_load_outcome(self, digest: str) -> dict[str, Any] | None:
-        """Report a load that `inducekv_load_bundle` began: None while it goes on. A failure stays until the unload."""
-        outcome = self.resident.outcome(digest)
-        if isinstance(outcome, BaseException):
-            if not isinstance(outcome, InduceKVError | OSError | MemoryError):
-                logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
-            return {"ok": False, "error": str(outcome) or repr(outcome)}
-        return None if outcome is None else {"ok": True, "bytes": outcome.nbytes}
-
-    @cached_property
-    def _backbone(self) -> BackboneFingerprint:
-        """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
-        return backbone_fingerprint(self.model_config.model)
-
-    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
-        """Read and check a bundle, and copy it into the pool; runs in a thread."""
-        bundle = read_bundle(path, backbone=self._backbone)
-        if bundle.digest != digest:
-            raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
-        if bundle.metadata.form == "merged" and self._merged_refusal is not None:
-            raise self._merged_refusal
-        if set(bundle.metadata.activations.values()) - {"prompt"}:
-            check_late_activation(self.vllm_config)
-        if bundle.metadata.output_map is not None:
-            check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return self.pool.store(bundle, kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks))
-
-    def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Drop a bundle, or its load. Running requests keep its pages until they end."""
-        return {"ok": True, "found": self.resident.unload(digest)}
-
-    def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
-        """Return the query key of a finished key pass and drop it here."""
-        key = self.query_keys.pop(key_id)
-        if key is None:
-            return {"error": f"no query key {key_id}: its pass did not run to the end of the prompt"}
-        return {"key": key.to_bytes(), "tokens": key.num_tokens}
-
-    def inducekv_drop_key(self, key_id: str) -> None:
-        """Drop the query key of an aborted request, if there is one."""
-        self.query_keys.pop(key_id)
-
-    def inducekv_stats(self) -> dict[str, Any]:
-        """Report what this worker holds; tests use it to check that nothing leaks."""
-        slots = self.memory_of_requests.slots
-        return {
-            "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
-            "pool_tokens": self.pool.shape.num_tokens,
-            "pool_tokens_free": self.pool.allocator.num_free * self.pool.shape.page_tokens,
-            "slots_used": slots.used,
-            "slots": slots.capacity,
-            "keys_pending": self.query_keys.pending,
-        }
-
-    def shutdown(self) -> None:
-        self.resident.close()
-        super().shutdown()
+        return InduceKVCUDAWorker
+    raise UnsupportedModel(f"InduceKV serves on CPUs and NVIDIA GPUs, found {current_platform.device_name}")
 
 
-def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
-    return page_terms(
-        Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
-        bundle.weighting,
-        payload_tokens=bundle.payload_tokens,
-        num_entries=bundle.num_entries,
-        remainder=spec.remainder,
-    )
+InduceKVWorker = worker_class()

@@ -39,7 +39,7 @@ LONGEST = (
     "servers",
     "tests/benchmarks/test_continual_smoke.py",
     "tests/inducekv_vllm/test_parity.py",
-    "tests/inducekv_vllm/test_v2_runner.py",
+    "tests/inducekv_vllm/test_gpu_attention.py",
     "tests/selector/runtime/test_distributed.py",
     "tests/benchmarks/test_continual_run.py",
     "engine",

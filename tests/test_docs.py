@@ -39,7 +39,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
 WITH_SUBCOMMANDS = ("selector.cli.bundle", "benchmarks.continual", "benchmarks.continual.diagnostics")
 SERVER = "server.launcher"  # passes the flags that it does not know on to vLLM
-FOREIGN_PROGRAMS = ("curl", "export", "locust", "source", "vllm")
+FOREIGN_PROGRAMS = ("curl", "export", "locust", "pip", "source", "vllm")
 FOREIGN_FLAGS_AFTER = "--serve-args"
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

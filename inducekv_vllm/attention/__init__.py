@@ -1,8 +1,14 @@
 """Memory attention inside vLLM.
 
-    backend.py        the vLLM backend: the platform's own, plus merged memory for rows that have it
+    memory_attention.py  what a worker asks of its platform's memory attention
+    attach.py         lets memory act on the output of any backend
+    cpu_memory.py     on the CPU: the two below
+    backend.py        vLLM's CPU backend, plus merged memory for rows that have it
     decoupled.py      decoupled memory around any backend
     cpu.py            memory attention on the CPU, and the log-sum-exp of self-attention
+    kernel_memory.py  on a GPU: a launch of the kernels after each layer's self-attention
+    kernel_step.py    the rows of a step as a launch, and the buffers in which CUDA graphs find them
+    flash.py          vLLM's FlashAttention backend, which also gives its log-sum-exp
     merge.py          merges self-attention and memory attention into one softmax
     pool.py           the resident pool of all bundles' keys, values and maps
     page_allocator.py which of its pages belong to whom
@@ -11,7 +17,7 @@
     step.py           the rows of a scheduler step and the pages they attend to
     request_table.py  the memory of each running request
     slots.py          reference-counted slots of the request table
-    kernels/          memory attention on GPUs, in Triton; no engine uses it yet
+    kernels/          memory attention on GPUs, in Triton
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,
 B entries of a memory, m payload tokens, S = B m memory tokens (or k m for k retrieved entries), P tokens of the pool,

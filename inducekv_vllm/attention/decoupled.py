@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +29,24 @@ class ActiveRows:
 
 @dataclass
 class DecoupledStep:
-    """The active rows of the running step. The worker sets them before the forward pass; every layer reads them."""
+    """The active rows of the running step, set before the forward pass; every layer reads them (`AddsMemory`)."""
 
     active: list[ActiveRows] = field(default_factory=list)
+
+    def needs_lse(self, num_rows: int) -> bool:
+        """Never."""
+        return False
+
+    def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
+        """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
+        for active in self.active:
+            rows, memory = active.rows, active.memory
+            if isinstance(rows, slice):
+                _add(query[rows], output[rows], memory, layer, scale)
+            else:
+                picked = output[rows]
+                _add(query[rows], picked, memory, layer, scale)
+                output[rows] = picked
 
 
 def active_rows(
@@ -60,18 +73,6 @@ def active_rows(
             ranges.setdefault(id(memory), []).append((first_row + inactive, first_row + rows))
         first_row += rows
     return [ActiveRows(_rows_of(ranges[key]), memory) for key, memory in by_id.items()]
-
-
-def add_memory(step: DecoupledStep, query: Tensor, output: Tensor, layer: int, scale: float) -> None:
-    """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
-    for active in step.active:
-        rows, memory = active.rows, active.memory
-        if isinstance(rows, slice):
-            _add(query[rows], output[rows], memory, layer, scale)
-        else:
-            picked = output[rows]
-            _add(query[rows], picked, memory, layer, scale)
-            output[rows] = picked
 
 
 def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale: float) -> None:
@@ -115,40 +116,6 @@ def mapped(blocks: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
     if memory.map_weight is not None:
         inner = inner * memory.map_weight
     return torch.bmm(inner, map_out.float())
-
-
-def attach(impl: Any, layer_index: int, step: DecoupledStep) -> None:
-    """Make a layer's attention implementation, of whatever class, add the step's memory to its output."""
-    kind: Any = type(impl)
-    impl.__class__ = _with_memory(kind)
-    impl.layer_index, impl.decoupled_step = layer_index, step
-
-
-@cache
-def _with_memory(base: Any) -> type:
-    class DecoupledImpl(base):  # type: ignore[misc]
-        decoupled_step: DecoupledStep
-        layer_index: int
-
-        def forward(
-            self,
-            layer: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            kv_cache: Any,
-            attn_metadata: Any,
-            output: Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Tensor:
-            result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            if self.decoupled_step.active:
-                add_memory(self.decoupled_step, query, output, self.layer_index, self.scale)
-            return result
-
-    DecoupledImpl.__name__ = DecoupledImpl.__qualname__ = f"Decoupled{base.__name__}"
-    return DecoupledImpl
 
 
 def _rows_of(ranges: Sequence[tuple[int, int]]) -> slice | Tensor:

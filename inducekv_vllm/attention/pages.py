@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import UnsupportedModel
 from ..page_terms import Form, IntArray, Weighting
@@ -81,11 +82,31 @@ class RequestMemory:
     log_remainder: float  # -inf: none
     map_rows: slice | Tensor  # [k r] places among the rows of maps
     map_weight: Tensor | None  # [k r] float32
-    biased_log_weight: Tensor | None  # [L, S] float32, with each layer's bias; decoupled memory alone
+    slot: int
+    entries: bytes  # of the bundle, in the order of the tokens
 
     @property
     def has_remainder(self) -> bool:
         return self.log_remainder != -math.inf
+
+    @property
+    def table_length(self) -> int:
+        """The tokens of the slot's table, which leaves out the null token of decoupled memory."""
+        return self.num_tokens - (self.bundle.form == "decoupled")
+
+    @property
+    def page_set(self) -> tuple[int, bytes]:
+        """Equal for memories that read the same tokens and rows of maps in the same order."""
+        return id(self.bundle), self.entries
+
+    @cached_property
+    def biased_log_weight(self) -> Tensor | None:
+        """The log weights of a decoupled memory with each layer's bias, [L, S] float32; None if they are all 0."""
+        if self.log_weight is None and not any(pages.bias for pages in self.bundle.layers):
+            return None
+        bias = torch.tensor([pages.bias for pages in self.bundle.layers])  # [L]
+        log_weight = torch.zeros(self.num_tokens) if self.log_weight is None else self.log_weight
+        return pad(bias[:, None] + log_weight[:-1], (0, 1))
 
     @cached_property
     def views(self) -> list[tuple[Tensor, Tensor]] | None:

@@ -70,9 +70,9 @@ class PoolShape:
 class PagePool:
     """See the module docstring."""
 
-    def __init__(self, shape: PoolShape, dtype: torch.dtype, device: Device) -> None:
-        """Raises CapacityError if the device's memory has no room for it."""
-        needed, free = shape.nbytes(dtype), device.free_bytes()
+    def __init__(self, shape: PoolShape, dtype: torch.dtype, device: Device, beside: int = 0) -> None:
+        """Raises CapacityError if the device's memory has no room for it, and for as many bytes beside it."""
+        needed, free = shape.nbytes(dtype) + beside, device.free_bytes()
         if needed > free:
             raise CapacityError(
                 f"--memory-pool-entries {shape.entries} needs {needed / 2**20:.1f} MiB "

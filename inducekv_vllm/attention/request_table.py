@@ -47,6 +47,10 @@ class MemoryOfRequests:
         memories = [memory if memory is not None and memory.bundle.form == form else None for memory in memories]
         return memories if any(memory is not None for memory in memories) else None
 
+    def of_request(self, request_id: str) -> RequestMemory | None:
+        """The memory of a running request, if it has one."""
+        return self._memory_of_slot[self.slots.slot_of(request_id)]
+
     def first_active(self, request_id: str) -> int:
         """The first position that the request's memory acts on; 0 for a request without memory."""
         injection = self._injections.get(request_id)

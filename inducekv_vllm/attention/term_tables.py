@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..device import Device
+from ..device import CpuDevice, Device
 from ..page_terms import FloatArray, PageTerms
 from .pages import RequestMemory, ResidentBundle, span_of
 from .pool import PoolShape
@@ -48,6 +47,7 @@ class TermTables:
             return torch.zeros(size, dtype=dtype, device=device.torch_device)
 
         N = num_slots + 1
+        aligned = -(-N // 4) * 4  # every layer's row begins at 16 bytes: kernels are compiled for that
         return cls(
             token_index=table(N, pool.num_tokens, dtype=torch.int32),
             log_weight=table(N, pool.num_tokens),
@@ -59,10 +59,15 @@ class TermTables:
             map_index=table(N, pool.num_map_rows, dtype=torch.int32),
             map_weight=table(N, pool.num_map_rows),
             map_length=table(N, dtype=torch.int32),
-            gate=table(pool.num_layers, N),
-            bias=table(pool.num_layers, N),
+            gate=table(pool.num_layers, aligned)[:, :N],
+            bias=table(pool.num_layers, aligned)[:, :N],
             device=device,
         )
+
+    @classmethod
+    def bytes_of(cls, num_slots: int, pool: PoolShape) -> int:
+        """What `allocate` takes."""
+        return cls.allocate(num_slots, pool, CpuDevice(torch.device("meta"))).nbytes
 
     @property
     def nbytes(self) -> int:
@@ -86,12 +91,13 @@ class TermTables:
         log_weight = spread(self.log_weight, terms.log_weight, 0.0)
         self._put(self.token_index, slot, tokens)
         self._put(self.map_index, slot, map_rows)
-        self.length[slot] = len(tokens)
-        self.map_length[slot] = len(map_rows)
-        self.log_remainder[slot] = terms.log_remainder
-        self.decoupled[slot] = int(bundle.form == "decoupled")
-        self.gate[:, slot] = self.device.upload(torch.tensor([pages.gate for pages in bundle.layers]))
-        self.bias[:, slot] = self.device.upload(torch.tensor([pages.bias for pages in bundle.layers]))
+        # An assignment would copy a number of the host, and wait for the device.
+        self.length[slot].fill_(len(tokens))
+        self.map_length[slot].fill_(len(map_rows))
+        self.log_remainder[slot].fill_(terms.log_remainder)
+        self.decoupled[slot].fill_(bundle.form == "decoupled")
+        self.gate[:, slot].copy_(self.device.upload(torch.tensor([pages.gate for pages in bundle.layers])))
+        self.bias[:, slot].copy_(self.device.upload(torch.tensor([pages.bias for pages in bundle.layers])))
         return RequestMemory(
             bundle=bundle,
             num_tokens=len(tokens) + len(nulls),
@@ -102,15 +108,9 @@ class TermTables:
             log_remainder=terms.log_remainder,
             map_rows=span_of(map_rows),
             map_weight=map_weight if len(map_rows) and not bool((weight == 1).all()) else None,
-            biased_log_weight=self._biased(slot, bundle, len(tokens)) if len(nulls) else None,
+            slot=slot,
+            entries=entries.tobytes(),
         )
-
-    def _biased(self, slot: int, bundle: ResidentBundle, num_tokens: int) -> Tensor | None:
-        """The log weights of a decoupled memory with each layer's bias, [L, S]; None if they are all 0."""
-        log_weight = self.log_weight[slot, :num_tokens]
-        if not any(pages.bias for pages in bundle.layers) and not bool(log_weight.any()):
-            return None
-        return pad(self.bias[:, slot, None] + log_weight, (0, 1))
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> Tensor:
         """Overwrite the first columns of a slot's row, and return them."""

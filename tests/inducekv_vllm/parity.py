@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ NEW_TOKENS = 16
 # Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
 # tests, and a server's worker in the process of its engine.
 FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+WORKER_VARIABLE = "INDUCEKV_TEST_WORKER"  # a class in place of the platform's worker
 QUESTIONS = (
     "What colour is the circle?",
     "How many squares are there?",
@@ -163,7 +165,11 @@ def engine(
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options}
     if memory:
-        ours = {"worker_cls": WORKER_CLS, "scheduler_cls": SCHEDULER_CLS, "additional_config": {"inducekv": {}}}
+        ours = {
+            "worker_cls": os.environ.get(WORKER_VARIABLE, WORKER_CLS),
+            "scheduler_cls": SCHEDULER_CLS,
+            "additional_config": {"inducekv": {}},
+        }
         options = ours | options
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():

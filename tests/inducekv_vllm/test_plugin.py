@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
+from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
+from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
 from inducekv_vllm.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
@@ -18,10 +21,12 @@ from inducekv_vllm.plugin import check_vllm_version, register
 from inducekv_vllm.requirements import check_engine, check_late_activation, check_merged, keys_read_prefix_cache
 
 
-def test_registration_can_be_repeated_and_replaces_the_platforms_backend() -> None:
+def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> None:
     register()
     register()
     assert AttentionBackendEnum.CPU_ATTN.get_class() is InduceKVCPUBackend
+    assert AttentionBackendEnum.FLASH_ATTN.get_class() is InduceKVFlashBackend
+    assert AttentionBackendEnum[InduceKVFlashBackend.get_name()] is AttentionBackendEnum.FLASH_ATTN
 
 
 def test_supported_versions() -> None:
@@ -154,10 +159,11 @@ def test_key_passes_read_the_prefix_cache_only_with_full_attention() -> None:
         assert keys_read_prefix_cache(_late(), uniform) == reads
 
 
-def _impl(**changes: Any) -> Any:
-    impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
+def _impl(kind: type, **changes: Any) -> Any:
+    impl = kind.__new__(kind)
     absent = dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
-    vars(impl).update({"sliding_window": -1, "logits_soft_cap": 0, "is_fp8_kv_cache": False, **absent, **changes})
+    settings = {"sliding_window": -1, "logits_soft_cap": 0, "kv_cache_dtype": "auto", "fa4_hd256": False}
+    vars(impl).update({**settings, **absent, **changes})
     return impl
 
 
@@ -165,25 +171,53 @@ def _cache(kind: type) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind.__new__(kind))])
 
 
+CAUSAL: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
+PLATFORMS = [(InduceKVCPUImpl, InduceKVCPUImpl), (InduceKVFlashImpl, KeepsLse)]
+
+
+@pytest.mark.parametrize(("kind", "ours"), PLATFORMS)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"sliding_window": 128}, "layer x has sliding-window attention .128 tokens"),
+        ({"sliding_window": (127, 0)}, r"layer x has sliding-window attention \(\(127, 0\) tokens"),
         ({"alibi_slopes": object()}, "layer x has ALiBi"),
         ({"sinks": object()}, "layer x has attention sinks"),
         ({"logits_soft_cap": 30.0}, "layer x has a soft cap"),
-        ({"is_fp8_kv_cache": True}, "layer x has a quantised KV cache"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "layer x has a quantised KV cache"),
         ({"kv_sharing_target_layer_name": "y"}, "layer x has a KV cache shared between layers"),
     ],
 )
-def test_attention_that_memory_cannot_be_merged_into_is_refused(change: dict[str, Any], reason: str) -> None:
-    check_merged(_cache(FullAttentionSpec), [("x", _impl())])
+def test_attention_that_memory_cannot_be_merged_into_is_refused(
+    kind: type, ours: type, change: dict[str, Any], reason: str
+) -> None:
+    check_merged(_cache(FullAttentionSpec), [("x", _impl(kind))], ours, CAUSAL)
+    check_merged(_cache(FullAttentionSpec), [("x", _impl(kind, sliding_window=(-1, -1)))], ours, CAUSAL)
     with pytest.raises(UnsupportedModel, match=reason):
-        check_merged(_cache(FullAttentionSpec), [("y", _impl()), ("x", _impl(**change))])
+        check_merged(_cache(FullAttentionSpec), [("y", _impl(kind)), ("x", _impl(kind, **change))], ours, CAUSAL)
 
 
-def test_other_caches_and_backends_are_refused() -> None:
+def test_other_caches_backends_and_models_are_refused() -> None:
+    full = _cache(FullAttentionSpec)
     with pytest.raises(UnsupportedModel, match=r"found KV caches of .'SlidingWindowSpec'"):
-        check_merged(_cache(SlidingWindowSpec), [])
-    with pytest.raises(UnsupportedModel, match="layer x uses object, not InduceKV's"):
-        check_merged(_cache(FullAttentionSpec), [("x", object())])  # type: ignore[list-item]
+        check_merged(_cache(SlidingWindowSpec), [], InduceKVCPUImpl, CAUSAL)
+    with pytest.raises(UnsupportedModel, match=r"layer x uses InduceKVCPUImpl.* --attention-backend FLASH"):
+        check_merged(full, [("x", _impl(InduceKVCPUImpl))], KeepsLse, CAUSAL)
+    with pytest.raises(UnsupportedModel, match="layer x has FlashAttention 4's kernel for head size 256"):
+        check_merged(full, [("x", _impl(InduceKVFlashImpl, fa4_hd256=True))], KeepsLse, CAUSAL)
+    for change in ({"is_mm_prefix_lm": True}, {"rswa_window": 64}):
+        model: Any = SimpleNamespace(**(vars(CAUSAL) | change))
+        with pytest.raises(UnsupportedModel, match="the model's attention is not causal everywhere"):
+            check_merged(full, [], KeepsLse, model)
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "expected"), [(3, {"inducekv": {}}, 2), (3, {}, 3), (0, {"inducekv": {}}, 0)]
+)
+def test_only_decode_steps_of_engines_with_memory_are_whole_graphs(
+    own: int, settings: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = InduceKVFlashBackend.get_builder_cls()
+    monkeypatch.setattr(builder, "_cudagraph_support", AttentionCGSupport(own))
+    config: Any = SimpleNamespace(additional_config=settings)
+    assert builder.get_cudagraph_support(config, object()) == AttentionCGSupport(expected)  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
-"""What each of vLLM's two model runners must do with memory: V1 here, V2 in `test_v2_runner.py`, which runs this file.
+"""What each of vLLM's two model runners must do with memory, with the memory attention of CPUs and with that of GPUs.
 
-Every answer is compared with transformers.
+Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that of GPUs, on V1 and on V2. Every answer
+is compared with transformers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.inducekv_vllm.bundles import as_decoupled, remade
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
+    WORKER_VARIABLE,
     MemoryEngine,
     World,
     engine,
@@ -141,6 +144,12 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
         served.offline.load_bundle(tmp_path / "large.safetensors")
     assert llm.collective_rpc("inducekv_stats")[0] == before
     served.check(prompts(1, seed=9), ["prior"])
+
+
+@pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="the memory attention of CPUs")
+def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
+    calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
+    assert all(calls[kind] >= 36 for kind in ("kernels", "twin", "graphs", "lse")), calls
 
 
 def test_nothing_is_left_behind(served: MemoryEngine) -> None:

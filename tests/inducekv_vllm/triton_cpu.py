@@ -1,6 +1,6 @@
 """A Triton backend named `cpu`, which vLLM's V2 runner on the CPU asks for. Its kernels run in Triton's interpreter.
 
-Triton finds backends by the entry points of distributions: see `install` in `test_v2_runner.py`.
+Triton finds backends by the entry points of distributions: see `install` in `test_gpu_attention.py`.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
-@pytest.mark.parametrize("timeout", [0, 120])
+@pytest.mark.parametrize("timeout", [0, pytest.param(120, marks=pytest.mark.slow)])
 def test_sigterm(world: World, tmp_path: Path, timeout: int) -> None:
     """Without a time-out every stream ends where it is; with one, every answer that has begun is whole."""
     with stopped(world, tmp_path / "log", "--shutdown-timeout", str(timeout)) as stop:

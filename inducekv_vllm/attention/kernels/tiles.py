@@ -49,6 +49,14 @@ class LaunchShape:
     def split(self) -> bool:
         return self.items > 0
 
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What the kernels are compiled for: launches of one kind differ in the numbers of tiles and items alone."""
+        return (
+            *(self.height, self.block_rows, self.block_tokens, self.warps, self.stages),
+            *(self.maps, self.lse, self.one_slot, self.split),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
-from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, add_memory
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
@@ -195,7 +195,7 @@ def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k:
     query, output = (torch.randn(5, H, D, generator=rng).to(dtype) for _ in range(2))
     active = [ActiveRows(slice(1, 3), memory), ActiveRows(torch.tensor([4]), memory)]
     result = output.clone()
-    add_memory(DecoupledStep(active), query, result, layer=0, scale=SCALE)
+    DecoupledStep(active).add(0, query, result, None, SCALE)
     assert torch.equal(result[[0, 3]], output[[0, 3]])
     assert pages.map_in is not None
     assert pages.map_out is not None

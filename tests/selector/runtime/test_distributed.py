@@ -170,6 +170,7 @@ def test_an_error_is_printed_once_and_ends_all(shared: tuple[Stream, Ended]) -> 
     assert not list((stream.folder.parent / "refused").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
     resumed: tuple[Stream, Ended], shared: tuple[Stream, Ended]
 ) -> None:
@@ -180,6 +181,7 @@ def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
     assert stream.bundle("counts").digest == shared[0].bundle("counts").digest
 
 
+@pytest.mark.slow
 def test_only_the_main_process_prints_and_writes(resumed: tuple[Stream, Ended]) -> None:
     stream, ended = resumed
     tasks = ", ".join(f"{task} ({count})" for task, count in stream.report("counts")["composition"]["after"].items())

@@ -1,0 +1,84 @@
+"""Lets memory act on the output of any attention backend: its implementation adds the running step's memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class AddsMemory(Protocol):
+    """What the layers ask in every forward pass."""
+
+    def needs_lse(self, num_rows: int) -> bool:
+        """Whether `add` needs the log-sum-exp of self-attention for a forward pass of this many rows."""
+        ...
+
+    def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
+        """Add the step's memory to the output of a layer's self-attention, in place.
+
+        Args:
+            query, output: [rows, H, D]; rows beyond those of the step are padding.
+            self_lse: [rows, H] float32, if `needs_lse`.
+            scale: the softmax scale.
+        """
+        ...
+
+
+class KeepsLse:
+    """An implementation that can keep the log-sum-exp of its self-attention.
+
+    vLLM fixes what `forward` takes and returns, so its caller sets `keeps_lse` before, and takes `self_lse` after.
+    """
+
+    keeps_lse: bool = False
+    self_lse: Tensor | None = None  # [rows without padding, H] float32, of the last forward pass
+
+    @property
+    def lse_refusal(self) -> str | None:
+        """Why it cannot after all."""
+        return None
+
+
+def attach(impl: Any, layer_index: int, memory: AddsMemory) -> None:
+    """Make a layer's attention implementation, of whatever class, add memory to its output."""
+    kind: Any = type(impl)
+    impl.__class__ = _with_memory(kind)
+    impl.layer_index, impl.memory = layer_index, memory
+
+
+@cache
+def _with_memory(base: Any) -> type:
+    class MemoryImpl(base):  # type: ignore[misc]
+        memory: AddsMemory
+        layer_index: int
+        self_lse: Tensor | None
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            lse: Tensor | None = None
+            self.keeps_lse = attn_metadata is not None and self.memory.needs_lse(len(query))
+            result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if self.keeps_lse:
+                lse, self.self_lse = self.self_lse, None
+                assert lse is not None
+                query, output = query[: len(lse)], output[: len(lse)]
+            if query.dtype != output.dtype:  # quantised for the KV cache
+                query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
+            if attn_metadata is not None:  # None: a profiling run
+                self.memory.add(self.layer_index, query, output, lse, self.scale)
+            return result
+
+    MemoryImpl.__name__ = MemoryImpl.__qualname__ = f"Memory{base.__name__}"
+    return MemoryImpl

@@ -1,0 +1,69 @@
+"""Memory attention of a CPU worker: merged memory in vLLM's CPU backend, decoupled memory around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedModel
+from ..logs import logger_of
+from ..requirements import check_merged
+from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
+from .decoupled import DecoupledStep, active_rows
+from .memory_attention import attach_to_decoders, dtype_of
+from .pages import RequestMemory
+from .request_table import MemoryOfRequests
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ..runner import StepRows
+
+logger = logger_of(__name__)
+
+
+class CPUMemoryAttention:
+    """`MemoryAttention` on the CPU."""
+
+    def __init__(self, requests: MemoryOfRequests, model: ModelConfig) -> None:
+        self.merged_refusal: UnsupportedModel | None = None
+        self.decoupled = DecoupledStep()
+        self._requests = requests
+        self._model = model
+        self._merged: list[RequestMemory | None] | None = None  # of each request of the step, in the order of its rows
+
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+        """See `MemoryAttention`."""
+        try:
+            check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], InduceKVCPUImpl, self._model)
+            self._prepare_merged(kv_cache, builders)
+        except UnsupportedModel as refusal:
+            self.merged_refusal = refusal
+            logger.info("only decoupled memory can be served: %s", refusal)
+        attach_to_decoders(layers, self.decoupled)
+
+    def _prepare_merged(self, kv_cache: KVCacheConfig, builders: Sequence[Any]) -> None:
+        for builder in builders:
+            assert isinstance(builder, InduceKVCPUMetadataBuilder)
+            if builder.block_size != kv_cache.kv_cache_groups[0].kv_cache_spec.block_size:
+                raise UnsupportedModel("merged memory cannot be served: KV-cache blocks are split for the kernel")
+            probe_packed_layout(builder.isa, dtype_of(self._model), builder.head_dim, builder.block_size)
+            builder.merged_memories = lambda: self._merged
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
+    def begin_step(self, rows: StepRows) -> None:
+        """See `MemoryAttention`."""
+        self._merged = self._requests.of_requests(rows.request_ids, "merged")
+        memories = self._requests.of_requests(rows.request_ids, "decoupled")
+        if memories is not None:
+            starts = [self._requests.first_active(request_id) for request_id in rows.request_ids]
+            self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
+
+    def end_step(self) -> None:
+        """See `MemoryAttention`."""
+        self._merged = None
+        self.decoupled.active = []

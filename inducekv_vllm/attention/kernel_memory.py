@@ -1,0 +1,190 @@
+"""Memory attention of a GPU worker: one launch of the kernels after each layer's self-attention.
+
+Decoupled memory works around any attention backend. Merged memory needs the log-sum-exp of self-attention, which
+FlashAttention gives (`flash.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..errors import UnsupportedModel
+from ..logs import logger_of
+from ..requirements import check_merged
+from .attach import KeepsLse
+from .kernel_step import GraphBuffers, KernelGeometry, StepLaunch, rows_with_memory
+from .kernels import launch
+from .kernels.layout import LayerPool, SlotTables, StepTensors
+from .kernels.tiles import MOST_LANES, SMALL_MEMORY, LaunchShape, Processors, idle_plan
+from .memory_attention import attach_to_decoders
+from .pool import PagePool
+from .request_table import MemoryOfRequests
+from .term_tables import TermTables
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ..runner import StepRows
+
+logger = logger_of(__name__)
+
+
+class KernelMemoryAttention:
+    """`MemoryAttention` with the kernels."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        tables: TermTables,
+        requests: MemoryOfRequests,
+        device: Device,
+        model: ModelConfig,
+        processors: Processors,
+        most_graph_rows: int,
+        add_memory: Callable[..., None] = launch.add_memory,
+    ) -> None:
+        """Raises UnsupportedModel if the kernels cannot serve this model.
+
+        Args:
+            most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
+            add_memory: `kernels.launch.add_memory`, or another function that does the same.
+        """
+        self.merged_refusal: UnsupportedModel | None = None
+        self._requests, self._device, self._most_graph_rows, self._add_memory = (
+            requests,
+            device,
+            most_graph_rows,
+            add_memory,
+        )
+        self._model = model
+        self._tables = SlotTables(**{field.name: getattr(tables, field.name) for field in fields(SlotTables)})
+        self._layers = [_layer_pool(pool, tables, layer) for layer in range(pool.shape.num_layers)]
+        self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
+        self._geometry = KernelGeometry(
+            kv_heads=pool.shape.num_kv_heads,
+            heads_per_kv_head=pool.shape.heads_per_kv_head,
+            head_size=pool.shape.head_size,
+            element_size=pool.keys.element_size(),
+            processors=processors,
+        )
+        try:
+            for layer_pool in self._layers:
+                launch.check(layer_pool, self._tables, self._num_heads)
+        except ValueError as error:
+            raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
+        self._graphs: GraphBuffers  # from `attach` on
+        self._in_step = False
+        self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
+
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+        """See `MemoryAttention`."""
+        try:
+            check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], KeepsLse, self._model)
+        except UnsupportedModel as refusal:
+            self.merged_refusal = refusal
+            logger.info("only decoupled memory can be served: %s", refusal)
+        # A graph is captured before the bundles of its steps are known, so it can do every form that is served.
+        self._graphs = GraphBuffers(self._geometry, self._most_graph_rows, self.merged_refusal is None, self._device)
+        attach_to_decoders(layers, self)
+
+    # ---- before a step ------------------------------------------------------------------------------------------
+
+    def begin_step(self, rows: StepRows) -> None:
+        """See `MemoryAttention`."""
+        self._in_step = True
+        found = (
+            None
+            if not self._requests.slots.used
+            else rows_with_memory(
+                [self._requests.of_request(request_id) for request_id in rows.request_ids],
+                [self._requests.first_active(request_id) for request_id in rows.request_ids],
+                rows.num_computed,
+                rows.num_scheduled,
+            )
+        )
+        if rows.graph_rows is not None:
+            if found is None:
+                self._graphs.clear()
+            else:
+                self._graphs.write(rows.graph_rows, found)
+        elif found is not None:
+            self._step = StepLaunch.of_step(found, self._geometry.of_step(found), self._device)
+
+    def end_step(self) -> None:
+        """See `MemoryAttention`."""
+        self._in_step = False
+        self._step = None
+
+    # ---- in a layer's forward pass -------------------------------------------------------------------------------
+
+    def needs_lse(self, num_rows: int) -> bool:
+        """See `AddsMemory`."""
+        now = self._launch(num_rows)
+        return now is not None and now.shape.lse
+
+    def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
+        """See `AddsMemory`."""
+        now = self._launch(len(query))
+        if now is not None:
+            self._add_memory(self._layers[layer], self._tables, now.tensors, query, output, self_lse, scale, now.shape)
+
+    def _launch(self, num_rows: int) -> StepLaunch | None:
+        """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
+        if self._in_step:
+            return self._step
+        return self._graphs.launch(num_rows) if num_rows <= self._graphs.most_rows else None
+
+    # ---- at start ------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Launch every variant of the kernels once without rows, so that no step waits for a compiler."""
+        device, pool = self._device.torch_device, self._layers[0]
+        size = (1, self._num_heads, pool.keys.shape[-1])
+        query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
+        lse = torch.zeros(size[:2], device=device)
+        row_slot = torch.zeros(1, dtype=torch.int32, device=device)
+        variants = list(self._variants())
+        for shape in variants:
+            step = StepTensors.from_plan(idle_plan(shape), row_slot)
+            self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+        logger.info("%d variants of the memory attention kernels are compiled", len(variants))
+
+    def _variants(self) -> Iterator[LaunchShape]:
+        """A launch of each kind that steps can need."""
+        seen = set()
+        forms = (False,) if self.merged_refusal is not None else (False, True)
+        lengths = (SMALL_MEMORY, self._tables.token_index.shape[1])
+        group_sizes = [1 << power for power in range(MOST_LANES.bit_length())]
+        for largest, longest, maps, lse, one_slot in product(group_sizes, lengths, (False, True), forms, (False, True)):
+            shape = self._geometry.shape(
+                rows=largest,
+                groups=1,
+                largest_group=largest,
+                longest=longest,
+                maps=maps,
+                lse=lse,
+                one_slot=one_slot,
+            )
+            if (kind := shape.kind) not in seen:
+                seen.add(kind)
+                yield shape
+
+
+def _layer_pool(pool: PagePool, tables: TermTables, layer: int) -> LayerPool:
+    return LayerPool(
+        keys=pool.keys[layer],
+        values=pool.values[layer],
+        gate=tables.gate[layer],
+        bias=tables.bias[layer],
+        map_in=pool.map_rows(pool.keys[layer]),
+        map_out=pool.map_rows(pool.values[layer]),
+    )

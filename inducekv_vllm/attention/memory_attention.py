@@ -1,0 +1,56 @@
+"""What a worker asks of the memory attention of its platform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+
+from .attach import AddsMemory, attach
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ..errors import UnsupportedModel
+    from ..runner import StepRows
+
+
+class MemoryAttention(Protocol):
+    """Memory attention in the layers of a worker."""
+
+    merged_refusal: UnsupportedModel | None  # why merged memory cannot be served here; decoupled memory always can
+
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+        """Act on these layers from now on; `builders` make their attention metadata. Called once, at start."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile what steps need, before vLLM captures graphs."""
+        ...
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Find the memory of the step's rows, before its attention metadata is built."""
+        ...
+
+    def end_step(self) -> None:
+        """The step's forward pass has run, or is queued on the device."""
+        ...
+
+
+def attach_to_decoders(layers: Mapping[str, Attention], memory: AddsMemory) -> None:
+    """Let memory act on every causal layer."""
+    for name, layer in layers.items():
+        if layer.attn_type == AttentionType.DECODER:
+            attach(layer.impl, extract_layer_index(name), memory)
+
+
+def dtype_of(model: ModelConfig) -> torch.dtype:
+    """The served model's."""
+    dtype = model.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" before it starts a worker
+    return dtype

@@ -1,0 +1,24 @@
+"""vLLM's CPU worker with memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from . import cpu_lora
+from .attention.cpu_memory import CPUMemoryAttention
+from .attention.memory_attention import MemoryAttention
+from .attention.term_tables import TermTables
+from .memory_worker import MemoryWorker
+
+
+class InduceKVCPUWorker(MemoryWorker, CPUWorker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if cpu_lora.groups_adapters(self.vllm_config):
+            cpu_lora.install()
+        super().load_model(*args, **kwargs)
+
+    def make_attention(self, tables: TermTables) -> MemoryAttention:
+        """Terms are read through the memories of the requests."""
+        return CPUMemoryAttention(self.memory_of_requests, self.model_config)

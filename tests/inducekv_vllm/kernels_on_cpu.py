@@ -1,0 +1,136 @@
+"""The GPU worker's memory attention in a CPU worker: kernels in Triton's interpreter, FlashAttention in plain torch.
+
+Both classes are for `--worker-cls`. Steps that only generate are served as CUDA graphs would serve them: by what was
+recorded before, for more rows than the step has, from buffers that the step fills.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
+from inducekv_vllm.attention.kernel_step import StepLaunch
+from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.memory_attention import MemoryAttention
+from inducekv_vllm.attention.term_tables import TermTables
+from inducekv_vllm.plugin import FLASH_BACKEND
+from inducekv_vllm.runner import StepRows
+from inducekv_vllm.worker_cuda import InduceKVCUDAWorker
+
+GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated
+
+
+class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
+    """vLLM's own CPU attention: it keeps no log-sum-exp, so only decoupled memory can be served."""
+
+    def make_attention(self, tables: TermTables) -> MemoryAttention:
+        return ReplayedKernels(
+            self.pool,
+            tables,
+            self.memory_of_requests,
+            self._device,
+            self.model_config,
+            Processors(count=2),
+            most_graph_rows=GRAPH_ROWS[-1],
+            add_memory=some_by_kernels,
+        )
+
+    def inducekv_calls(self) -> dict[str, int]:
+        """How often each way to add memory was called."""
+        return dict(CALLS)
+
+
+class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
+    """InduceKV's FlashAttention backend, whose functions are those below."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vars(flash_attn).update(
+            get_flash_attn_version=lambda **_: 2,
+            flash_attn_varlen_func=attend,
+            reshape_and_cache_flash=cache,
+            get_scheduler_metadata=lambda **_: None,
+        )
+        register_backend(AttentionBackendEnum.CPU_ATTN, FLASH_BACKEND)
+        super().__init__(*args, **kwargs)
+
+
+CALLS = dict.fromkeys(("kernels", "twin", "graphs", "lse"), 0)
+KERNEL_CALLS = 36  # the interpreter takes up to a second for each
+
+
+def some_by_kernels(*arguments: Any) -> None:
+    """`launch.add_memory` for the first and then every fourth of the calls, up to a number; otherwise its twin."""
+    CALLS["lse"] += arguments[5] is not None
+    by_kernels = CALLS["kernels"] < KERNEL_CALLS and (CALLS["kernels"] < KERNEL_CALLS / 2 or CALLS["twin"] % 4 == 0)
+    kind, function = ("kernels", launch.add_memory) if by_kernels else ("twin", twin.add_memory)
+    CALLS[kind] += 1
+    function(*arguments)
+
+
+class ReplayedKernels(KernelMemoryAttention):
+    _graph: StepLaunch | None = None
+
+    def begin_step(self, rows: StepRows) -> None:
+        if set(rows.num_scheduled) == {1}:
+            size = min(size for size in GRAPH_ROWS if size >= len(rows.request_ids))
+            rows = replace(rows, graph_rows=size)
+            self._graph = self._graphs.launch(size)
+            CALLS["graphs"] += 1
+        super().begin_step(rows)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._graph = None
+
+    def _launch(self, num_rows: int) -> StepLaunch | None:
+        return self._graph or super()._launch(num_rows)
+
+
+def attend(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    block_table: Tensor,
+    return_softmax_lse: bool = False,
+    **_: Any,
+) -> Any:
+    """FlashAttention over a paged cache: q [R, H, D], k and v [blocks, C, J, D]; the log-sum-exp is [H, R]."""
+    assert causal
+    R, H, _ = q.shape  # type: ignore[assignment]
+    lse = torch.full((H, R), math.nan)
+    for request, (begin, end) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)):
+        length, C = int(seqused_k[request]), k.shape[1]
+        if begin == end or length == 0:
+            continue
+        blocks = block_table[request, : -(-length // C)].long()
+        keys, values = (
+            x[blocks].flatten(0, 1)[:length].repeat_interleave(H // x.shape[2], dim=1).float() for x in (k, v)
+        )  # [T, H, D]
+        logits = torch.einsum("rhd,thd->hrt", q[begin:end].float(), keys) * softmax_scale
+        last = torch.arange(length - (end - begin), length)  # the last token that each row sees
+        logits.masked_fill_(torch.arange(length) > last[:, None], -math.inf)
+        lse[:, begin:end] = logits.logsumexp(-1)
+        out[begin:end] = torch.einsum("hrt,thd->rhd", logits.softmax(-1), values).to(out.dtype)
+    return (out, lse) if return_softmax_lse else out
+
+
+def cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *_: Any) -> None:
+    """Write key and value [rows, J, D] to their slots of the caches [blocks, C, J, D]; a slot of -1 is padding."""
+    C, rows = key_cache.shape[1], torch.nonzero(slots >= 0)[:, 0]
+    block, offset = slots[rows] // C, slots[rows] % C
+    key_cache[block, offset], value_cache[block, offset] = key[rows], value[rows]
