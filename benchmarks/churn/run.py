@@ -3,8 +3,8 @@
     python -m benchmarks.churn.run                    # 10,000 requests, 32 at a time; half an hour on two cores
     python -m benchmarks.churn.run --requests 300     # the same, shorter
 
-Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer is
-compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
+Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
+is compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
 fails that should not, or if something is left in the server.
 """
 
@@ -36,20 +36,12 @@ from .leaks import Held, drained
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUESTIONS = 12
-KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
+NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
 # Few blocks: requests are preempted.
-SERVER = [
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "512",
-    "--max-num-seqs",
-    "16",
-    "--enforce-eager",
-    "--block-size",
-    "32",
-]
-SERVER += ["--num-gpu-blocks-override", "48", "--served-model-name", BASE]
+SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
+SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "32", "--served-model-name", BASE]
+PREEMPTIONS = "vllm:num_preemptions_total{"
+TURN_S = 10.0
 MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
 
 
@@ -97,9 +89,9 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
             references |= await ask_alone(client, questions, {f"alone-{number}": content})
             await admin.unload(f"alone-{number}")
         digests = list(contents)
-        for name, content in zip((KEPT, KEPT_TOO, REPLACED, RELOADED), digests[:4], strict=True):
+        for name, content in zip(NAMES, digests[:4], strict=True):
             await admin.load(name, content)
-        crowd = Crowd(client, questions, (BASE, *admin_names()), admin.names, references, Verdicts())
+        crowd = Crowd(client, questions, (BASE, *NAMES), admin.names, references, Verdicts())
         await crowd.ask(min(args.requests, 500), args.concurrency, seed=1)  # what grows once has grown
         await drained(client, key)
         before = Held.by(url)
@@ -117,11 +109,9 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         await admin.load(REPLACED, digests[4])
         times = {}
         if args.turns:
-            times = await gaps.measure(client, admin, questions, KEPT, REPLACED, digests[4:6], args.turns, turn_s=10.0)
+            times = await gaps.measure(client, admin, questions, KEPT, REPLACED, digests[4:6], args.turns, TURN_S)
         metrics = (await client.get("/metrics")).text
-    preempted = sum(
-        float(line.split()[1]) for line in metrics.splitlines() if line.startswith("vllm:num_preemptions_t")
-    )
+    preempted = sum(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(PREEMPTIONS))
     verdicts = crowd.verdicts
     grown = after.resident_mib - before.resident_mib
     return {
@@ -136,10 +126,6 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         "ms_between_tokens": times,
         "passed": not verdicts.faults and grown < MIB_THAT_MAY_GROW and after.open_files <= before.open_files,
     }
-
-
-def admin_names() -> tuple[str, ...]:
-    return KEPT, KEPT_TOO, REPLACED, RELOADED
 
 
 if __name__ == "__main__":
