@@ -17,7 +17,7 @@ from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import read_bundle
 
 BUDGETS = (8, 12)
-TOKENS = 12  # of an answer
+TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
 
 

@@ -39,7 +39,7 @@ QUESTIONS = 12
 NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
-SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "32", "--served-model-name", BASE]
+SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
 PREEMPTIONS = "vllm:num_preemptions_total{"
 TURN_S = 10.0
 MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
