@@ -1,0 +1,94 @@
+"""Who changes the bundles while requests run, and which contents a name stood for at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from inducekv_vllm.config import ADMIN_HEADER
+
+from .contents import Content
+
+
+@dataclass
+class Span:
+    """A name stood for this content from some moment between `asked` and `there` on."""
+
+    content: Content
+    asked: float
+    there: float = math.inf
+    left: float = math.inf  # from here on the name may stand for something else
+    gone: float = math.inf  # and from here on it does
+
+
+@dataclass
+class Names:
+    """What each name stood for, and when: as far as whoever asked for the changes can know."""
+
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+    def may_be(self, name: str, begin: float, end: float) -> set[Content]:
+        """The contents that a request from `begin` to `end` may have had."""
+        return {span.content for span in self.spans.get(name, ()) if span.asked <= end and begin <= span.gone}
+
+    def always_there(self, name: str, begin: float, end: float) -> bool:
+        """Whether the name stood for something all the time."""
+        now = begin
+        for span in self.spans.get(name, ()):
+            if span.there <= now < span.left:
+                now = span.left
+        return now >= end
+
+
+class Admin:
+    """Loads and unloads bundles, and keeps what names stood for."""
+
+    def __init__(self, client: httpx.AsyncClient, key: str, paths: Mapping[Content, Path]) -> None:
+        self.names = Names()
+        self.seconds: list[float] = []  # of every load
+        self._client, self._headers, self._paths = client, {ADMIN_HEADER: key}, paths
+
+    async def load(self, name: str, content: Content) -> None:
+        """Let the name stand for this content."""
+        spans = self.names.spans.setdefault(name, [])
+        begin = time.monotonic()
+        spans.append(Span(content, begin))
+        request = {"name": name, "path": str(self._paths[content]), "replace": True}
+        await self._post("load_memory_bundle", request)
+        spans[-1].there = time.monotonic()
+        self.seconds.append(spans[-1].there - begin)
+        for before in spans[:-1]:
+            # A name is never without a bundle while it is replaced.
+            before.left, before.gone = (min(then, spans[-1].there) for then in (before.left, before.gone))
+
+    async def unload(self, name: str) -> None:
+        """Let the name stand for nothing."""
+        span = self.names.spans[name][-1]
+        span.left = time.monotonic()
+        await self._post("unload_memory_bundle", {"name": name})
+        span.gone = time.monotonic()
+
+    async def _post(self, route: str, request: dict[str, object]) -> None:
+        response = await self._client.post(f"/v1/{route}", json=request, headers=self._headers)
+        assert response.status_code == 200, response.text
+
+    async def keep_replacing(self, name: str, contents: Sequence[Content], every_s: float) -> None:
+        """Swap the content of a name again and again, until cancelled."""
+        for content in itertools.cycle(contents):
+            await asyncio.sleep(every_s)
+            await self.load(name, content)
+
+    async def keep_reloading(self, name: str, contents: Sequence[Content], every_s: float) -> None:
+        """Unload a name, and load it again with other contents, until cancelled."""
+        for content in itertools.cycle(contents):
+            await asyncio.sleep(every_s)
+            await self.unload(name)
+            await asyncio.sleep(every_s / 4)
+            await self.load(name, content)

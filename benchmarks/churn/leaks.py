@@ -1,0 +1,49 @@
+"""What is left in the server afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+
+from inducekv_vllm.config import ADMIN_HEADER
+
+DRAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What all processes of a server hold."""
+
+    resident_mib: float
+    open_files: int
+
+    @classmethod
+    def by(cls, url: str) -> Held:
+        """The server that listens at this address, with its children."""
+        port = int(url.rpartition(":")[2])
+        of_port = {
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+        }
+        (pid,) = of_port
+        server = psutil.Process(pid)
+        processes = [server, *server.children(recursive=True)]
+        return cls(
+            resident_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
+            open_files=sum(process.num_fds() for process in processes),
+        )
+
+
+async def drained(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
+    """The list of bundles, once no request uses one and none waits for its last request."""
+    for _ in range(int(DRAIN_SECONDS / 0.2)):
+        bundles: dict[str, Any] = (await client.get("/v1/memory_bundles", headers={ADMIN_HEADER: key})).json()
+        if not bundles["draining"] and not any(card["active_requests"] for card in bundles["data"]):
+            return bundles
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"after {DRAIN_SECONDS:.0f} s requests still use bundles: {bundles}")

@@ -1,0 +1,132 @@
+"""Are all answers right while bundles change, is nothing left behind, and what do the changes cost other requests?
+
+    python -m benchmarks.churn.run                    # 10,000 requests, 32 at a time; half an hour on two cores
+    python -m benchmarks.churn.run --requests 300     # the same, shorter
+
+Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
+is compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
+fails that should not, or if something is left in the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.machine import describe_machine
+from benchmarks.server_process import serving
+from benchmarks.serving.run import write_exemplars
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+from server.demo import CHECKPOINT
+
+from . import gaps
+from .changes import Admin
+from .contents import BASE, ask_alone, make_contents, make_questions
+from .crowd import Crowd, Verdicts
+from .leaks import Held, drained
+
+RESULTS = Path(__file__).parents[1] / "results"
+QUESTIONS = 12
+NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
+# Few blocks: requests are preempted.
+SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
+SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
+PREEMPTIONS = "vllm:num_preemptions_total{"
+TURN_S = 10.0
+MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=10, help="turns of 10 s for the time between tokens, of each kind")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    args = parser.parse_args()
+    if min(args.requests, args.concurrency) < 1 or args.turns < 0:
+        parser.error("--requests and --concurrency must be at least 1, --turns at least 0")
+    result = run(args)
+    print(json.dumps(result, indent=2))
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if result["passed"] else 1
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        contents = make_contents(CHECKPOINT, write_exemplars(work, [64]), work)
+        key = secrets.token_hex()
+        flags = [str(CHECKPOINT), "--memory-root", str(work), *SERVER]
+        with serving(flags, work / "server.log", {ADMIN_KEY_VARIABLE: key, "VLLM_CPU_KVCACHE_SPACE": "1"}) as url:
+            measured = asyncio.run(measure(url, key, contents, args))
+    return {
+        "benchmark": "churn",
+        "command": " ".join(["python -m benchmarks.churn.run", *sys.argv[1:]]),
+        **measured,
+        "machine": describe_machine(),
+    }
+
+
+async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Ask every content alone, then the crowd under changes, then for the time between tokens."""
+    # A connection for each request: the server closes idle ones.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        admin, questions = Admin(client, key, contents), make_questions(QUESTIONS)
+        references = await ask_alone(client, questions, {BASE: BASE})
+        for number, content in enumerate(contents):
+            await admin.load(f"alone-{number}", content)
+            references |= await ask_alone(client, questions, {f"alone-{number}": content})
+            await admin.unload(f"alone-{number}")
+        digests = list(contents)
+        for name, content in zip(NAMES, digests[:4], strict=True):
+            await admin.load(name, content)
+        crowd = Crowd(client, questions, (BASE, *NAMES), admin.names, references, Verdicts())
+        await crowd.ask(min(args.requests, 500), args.concurrency, seed=1)  # what grows once has grown
+        await drained(client, key)
+        before = Held.by(url)
+        changing = [
+            asyncio.create_task(admin.keep_replacing(REPLACED, digests[4:6], 1.0)),
+            asyncio.create_task(admin.keep_reloading(RELOADED, digests[6:8], 2.0)),
+        ]
+        await crowd.ask(args.requests, args.concurrency, seed=2)
+        for task in changing:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await drained(client, key)
+        after = Held.by(url)
+        await admin.load(REPLACED, digests[4])
+        times = {}
+        if args.turns:
+            times = await gaps.measure(client, admin, questions, KEPT, REPLACED, digests[4:6], args.turns, TURN_S)
+        metrics = (await client.get("/metrics")).text
+    preempted = sum(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(PREEMPTIONS))
+    verdicts = crowd.verdicts
+    grown = after.resident_mib - before.resident_mib
+    return {
+        "requests": args.requests,
+        "concurrency": args.concurrency,
+        "verdicts": dict(verdicts.counts),
+        "faults": verdicts.faults[:20],
+        "changes": len(admin.seconds),
+        "preemptions": preempted,
+        "resident_mib": {"before": before.resident_mib, "after": after.resident_mib},
+        "open_files": {"before": before.open_files, "after": after.open_files},
+        "ms_between_tokens": times,
+        "passed": not verdicts.faults and grown < MIB_THAT_MAY_GROW and after.open_files <= before.open_files,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
