@@ -53,7 +53,8 @@ class ResidentBundles:
         if future is None:
             return False
         if not future.cancel():
-            future.add_done_callback(_release)  # at once, or when its load ends
+            # Erasing its pages takes the time of writing them. Later loads wait for it, steps do not.
+            self._thread.submit(_release, future)
         return True
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
 from .block_sums import BlockSums
-from .bundle import BackboneFingerprint, read_bundle
+from .bundle import BackboneFingerprint, Bundle, read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
@@ -259,6 +259,12 @@ class InduceKVWorker(CPUWorker):
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it into the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
+        try:
+            return self._store(bundle, path, digest)
+        finally:
+            bundle.erase()
+
+    def _store(self, bundle: Bundle, path: str, digest: str) -> ResidentBundle:
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         if bundle.metadata.form == "merged" and self._merged_refusal is not None:
@@ -308,5 +314,6 @@ def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
         bundle.weighting,
         payload_tokens=bundle.payload_tokens,
         num_entries=bundle.num_entries,
+        num_expired=spec.expired,
         remainder=spec.remainder,
     )

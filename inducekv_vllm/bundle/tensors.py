@@ -28,6 +28,7 @@ from .metadata import (
     first_problem,
     format_version_of,
 )
+from .signature import Signature
 
 # Rounding a unit vector to float16 changes its norm by at most 2^-11, plus a little for subnormal components.
 UNIT_NORM_TOLERANCE = 2e-3
@@ -74,6 +75,7 @@ class Bundle:
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
     map_in: Tensor | None = None  # [L, B, J, r, G D] float16
     map_out: Tensor | None = None  # [L, B, J, G D, r] float16
+    signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
 
     @classmethod
     def create(
@@ -112,7 +114,9 @@ class Bundle:
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
-                format_version=format_version_of(form, gate is not None, bool(maps)),
+                format_version=format_version_of(
+                    form, gate is not None, bool(maps), any(entry.is_dated for entry in entries)
+                ),
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -173,6 +177,11 @@ class Bundle:
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
         return {name: tensor for name in DTYPES if (tensor := getattr(self, name)) is not None}
+
+    def erase(self) -> None:
+        """Overwrite the tensors with zeros: freed memory keeps its content. The bundle cannot be used afterwards."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
 
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.

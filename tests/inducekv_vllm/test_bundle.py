@@ -341,7 +341,7 @@ def test_random_damage_is_a_bundle_error_or_nothing(path: Path) -> None:
 def test_metadata_that_cannot_be_used(path: Path) -> None:
     tensors, good = raw(random_bundle())
     for change, problem in [
-        ({"format_version": 5}, "format version 5 is not supported, expected one of 1, 2, 3, 4"),
+        ({"format_version": 6}, "format version 6 is not supported, expected one of 1, 2, 3, 4, 5"),
         ({"format_version": 2}, "with 0 gate_tasks and no map is format version 1, found 2"),
         ({"gate_tasks": ["t"]}, "with 1 gate_tasks and no map is format version 2, found 1"),
         ({"format_version": None}, "format version None"),
