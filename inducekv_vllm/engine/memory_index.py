@@ -6,8 +6,10 @@ Shapes: B entries, d hidden size. Every worker holds the payload; the digest ide
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 
 import numpy as np
 
@@ -81,10 +83,15 @@ class MemoryIndex:
         """The LoRA adapter for both passes, whether the gate is open or closed."""
         return self.metadata.adapter
 
-    def expired(self, now: datetime | None = None) -> int:
-        """How many entries are not used any more."""
-        moment = now or datetime.now(UTC)
-        return sum(entry.has_expired(moment) for entry in self.entries)
+    @cached_property
+    def first_expiry(self) -> datetime | None:
+        return min((entry.expires_at for entry in self.entries if entry.expires_at is not None), default=None)
+
+    def alive(self, now: datetime | None = None) -> Sequence[int]:
+        """The entries that have not expired; `now` None for the clock's."""
+        if self.first_expiry is None or (moment := now or datetime.now(UTC)) < self.first_expiry:
+            return range(self.num_entries)
+        return [i for i, entry in enumerate(self.entries) if not entry.has_expired(moment)]
 
     def lookup(self, key: FloatArray, top_k: int | None, now: datetime | None = None) -> MemoryLookup:
         """Find the entries and weights for a query key [2, d]; `top_k` None means all entries.
@@ -96,8 +103,7 @@ class MemoryIndex:
         Args:
             now: the time of the request; None for the clock's.
         """
-        moment = now or datetime.now(UTC)
-        alive = [i for i, entry in enumerate(self.entries) if not entry.has_expired(moment)]
+        alive = self.alive(now)
         num_expired = self.num_entries - len(alive)
         gate_decision = None
         if self.gate is not None:

@@ -64,9 +64,7 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
         return None
     if isinstance(raw, Mapping) and raw.keys() == {"key_id", "reads_cache"}:
         return KeyPassSpec(str(raw["key_id"]), bool(raw["reads_cache"]))
-    if isinstance(raw, Mapping) and raw.keys() == {
-        "bundle", "entries", "weights", "remainder", "start", "expired"
-    }:
+    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start", "expired"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
         return InjectionSpec(
             str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]), int(raw["expired"])
