@@ -3,8 +3,8 @@
     {"n": 0, "time": "...", "event": "start", "previous": "000...0"}
     {"n": 1, "time": "...", "event": "load", ..., "previous": "SHA-256 of the line above, without its newline"}
 
-So no line can be changed, removed or inserted without breaking the chain behind it. Lines can be cut off at the end: note
-the last hash (the *head*) elsewhere from time to time, and give it to `verify`.
+So no line can be changed, removed or inserted without breaking the chain behind it. Lines can be cut off at the end:
+note the last hash (the *head*) elsewhere from time to time, and give it to `verify`.
 
 A process that is killed while it writes leaves a last line without its newline. That record was never acknowledged. The
 next process ends the line, and its first record names the line's SHA-256 as "torn", so nothing is ever removed.

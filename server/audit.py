@@ -1,8 +1,8 @@
 """The audit log of a server: every change of its bundles, and if asked for, every answer; never any content.
 
 A change is on the disk before it takes effect and before it is acknowledged. Answers reach the operating system before
-the first token leaves the server, and the disk within `SYNC_S`: a server that is killed loses none, a machine that loses
-power the last ones.
+their first token leaves the server, and the disk within `SYNC_S`: a server that is killed loses none, a machine that
+loses power the last ones.
 """
 
 from __future__ import annotations

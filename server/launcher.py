@@ -220,6 +220,8 @@ def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace
 
 def public_keys(paths: Sequence[str]) -> list[PublicKey]:
     """Raises UsageError: one of the files is not an Ed25519 public key."""
+    if not paths:
+        return []
     from inducekv_vllm.bundle import read_public_key
 
     try:

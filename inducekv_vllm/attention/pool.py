@@ -185,7 +185,7 @@ class PagePool:
             own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, B, n, y]
             where = span_of(places.reshape(-1))
             if isinstance(where, slice):
-                target[:, where].unflatten(1, own.shape[1:3]).copy_(own)
+                target[:, where].view(own.shape).copy_(own)
             else:
                 scattered = own.flatten(1, 2).to(target.dtype, copy=True)
                 target.index_copy_(1, self._device.upload(where), scattered)

@@ -9,7 +9,7 @@ file.py       reading and writing, atomically and without unpickling
 from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
 from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord, OutputMap
 from .signature import PublicKey, Signature, read_private_key, read_public_key, require_signature, sign_digest
-from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes
+from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
 
 __all__ = [
     "FORMAT_VERSIONS",
@@ -33,5 +33,6 @@ __all__ = [
     "read_public_key",
     "require_signature",
     "sign_digest",
+    "with_entries",
     "write_bundle",
 ]

@@ -1,7 +1,7 @@
 """Bundle files: one safetensors file with the tensors of `Bundle` and the metadata entry `inducekv`.
 
-The entry is the JSON of `BundleMetadata`; a signed bundle also has the entry `inducekv_signature`. Reading never executes
-or unpickles anything, and `read_bundle` checks all content before use.
+The entry is the JSON of `BundleMetadata`; a signed bundle also has the entry `inducekv_signature`. Reading never
+executes or unpickles anything, and `read_bundle` checks all content before use.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _read_tensors(
         except (MemoryError, RuntimeError) as error:
             raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
         file.seek(starts[name])
-        rest = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        rest = tensors[name].reshape(-1).view(torch.uint8).numpy().data
         while rest.nbytes:
             if not (count := file.readinto(rest)):
                 raise BundleError(f"{source}: the file became shorter while it was read")

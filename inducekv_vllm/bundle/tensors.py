@@ -146,7 +146,7 @@ class Bundle:
         if gate is not None:
             tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        bundle = cls(**stored, metadata=metadata)
+        bundle = cls(**stored, metadata=metadata, signature=None)
         bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
         check_bundle(bundle, "bundle")
         return bundle
@@ -196,6 +196,26 @@ def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name
     """See `Bundle.require_backbone`; the metadata suffices."""
     if differences := metadata.backbone.differences(served):
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
+
+
+def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
+    """A bundle of the same tensors whose entries have other records; it has another digest, and is not signed.
+
+    Raises:
+        BundleError: the records do not fit the bundle.
+    """
+    metadata = bundle.metadata
+    version = format_version_of(
+        metadata.form,
+        bool(metadata.gate_tasks),
+        metadata.output_map is not None,
+        any(entry.is_dated for entry in entries),
+    )
+    metadata = metadata.model_copy(update={"entries": entries, "format_version": version})
+    bundle = replace(bundle, metadata=metadata, signature=None)
+    bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
+    check_bundle(bundle, "bundle")
+    return bundle
 
 
 def bundle_digest(bundle: Bundle) -> str:

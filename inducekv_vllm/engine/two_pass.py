@@ -254,7 +254,7 @@ class TwoPassEngine:
             raise RetryableRequestError(str(error)) from error
 
     def forget(self, digest: str) -> None:
-        """Drop what is left of answers with this version of a memory: traces, and the query keys it was last used for."""
+        """Drop what is left of answers with this version of a memory: traces, and query keys that it used last."""
         self.traces.drop(digest)
         self._keys.drop(digest)
 
