@@ -60,6 +60,7 @@ class AuditWriter:
             except OSError as error:
                 raise ConfigError(f"{path}: another server writes to this audit log") from error
             self._number, self._previous, self._torn = self._end()
+            self._complete_torn()
         except BaseException:
             os.close(self._file)
             raise
@@ -102,6 +103,13 @@ class AuditWriter:
         """A record that could be written in part is completed before the next one."""
         while self._pending:
             self._pending = self._pending[os.write(self._file, self._pending) :]
+
+    def _complete_torn(self) -> None:
+        """A line that lacks nothing but its newline is a record, and gets it with the next one."""
+        record = None if self._torn is None else _record(self._torn)
+        if self._torn and record and (record["n"], record["previous"]) == (self._number, self._previous):
+            self._number, self._previous = self._number + 1, hashlib.sha256(self._torn).hexdigest()
+            self._torn, self._pending = None, b"\n"
 
     def _end(self) -> tuple[int, str, bytes | None]:
         """The number of the next record, the hash of the last one, and a line without an end."""

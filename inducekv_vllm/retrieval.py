@@ -24,7 +24,7 @@ class PrefixIndex:
         Raises:
             ConfigError: `keys` is not a matrix of finite numbers with at least one row.
         """
-        matrix = np.array(keys, dtype=np.float32, order="C")  # [B, d]
+        matrix = np.array(np.asarray(keys), dtype=np.float32, order="C")  # [B, d]
         if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
             raise ConfigError(f"retrieval keys must be finite, of shape [B, d] with B, d >= 1; found {matrix.shape}")
         self.num_entries, self.hidden_size = matrix.shape

@@ -86,8 +86,9 @@ def read_public_key(path: str | os.PathLike[str]) -> PublicKey:
     Raises:
         ConfigError: the file cannot be read, or holds something else.
     """
+    content = _content(path)
     try:
-        key = load_pem_public_key(_content(path))
+        key = load_pem_public_key(content)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path}: not a public key in PEM") from error
     if not isinstance(key, Ed25519PublicKey):
@@ -101,8 +102,9 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
     Raises:
         ConfigError: the file cannot be read, or holds something else.
     """
+    content = _content(path)
     try:
-        key = load_pem_private_key(_content(path), password=None)
+        key = load_pem_private_key(content, password=None)
     except TypeError as error:
         raise ConfigError(f"{path}: the private key has a password; give one without") from error
     except (ValueError, UnsupportedAlgorithm) as error:

@@ -58,9 +58,7 @@ def _check_forget(options: argparse.Namespace) -> None:
     if options.undated and not options.older_than:
         raise ConfigError("--undated says what becomes of entries without a date with --older-than")
     if bool(options.model) != bool(options.anchors) or (options.base and not options.model):
-        raise ConfigError(
-            "the gate is fitted again with both --model and --anchors, and --base if it had base questions"
-        )
+        raise ConfigError("to fit the gate again, give --model and --anchors, and --base if it had base questions")
     require_output(options.output)
     if options.output.resolve() == Path(options.path).resolve():
         raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
