@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -49,9 +47,38 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
         metadata[SIGNATURE_KEY] = bundle.signature.model_dump_json()
     try:
         with replacing(target) as temporary:
-            safetensors.torch.save_file(bundle.tensors(), temporary, metadata=metadata)
-    except (OSError, safetensors.SafetensorError) as error:
+            save_tensors(bundle.tensors(), metadata, temporary)
+    except OSError as error:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write a safetensors file [https://github.com/huggingface/safetensors#format], from the tensors' own memory.
+
+    The library's writer has buffers, and leaves what went through them in freed memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # As in the library, larger types first: each tensor begins at a multiple of its type's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        span = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with io.FileIO(path, "w") as file:
+        _write_whole(file, memoryview(len(text).to_bytes(8, "little") + text))
+        for name in names:
+            _write_whole(file, tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_whole(file: io.FileIO, content: memoryview) -> None:
+    while content.nbytes:
+        content = content[file.write(content) :]
 
 
 def read_bundle(

@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -422,6 +423,22 @@ def test_create_refuses_what_the_file_could_not_hold() -> None:
         random_bundle(budget=4)
     with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):
         random_bundle(payload_keys=torch.zeros(L, 5, J, 3, D))
+
+
+@pytest.mark.parametrize("make", [random_bundle, random_gated_bundle])
+def test_the_safetensors_library_reads_what_is_written(path: Path, make: Callable[..., Bundle]) -> None:
+    """And writes the same file, but for the order of what has the same size."""
+    bundle = make()
+    write_bundle(bundle, path)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {METADATA_KEY: bundle.metadata.model_dump_json()}
+        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    assert read.keys() == bundle.tensors().keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in bundle.tensors().items())
+    size = path.stat().st_size
+    safetensors.torch.save_file(bundle.tensors(), path, metadata={METADATA_KEY: bundle.metadata.model_dump_json()})
+    assert path.stat().st_size == size
+    assert read_bundle(path).digest == bundle.digest
 
 
 def test_a_stale_digest_is_not_written(path: Path) -> None:

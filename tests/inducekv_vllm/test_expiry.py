@@ -133,9 +133,7 @@ def test_answers_are_those_of_a_bundle_without_the_expired_entries(
 ) -> None:
     """Before, between and after the dates: entries, weights, and the gate's task."""
     plain = random_gated_bundle() if gated else random_bundle()
-    memory = index(
-        expiring(plain, {"e0": EARLY, "e2": LATE, "e4": LATE}), tmp_path
-    )  # e2 and e4 are task b's all but one
+    memory = index(expiring(plain, {"e0": EARLY, "e2": LATE, "e4": LATE}), tmp_path)
     for now, gone in (
         (MADE, set()),
         (EARLY, {"e0"}),

@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pyte
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("inducekv_vllm.bundle.file.safetensors.torch.save_file", fail)
+    monkeypatch.setattr("inducekv_vllm.bundle.file.save_tensors", fail)
     assert "No space left" in refuse("forget", old, "--entry", "e0", "--output", tmp_path / "new.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["old.safetensors"]
 
