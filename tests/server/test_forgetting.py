@@ -88,6 +88,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
     for top_k in (2, 12):
         extra = {"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": top_k}}
         responses = [ask(client, "m", prompt, extra_body=extra) for prompt in asked]
+    shown = trace_of(responses[0])
     before = finds()
     assert {name.split()[0] for name in before} == {"gone", "kept"}, "the search finds what is there"
 
