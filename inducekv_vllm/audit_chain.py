@@ -87,9 +87,7 @@ class AuditWriter:
                 raise ConfigError(f"{self.path}: a record of the event {event!r} is too long: {len(line)} bytes")
             try:
                 self._flush()
-                self._pending = (b"" if self._torn is None else b"\n") + line + b"\n"
-                self._number, self._previous, self._torn = self._number + 1, hashlib.sha256(line).hexdigest(), None
-                self._flush()
+                self._write(line)
                 if sync:
                     os.fsync(self._file)
             except OSError as error:
@@ -99,8 +97,22 @@ class AuditWriter:
         """Wait until all records are on the disk. Raises OSError: the disk has failed."""
         os.fsync(self._file)
 
+    def _write(self, line: bytes) -> None:
+        """Write a record. Raises OSError: what could be written of it, if anything, is a torn line."""
+        before = self._number, self._previous, self._torn
+        content = (b"" if self._torn is None else b"\n") + line + b"\n"
+        self._pending = content
+        self._number, self._previous, self._torn = self._number + 1, hashlib.sha256(line).hexdigest(), None
+        try:
+            self._flush()
+        except OSError:
+            written = content[: len(content) - len(self._pending)]
+            if not written or (before[2] is None and written != line):
+                self._number, self._previous, self._torn = before
+                self._torn, self._pending = written or self._torn, b""
+            raise  # otherwise there are two torn lines, or all but the newline: the next record completes this one
+
     def _flush(self) -> None:
-        """A record that could be written in part is completed before the next one."""
         while self._pending:
             self._pending = self._pending[os.write(self._file, self._pending) :]
 

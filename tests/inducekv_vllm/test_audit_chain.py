@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,27 +138,45 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
             verify(path)
 
 
-def test_a_record_that_was_written_in_part_is_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full in the middle of a record, and has room again for the next one."""
+@pytest.mark.parametrize(
+    ("room", "records"),
+    [
+        ((0,), 2),  # nothing of the record is there
+        ((10,), 2),  # a part, which the next record names
+        ((10, 0, 0), 2),
+        ((10, 20), 3),  # two parts in a row: the second record is completed
+        ((10, 0, 20, 5), 3),
+    ],
+)
+def test_records_that_could_be_written_in_part(
+    path: Path, monkeypatch: pytest.MonkeyPatch, room: tuple[int, ...], records: int
+) -> None:
+    """The disk is full in the middle of records, and has room again for the last one."""
     writer = AuditWriter(path)
     writer.append("start", {}, sync=True)
-    real, room = os.write, 10
+    for each in room:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", _disk(each))
+            with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
+                writer.append("load", {}, sync=True)
+    writer.append("unload", {}, sync=True)
+    assert verify(path) == Chain(records, writer.head, 0)
+    assert path.read_bytes().count(b'"unload"') == 1
+
+
+def _disk(room: int) -> Callable[[int, bytes], int]:
+    """`os.write` on a disk with room for so many bytes."""
+    real = os.write
 
     def limited(file: int, content: bytes) -> int:
         nonlocal room
-        if not room:
+        if room <= 0:
             raise OSError(28, "No space left on device")
         written = real(file, content[:room])
         room -= written
         return written
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", limited)
-        with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
-            writer.append("load", {}, sync=True)
-    assert verify(path).torn == 10
-    writer.append("unload", {}, sync=True)
-    assert verify(path) == Chain(3, writer.head, 0)
+    return limited
 
 
 def test_kill_while_it_writes(path: Path) -> None:

@@ -113,7 +113,7 @@ async def test_a_restart_goes_on_with_the_chain(files: Path) -> None:
 
 
 async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Audited(files)
+    server = Audited(files, audit_answers=True)
     await server.load("a")
     before, copies = server.registry.list(), server.copies()
 

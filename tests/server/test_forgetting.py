@@ -16,7 +16,7 @@ from inducekv_vllm.config import ADMIN_HEADER
 from selector.update.forget import without_entries
 from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import World, prompts
-from tests.server.http import Bundles, ask, trace_at, wait_until
+from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
 from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
 from tests.server.memory_scan import descendants, search
 
