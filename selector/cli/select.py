@@ -219,7 +219,8 @@ def _update_and_write(
     if resumed:
         _note("resuming an earlier run")
     result = _update(backbone, inputs, settings, checkpoint, base)
-    result = replace(result, bundle=with_dates(result.bundle, inputs.previous, *_dates(options, checkpoint.began)))
+    bundle = with_dates(result.bundle, inputs.previous, *_dates(options, checkpoint.began))
+    result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if (problem := _no_better(result.report)) and not options.allow_worse:
         with together():
             if is_main():
