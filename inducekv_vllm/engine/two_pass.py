@@ -189,7 +189,8 @@ class TwoPassEngine:
             )
             retrieved = time.perf_counter()
             count_request(name, lookup.gate_decision)
-            self._record(request_id, held.owner, name, memory, spec, lookup.gate_decision)
+            with self._invalidating_mm_cache(prompt):
+                self._record(request_id, held.owner, name, memory, spec, lookup.gate_decision)
 
             if key_lookup.source == "computed":
                 self._sync_mm_lru(prompt)
