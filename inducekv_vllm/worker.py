@@ -280,6 +280,10 @@ class InduceKVWorker(CPUWorker):
         """Drop a bundle, or its load. Running requests keep its pages until they end."""
         return {"ok": True, "found": self.resident.unload(digest)}
 
+    def inducekv_is_erased(self, digest: str) -> bool:
+        """Whether the pages of an unloaded bundle are overwritten. They are once no running request holds them."""
+        return self.resident.is_erased(digest)
+
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
         """Return the query key of a finished key pass and drop it here."""
         key = self.query_keys.pop(key_id)

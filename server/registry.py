@@ -62,6 +62,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
+ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritten
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
 # What changes are called in the audit log.
 _EVENTS = {"loaded": "load", "replaced": "replace", "rolled back": "rollback", "restored": "restore"}
@@ -578,11 +579,22 @@ class BundleRegistry:
             self._drop_what_is_gone()
             try:
                 await self._unload(digest, version.task_adapters)
+                is_erased = await self._wait_until_erased(digest)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
                 logger.info("memory of digest %s released: no name and no request uses it", digest)
-                self._audit.note("release", digest=digest)
+                self._audit.note("release", digest=digest, erased=is_erased)
+
+    async def _wait_until_erased(self, digest: str) -> bool:
+        """Whether every rank has overwritten its pages, within `ERASE_S`."""
+        deadline = time.monotonic() + ERASE_S
+        while not all(await self._client.collective_rpc("inducekv_is_erased", args=(digest,))):
+            if time.monotonic() > deadline:
+                logger.warning("the pages of digest %s are not erased yet: the engine still reads them", digest)
+                return False
+            await asyncio.sleep(LOAD_POLL_S)
+        return True
 
     # ---- reports -----------------------------------------------------------------------------------------------
 

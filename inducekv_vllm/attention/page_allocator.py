@@ -23,6 +23,11 @@ class Region:
     def references(self) -> int:
         return self._references
 
+    @property
+    def is_free(self) -> bool:
+        """Whether its pages have been erased and given back."""
+        return not self._allocator.holds(self)
+
     def retain(self) -> None:
         with self._allocator.lock:
             assert self._references > 0, "the region is free"
@@ -87,6 +92,10 @@ class PageAllocator:
         edges = np.flatnonzero(np.diff(self._free.astype(np.int8), prepend=0, append=0))  # start, end, start, end ...
         starts, ends = edges[::2], edges[1::2]
         return starts, ends - starts
+
+    def holds(self, region: Region) -> bool:
+        with self.lock:
+            return region in self._regions
 
     def take_back(self, region: Region) -> None:
         """Erase a region's pages and free them; `Region.release` calls this for the last reference."""
