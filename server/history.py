@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_signature, write_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import replacing
 
@@ -94,7 +94,7 @@ class History:
             return source
         copy = self._folder / f"{bundle.digest}.safetensors"
         # The same content may come with another signature.
-        if not copy.exists() or bundle.signature is not None:
+        if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
             write_bundle(bundle, copy)
         return str(copy)
 

@@ -6,7 +6,7 @@ signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
 """
 
-from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
+from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, read_signature, write_bundle
 from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord, OutputMap
 from .signature import PublicKey, Signature, read_private_key, read_public_key, require_signature, sign_digest
 from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
@@ -31,6 +31,7 @@ __all__ = [
     "read_bundle",
     "read_private_key",
     "read_public_key",
+    "read_signature",
     "require_signature",
     "sign_digest",
     "with_entries",
