@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ConfigError
 
@@ -39,6 +39,15 @@ class InduceKVConfig(BaseModel):
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
     load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
+    require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
+    audit_log: str | None = None  # a file that every change of the bundles is recorded in
+    audit_answers: bool = False  # every answer too
+
+    @model_validator(mode="after")
+    def _answers_need_a_log(self) -> InduceKVConfig:
+        if self.audit_answers and self.audit_log is None:
+            raise ValueError("audit_answers needs audit_log, the file to record them in")
+        return self
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> InduceKVConfig | None:

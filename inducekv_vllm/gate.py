@@ -5,6 +5,7 @@ Shapes: C tasks of the gate, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ class RelevanceGate:
         Raises:
             ConfigError: a shape is wrong or a number is not finite.
         """
-        self.keys = np.asarray(keys, dtype=np.float64)  # [C, 2, d]
+        self.keys = np.asarray(keys, dtype=np.float64).copy()  # [C, 2, d]
         self.thresholds = np.asarray(thresholds, dtype=np.float64)  # [C]
         self.tasks = tasks
         C = len(tasks)
@@ -47,11 +48,12 @@ class RelevanceGate:
         if not (np.isfinite(self.keys).all() and np.isfinite(self.thresholds).all()):
             raise ConfigError("the keys and thresholds of a gate must be finite")
 
-    def decide(self, query: npt.ArrayLike) -> GateDecision:
+    def decide(self, query: npt.ArrayLike, among: Collection[str] | None = None) -> GateDecision:
         """Pick the task with the largest margin (the first of equal ones), or none if every margin is below 0.
 
         Args:
             query: [2, d], the full-prefix mean and the text-token mean of the prompt.
+            among: the tasks to pick from; None for all C.
 
         Raises:
             ConfigError: the query has the wrong shape or is not finite.
@@ -62,5 +64,6 @@ class RelevanceGate:
                 f"the query key must be finite, of shape {list(self.keys.shape[1:])}; found shape {list(q.shape)}"
             )
         margins = np.einsum("cpd,pd->c", self.keys, q) - self.thresholds  # [C]
-        best = int(margins.argmax())
-        return GateDecision(self.tasks[best] if margins[best] >= 0 else None, margins)
+        allowed = np.array([among is None or task in among for task in self.tasks])  # [C]
+        best = int(np.where(allowed, margins, -np.inf).argmax())
+        return GateDecision(self.tasks[best] if allowed[best] and margins[best] >= 0 else None, margins)

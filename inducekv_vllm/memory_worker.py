@@ -23,7 +23,7 @@ from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
 from .block_sums import BlockSums
-from .bundle import BackboneFingerprint, read_bundle
+from .bundle import BackboneFingerprint, Bundle, read_bundle
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
@@ -224,6 +224,12 @@ class MemoryWorker(Worker):
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it into the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
+        try:
+            return self._store(bundle, path, digest)
+        finally:
+            bundle.erase()
+
+    def _store(self, bundle: Bundle, path: str, digest: str) -> ResidentBundle:
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
@@ -238,6 +244,10 @@ class MemoryWorker(Worker):
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its pages until they end."""
         return {"ok": True, "found": self.resident.unload(digest)}
+
+    def inducekv_is_erased(self, digest: str) -> bool:
+        """Whether the pages of an unloaded bundle are overwritten. They are once no running request holds them."""
+        return self.resident.is_erased(digest)
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
         """Return the query key of a finished key pass and drop it here."""
@@ -273,5 +283,6 @@ def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
         bundle.weighting,
         payload_tokens=bundle.payload_tokens,
         num_entries=bundle.num_entries,
+        num_expired=spec.expired,
         remainder=spec.remainder,
     )

@@ -60,6 +60,7 @@ def page_terms(
     *,
     payload_tokens: int,
     num_entries: int,
+    num_expired: int = 0,
     remainder: bool = False,
 ) -> PageTerms:
     """Turn retrieval weights into injection terms.
@@ -76,6 +77,7 @@ def page_terms(
         retrieval: k entries and their weights.
         payload_tokens: m.
         num_entries: B.
+        num_expired: of these, how many are left out as if they were not there; none is among the retrieved.
 
     Raises:
         ConfigError: the weighting is unknown, `remainder` is set without "sqrt", or the entries and weights do not fit
@@ -107,7 +109,7 @@ def page_terms(
         return PageTerms(entries=entries[used], key_scale=ones, log_weight=log_weight, value_scale=ones)
 
     scale = np.sqrt(alpha, dtype=np.float32)
-    left_out = (num_entries - len(entries)) * payload_tokens
+    left_out = (num_entries - num_expired - len(entries)) * payload_tokens
     return PageTerms(
         entries=entries,
         key_scale=scale,

@@ -19,6 +19,7 @@ class ResidentBundles:
         """`load` reads the bundle at a path, checks that it has a digest, and stores it in the pool."""
         self._load = load
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
+        self._leaving: dict[str, Future[ResidentBundle]] = {}  # unloaded, and perhaps still in the pool
         self._thread = ThreadPoolExecutor(1, "inducekv-load")
 
     def __getitem__(self, digest: str) -> ResidentBundle:
@@ -53,7 +54,17 @@ class ResidentBundles:
         if future is None:
             return False
         if not future.cancel():
-            future.add_done_callback(_release)  # at once, or when its load ends
+            # Erasing its pages takes the time of writing them. Later loads wait for it, steps do not.
+            self._leaving[digest] = future
+            self._thread.submit(_release, future)
+        return True
+
+    def is_erased(self, digest: str) -> bool:
+        """Whether nothing is left in the pool of a bundle that was unloaded; ask until it is."""
+        future = self._leaving.get(digest)
+        if future is not None and not (future.done() and (future.exception() or future.result().region.is_free)):
+            return False
+        self._leaving.pop(digest, None)
         return True
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import ADMIN_HEADER, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
@@ -39,8 +39,11 @@ from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.logs import logger_of
 
 from .access import Access, ChangeRefused, OwnerMiddleware, SagemakerMiddleware, who
+from .audit import AuditLog
 from .registry import BundleRegistry
 from .schemas import (
+    ForgetMemoryVersionsRequest,
+    ForgottenVersions,
     LoadMemoryBundleRequest,
     MemoryBundleCard,
     MemoryBundleList,
@@ -82,13 +85,15 @@ class InduceKVEndpoint:
         models: OpenAIServingModels = state.openai_serving_models
         stop = EngineStop(engine_client)
         stop.install()
-        registry = BundleRegistry(engine_client, models, backbone, config, stop)
+        audit = AuditLog.of(config, os.environ.get(ADMIN_KEY_VARIABLE))
+        registry = BundleRegistry(engine_client, models, backbone, config, stop, audit)
         await registry.start()
-        engine = TwoPassEngine(engine_client, registry, config, stop)
+        engine = TwoPassEngine(engine_client, registry, config, stop, audit.answer if audit.records_answers else None)
+        registry.on_gone = engine.forget
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
-        state.inducekv_registry, state.inducekv_engine = registry, engine
+        state.inducekv_registry, state.inducekv_engine, state.inducekv_audit = registry, engine, audit
         state.inducekv_access = Access.from_environment(config.roots, os.environ)
 
 
@@ -231,6 +236,8 @@ async def admin(request: Request, key: AdminKey) -> str:
         _access(request).require_admin(key)
     except ChangeRefused as error:
         logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
+        audit: AuditLog = request.app.state.inducekv_audit
+        audit.refusal(request.url.path, None, f"unknown at {_host(request) or 'a local socket'}", str(error))
         raise
     return who(_host(request))
 
@@ -265,6 +272,19 @@ async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Req
     """Let a name stand for an earlier version again; running requests keep the version that they began with."""
     registry = _registry(request)
     return await registry.rollback(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
+
+
+@router.post(
+    "/v1/forget_memory_versions",
+    dependencies=[Depends(validate_json_request)],
+    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND, HTTPStatus.GATEWAY_TIMEOUT),
+)
+async def forget_memory_versions(
+    body: ForgetMemoryVersionsRequest, request: Request, admin: Admin
+) -> ForgottenVersions:
+    """Drop the versions of a name that are kept for a rollback, with their copies, traces and cached query keys."""
+    registry = _registry(request)
+    return await registry.forget(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
 
 
 @router.post(

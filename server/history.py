@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_signature, write_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import replacing
 
@@ -93,7 +93,8 @@ class History:
         if self._folder is None or bundle.metadata.task_adapters:
             return source
         copy = self._folder / f"{bundle.digest}.safetensors"
-        if not copy.exists():
+        # The same content may come with another signature.
+        if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
             write_bundle(bundle, copy)
         return str(copy)
 
@@ -119,6 +120,17 @@ class History:
     def drop(self, name: str) -> None:
         """Forget a name. Raises ConfigError: the registry cannot be written, and nothing has changed."""
         self._commit({each: versions for each, versions in self._names.items() if each != name})
+
+    def forget(self, name: str, digests: Collection[str]) -> None:
+        """Drop earlier versions of a name. Raises ConfigError: the registry cannot be written; nothing has changed."""
+        served, *earlier = self.of(name)
+        assert served.digest not in digests
+        self._commit({**self._names, name: (served, *(each for each in earlier if each.digest not in digests))})
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """The versions that any name has."""
+        return frozenset(record.digest for versions in self._names.values() for record in versions)
 
     def sweep(self) -> None:
         """Remove the copies that no name has a version of."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inducekv_vllm.config import (
     ADMIN_KEY_VARIABLE,
@@ -26,6 +26,9 @@ from inducekv_vllm.config import (
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from .demo import BUNDLE, CHECKPOINT
+
+if TYPE_CHECKING:
+    from inducekv_vllm.bundle import PublicKey
 
 PLUGIN = "inducekv"
 SIMILAR = 0.8  # no flag of vLLM is as similar to one of ours
@@ -104,6 +107,21 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help=f"room for loaded bundles, in entries of 8 tokens; it is taken at start (default: {DEFAULT_POOL_ENTRIES})",
     )
+    cli.add_argument(
+        "--require-signature",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="serve only bundles that are signed by this Ed25519 public key (a PEM file); repeatable: by one of them",
+    )
+    cli.add_argument(
+        "--memory-audit-log", metavar="FILE", help="append every change of the bundles to FILE, each record chained"
+    )
+    cli.add_argument(
+        "--memory-audit-answers",
+        action="store_true",
+        help="with --memory-audit-log, record which bundle and entries each answer used too",
+    )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
 
@@ -140,6 +158,7 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
 
 def settings_of(own: argparse.Namespace) -> dict[str, Any]:
     """Convert our flags to the settings of `InduceKVConfig`; always includes the bundles."""
+    signers = public_keys(own.require_signature)
     bundles: dict[str, str] = {}
     for argument in own.memory:
         name, _, path = argument.partition("=")
@@ -149,7 +168,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--memory gives the name {name!r} twice")
         if not Path(path).is_file():
             raise UsageError(f"--memory {name}: no such file: {path}")
-        check_bundle(name, path)
+        check_bundle(name, path, signers)
         bundles[name] = str(Path(path).absolute())
     settings: dict[str, Any] = {"bundles": bundles}
     if own.memory_top_k is not None:
@@ -167,6 +186,16 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_state).absolute().parent.is_dir():
             raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
         settings["state"] = str(Path(own.memory_state).absolute())
+    if own.require_signature:
+        settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
+    if own.memory_audit_log:
+        if not Path(own.memory_audit_log).absolute().parent.is_dir():
+            raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
+        settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
+    if own.memory_audit_answers:
+        if not own.memory_audit_log:
+            raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
+        settings["audit_answers"] = True
     return settings
 
 
@@ -189,12 +218,26 @@ def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace
     environment[ADMIN_KEY_VARIABLE] = key
 
 
-def check_bundle(name: str, path: str) -> None:
-    """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
-    from inducekv_vllm.bundle import read_bundle
+def public_keys(paths: Sequence[str]) -> list[PublicKey]:
+    """Raises UsageError: one of the files is not an Ed25519 public key."""
+    if not paths:
+        return []
+    from inducekv_vllm.bundle import read_public_key
 
     try:
-        read_bundle(path)
+        return [read_public_key(path) for path in paths]
+    except ConfigError as error:
+        raise UsageError(f"--require-signature: {error}") from error
+
+
+def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
+    """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
+    from inducekv_vllm.bundle import read_bundle, require_signature
+
+    try:
+        bundle = read_bundle(path)
+        if signers:
+            require_signature(bundle.signature, bundle.digest, signers, path)
     except BundleError as error:
         raise UsageError(f"--memory {name}: {error}") from error
 

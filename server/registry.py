@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,13 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
-from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
+from inducekv_vllm.bundle import (
+    AdapterRecord,
+    BackboneFingerprint,
+    read_bundle,
+    read_public_key,
+    require_signature,
+)
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
@@ -45,8 +51,9 @@ from inducekv_vllm.errors import (
 from inducekv_vllm.logs import logger_of
 
 from .access import Access
+from .audit import AuditLog
 from .history import START, History, VersionRecord
-from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList, MemoryVersion
+from .schemas import DrainingMemory, ForgottenVersions, MemoryBundleCard, MemoryBundleList, MemoryVersion
 
 logger = logger_of(__name__)
 
@@ -55,7 +62,10 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
+ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritten
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
+# What changes are called in the audit log.
+_EVENTS = {"loaded": "load", "replaced": "replace", "rolled back": "rollback", "restored": "restore"}
 
 
 @dataclass(eq=False)
@@ -82,10 +92,13 @@ class BundleRegistry:
         backbone: BackboneFingerprint,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
-        """Raises ConfigError: the state folder cannot be used."""
+        """Raises ConfigError: the state folder or a public key cannot be used."""
         self._client = client
         self._config = config or InduceKVConfig()
+        self._audit = audit or AuditLog()
+        self._signers = [read_public_key(path) for path in self._config.require_signature]
         self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
         self._models = models
@@ -93,6 +106,8 @@ class BundleRegistry:
         self._versions: dict[str, _Version] = {}  # by digest
         self._named: dict[str, _Version] = {}
         self._change = asyncio.Lock()
+        self._known: set[str] = set()  # versions that are loaded or kept
+        self.on_gone: Callable[[str], None] | None = None  # called for a version that is neither any more
         self._waiting = 0  # changes, the running one included
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -208,6 +223,7 @@ class BundleRegistry:
         try:
             self._check_name(name, replace)
             record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
+            self._record_change(name, memory, source, who, done)
             self._history.push(name, record)
         except InduceKVError:
             self._release_if_unused(version)
@@ -225,7 +241,62 @@ class BundleRegistry:
             version.resident_bytes,
             source,
         )
+        if num_expired := memory.num_entries - len(memory.alive()):
+            logger.warning(
+                "memory bundle %r: %d of %d entries have expired and are not used",
+                name,
+                num_expired,
+                memory.num_entries,
+            )
+        self._drop_what_is_gone()
         return self._card(name, is_admin=True)
+
+    def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
+        before = self._named[name].memory.digest if name in self._named else None
+        self._audit.change(
+            _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
+            name=name,
+            digest=memory.digest,
+            parent=memory.metadata.parent_digest,
+            before=before,
+            by=who,
+            source=source,
+        )
+
+    async def forget(
+        self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
+    ) -> ForgottenVersions:
+        """Drop the earlier versions of a name, or that of `digest`; a rollback to them is no longer possible.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+            ConfigError: no such version is kept, the name stands for it, or the change cannot be recorded.
+            VersionConflict, TooManyChanges, RetryableRequestError: as for `load`.
+        """
+        async with self._timed("forget", name, who):
+            version = self._version(name)
+            self._check_expected(name, expected_digest)
+            _, *earlier = self._history.of(name)
+            if digest == version.memory.digest:
+                raise ConfigError(f"memory bundle {name!r} stands for the version {digest}: load another one first")
+            gone = [each.digest for each in earlier if digest in (None, each.digest)]
+            if digest is not None and not gone:
+                kept = ", ".join(each.digest for each in earlier) or "none"
+                raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
+            self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
+            self._history.forget(name, gone)
+            self._drop_what_is_gone()
+            in_use = [each for each in gone if each in self._history.digests or each in self._versions]
+            logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
+            return ForgottenVersions(name=name, digest=version.memory.digest, forgotten=gone, in_use=in_use)
+
+    def _drop_what_is_gone(self) -> None:
+        """Drop what is left of versions that are neither loaded nor kept."""
+        there = self._history.digests | self._versions.keys()
+        gone, self._known = self._known - there, set(there)
+        for digest in gone:
+            if self.on_gone is not None:
+                self.on_gone(digest)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -240,6 +311,7 @@ class BundleRegistry:
         async with self._timed("unload", name, who):
             version = self._version(name)
             self._check_expected(name, expected_digest)
+            self._audit.change("unload", name=name, digest=version.memory.digest, by=who)
             self._history.drop(name)
             del self._named[name]
             del self._models.lora_requests[name]
@@ -247,6 +319,7 @@ class BundleRegistry:
             digest, active = version.memory.digest, version.active
             logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
             self._release_if_unused(version)
+            self._drop_what_is_gone()
             return digest
 
     @contextlib.asynccontextmanager
@@ -275,6 +348,7 @@ class BundleRegistry:
             logger.warning(
                 "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
             )
+            self._audit.refusal(change, name, who, reason)
             raise
 
     @contextlib.asynccontextmanager
@@ -323,16 +397,17 @@ class BundleRegistry:
 
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Read and check a file; runs in a thread."""
-        bundle = read_bundle(
-            path,
-            backbone=self._backbone,
-            max_bytes=self._config.max_bundle_bytes,
-            name=f"bundle {name!r} ({path})",
-        )
+        source = f"bundle {name!r} ({path})"
+        bundle = read_bundle(path, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
         try:
+            if self._signers:
+                # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
+                require_signature(bundle.signature, bundle.digest, self._signers, source)
             return MemoryIndex.from_bundle(bundle, self._history.store(bundle, path))
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
+        finally:
+            bundle.erase()
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
@@ -500,12 +575,26 @@ class BundleRegistry:
             if version.names or version.active or self._versions.get(digest) is not version:
                 return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
+            version.memory.erase()
+            self._drop_what_is_gone()
             try:
                 await self._unload(digest, version.task_adapters)
+                is_erased = await self._wait_until_erased(digest)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
                 logger.info("memory of digest %s released: no name and no request uses it", digest)
+                self._audit.note("release", digest=digest, erased=is_erased)
+
+    async def _wait_until_erased(self, digest: str) -> bool:
+        """Whether every rank has overwritten its pages, within `ERASE_S`."""
+        deadline = time.monotonic() + ERASE_S
+        while not all(await self._client.collective_rpc("inducekv_is_erased", args=(digest,))):
+            if time.monotonic() > deadline:
+                logger.warning("the pages of digest %s are not erased yet: the engine still reads them", digest)
+                return False
+            await asyncio.sleep(LOAD_POLL_S)
+        return True
 
     # ---- reports -----------------------------------------------------------------------------------------------
 
@@ -534,6 +623,7 @@ class BundleRegistry:
             name=name,
             path=version.names[name] if is_admin else None,
             entries=memory.num_entries,
+            expired_entries=memory.num_entries - len(memory.alive()),
             task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,

@@ -56,6 +56,7 @@ class MemoryBundleCard(BaseModel):
     path: str | None  # shown to the admin only
     digest: str
     entries: int  # B
+    expired_entries: int  # of these, those that are not used any more
     budget: int  # the maximum number of entries
     payload_tokens: int  # m
     form: str
@@ -84,6 +85,25 @@ class MemoryBundleList(BaseModel):
     object: Literal["list"] = "list"
     data: list[MemoryBundleCard]
     draining: list[DrainingMemory] = Field(default_factory=list)
+
+
+class ForgetMemoryVersionsRequest(BaseModel):
+    """Body of POST /v1/forget_memory_versions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    digest: str | None = None  # of the version to forget; null for all but the one that the name stands for
+    expected_digest: str | None = None  # only if the name stands for this version
+
+
+class ForgottenVersions(BaseModel):
+    """Response of POST /v1/forget_memory_versions."""
+
+    name: str
+    digest: str  # what the name stands for
+    forgotten: list[str]  # digests
+    in_use: list[str]  # of these, what running requests or other names still use
 
 
 class UnloadMemoryBundleResponse(BaseModel):

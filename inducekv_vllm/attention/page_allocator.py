@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +23,11 @@ class Region:
     def references(self) -> int:
         return self._references
 
+    @property
+    def is_free(self) -> bool:
+        """Whether its pages have been erased and given back."""
+        return not self._allocator.holds(self)
+
     def retain(self) -> None:
         with self._allocator.lock:
             assert self._references > 0, "the region is free"
@@ -31,19 +37,22 @@ class Region:
         with self._allocator.lock:
             assert self._references > 0, "the region is free"
             self._references -= 1
-            if not self._references:
-                self._allocator.take_back(self)
+            if self._references:
+                return
+        self._allocator.take_back(self)
 
 
 class PageAllocator:
     """Pages 0..capacity-1. Any thread may use it."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, erase: Callable[[IntArray], None] | None = None) -> None:
+        """`erase` overwrites the content of pages [n] before they are free again."""
         if capacity < 1:
             raise ValueError(f"a pool needs a capacity of at least 1 page, found {capacity}")
         self.lock = threading.Lock()
         self._free = np.ones(capacity, dtype=bool)
         self._regions: set[Region] = set()
+        self._erase = erase
 
     @property
     def capacity(self) -> int:
@@ -84,10 +93,17 @@ class PageAllocator:
         starts, ends = edges[::2], edges[1::2]
         return starts, ends - starts
 
+    def holds(self, region: Region) -> bool:
+        with self.lock:
+            return region in self._regions
+
     def take_back(self, region: Region) -> None:
-        """Free a region's pages; `Region.release` calls this under the lock."""
-        self._regions.remove(region)
-        self._free[region.pages] = True
+        """Erase a region's pages and free them; `Region.release` calls this for the last reference."""
+        if self._erase is not None:
+            self._erase(region.pages)
+        with self.lock:
+            self._regions.remove(region)
+            self._free[region.pages] = True
 
     def check(self) -> None:
         """Assert every invariant; tests call this after each change."""

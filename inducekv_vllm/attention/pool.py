@@ -1,7 +1,8 @@
 """The resident pool: for each layer one block of keys and one of values, of fixed size and address, for all bundles.
 
 It is allocated once, before vLLM measures how much memory is left for the KV cache. Loading and unloading a bundle
-writes its pages and never moves an address, so a captured CUDA graph stays valid.
+writes its pages and never moves an address, so a captured CUDA graph stays valid. Pages are overwritten with zeros
+before they are free again: of a bundle that is gone, the pool holds nothing.
 
 A row of a map is as long as G tokens, so maps lie in the same pages: their inner halves among the keys, their outer
 ones among the values.
@@ -79,7 +80,7 @@ class PagePool:
                 f"({needed // shape.entries} bytes an entry), and {free / 2**20:.1f} MiB are free"
             )
         self.shape = shape
-        self.allocator = PageAllocator(shape.num_pages)
+        self.allocator = PageAllocator(shape.num_pages, self._erase)
         self._device = device
         size = (shape.num_layers, shape.num_kv_heads, shape.num_tokens, shape.head_size)
         self.keys = torch.zeros(size, dtype=dtype, device=device.torch_device)  # [L, J, P, D]
@@ -163,6 +164,16 @@ class PagePool:
             map_rows=map_rows,
         )
 
+    def _erase(self, pages: IntArray) -> None:
+        """Overwrite pages with zeros. Any thread may call it."""
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)  # of adjacent pages
+        with torch.inference_mode(), self._device.beside_steps():
+            for run in runs:
+                if len(run):
+                    tokens = slice(int(run[0]) * self.shape.page_tokens, (int(run[-1]) + 1) * self.shape.page_tokens)
+                    self.keys[:, :, tokens] = 0
+                    self.values[:, :, tokens] = 0
+
     def map_rows(self, layer: Tensor) -> Tensor:
         """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]."""
         return layer.view(self.shape.num_kv_heads, self.shape.num_map_rows, -1)
@@ -171,12 +182,14 @@ class PagePool:
         pages = resident.layers[layer]
 
         def write(target: Tensor, places: IntArray, source: Tensor) -> None:  # [J, x, y], [B, n], [B, J, n, y]
-            own = self._device.upload(source[:, heads]).transpose(0, 1).flatten(1, 2)  # [J, B n, y]
+            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, B, n, y]
             where = span_of(places.reshape(-1))
             if isinstance(where, slice):
-                target[:, where].copy_(own)
+                target[:, where].view(own.shape).copy_(own)
             else:
-                target.index_copy_(1, self._device.upload(where), own.to(target.dtype))
+                scattered = own.flatten(1, 2).to(target.dtype, copy=True)
+                target.index_copy_(1, self._device.upload(where), scattered)
+                scattered.zero_()  # freed memory keeps its content
 
         write(pages.keys, resident.tokens, bundle.payload_keys[layer])
         write(pages.values, resident.tokens, bundle.payload_values[layer])

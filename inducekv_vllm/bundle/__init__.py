@@ -2,12 +2,14 @@
 
 metadata.py   entries, backbone, form, gate tasks: everything that is not a tensor
 tensors.py    the tensors, their digest and their checks
+signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
 """
 
-from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
+from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, read_signature, write_bundle
 from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord, OutputMap
-from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes
+from .signature import PublicKey, Signature, read_private_key, read_public_key, require_signature, sign_digest
+from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
 
 __all__ = [
     "FORMAT_VERSIONS",
@@ -21,9 +23,17 @@ __all__ = [
     "EntryRecord",
     "Gate",
     "OutputMap",
+    "PublicKey",
+    "Signature",
     "bundle_digest",
     "check_bundle",
     "expected_shapes",
     "read_bundle",
+    "read_private_key",
+    "read_public_key",
+    "read_signature",
+    "require_signature",
+    "sign_digest",
+    "with_entries",
     "write_bundle",
 ]

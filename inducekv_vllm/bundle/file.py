@@ -1,22 +1,21 @@
-"""Bundle files: one safetensors file with the tensors of `Bundle` and one metadata entry, `inducekv`.
+"""Bundle files: one safetensors file with the tensors of `Bundle` and the metadata entry `inducekv`.
 
-The entry is the JSON of `BundleMetadata`. Reading never executes or unpickles anything, and `read_bundle` checks all
-content before use.
+The entry is the JSON of `BundleMetadata`; a signed bundle also has the entry `inducekv_signature`. Reading never
+executes or unpickles anything, and `read_bundle` checks all content before use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from ..errors import BundleError
 from ..files import replacing
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
+from .signature import SIGNATURE_KEY, Signature
 from .tensors import DTYPES, Bundle, check_bundle, check_structure, check_values, expected_shapes, require_backbone
 
 METADATA_KEY = "inducekv"
@@ -43,11 +43,42 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
     metadata = {METADATA_KEY: bundle.metadata.model_dump_json()}
     if len(metadata[METADATA_KEY]) > MAX_HEADER_BYTES // 2:  # JSON inside JSON at most doubles by escaping quotes
         raise BundleError(f"{target}: the metadata is too large for the header: {len(metadata[METADATA_KEY])} bytes")
+    if bundle.signature is not None:
+        metadata[SIGNATURE_KEY] = bundle.signature.model_dump_json()
     try:
         with replacing(target) as temporary:
-            safetensors.torch.save_file(bundle.tensors(), temporary, metadata=metadata)
-    except (OSError, safetensors.SafetensorError) as error:
+            save_tensors(bundle.tensors(), metadata, temporary)
+    except OSError as error:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write a safetensors file [https://github.com/huggingface/safetensors#format], from the tensors' own memory.
+
+    The library's writer has buffers, and leaves what went through them in freed memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # As in the library, larger types first: each tensor begins at a multiple of its type's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        span = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with io.FileIO(path, "w") as file:
+        _write_whole(file, memoryview(len(text).to_bytes(8, "little") + text))
+        for name in names:
+            _write_whole(file, tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_whole(file: io.FileIO, content: memoryview) -> None:
+    while content.nbytes:
+        content = content[file.write(content) :]
 
 
 def read_bundle(
@@ -80,21 +111,28 @@ def read_bundle(
             raise BundleError(f"{source}: the file has {size} bytes, more than the limit of {max_bytes}")
         header, header_bytes = _read_header(file, size, source)
         metadata = _parse_metadata(header, source)
-        _check_layout(header, metadata, 8 + header_bytes, size, source)
+        signature = _parse_signature(header, source)
+        starts = _check_layout(header, metadata, 8 + header_bytes, size, source)
         if backbone is not None:
             require_backbone(metadata, backbone, source)
-        tensors = _read_tensors(file, source)
-    if set(tensors) != set(expected_shapes(metadata)):
-        raise BundleError(f"{source}: the file changed while it was read")
-    bundle = Bundle(**tensors, metadata=metadata)
+        tensors = _read_tensors(file, starts, expected_shapes(metadata), source)
+    bundle = Bundle(**tensors, metadata=metadata, signature=signature)
     check_structure(bundle, source)
     if verify:
         check_values(bundle, source)
     return bundle
 
 
+def read_signature(path: str | os.PathLike[str]) -> Signature | None:
+    """The signature in a bundle's header; nothing is checked. Raises BundleError: the header cannot be read."""
+    with _opened(path, str(path)) as file:
+        header, _ = _read_header(file, os.fstat(file.fileno()).st_size, str(path))
+    _parse_metadata(header, str(path))
+    return _parse_signature(header, str(path))
+
+
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str], source: str) -> Iterator[BinaryIO]:
+def _opened(path: str | os.PathLike[str], source: str) -> Iterator[io.FileIO]:
     """Open a regular file for reading. The open file is the one that is checked and read, whatever its name becomes."""
     try:
         # A pipe would wait for its writer.
@@ -108,24 +146,33 @@ def _opened(path: str | os.PathLike[str], source: str) -> Iterator[BinaryIO]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise BundleError(f"{source}: not a regular file")
-    with open(descriptor, "rb") as file:
+    with io.FileIO(descriptor) as file:
         try:
             yield file
         except OSError as error:
             raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error
 
 
-def _read_tensors(file: BinaryIO, source: str) -> dict[str, Tensor]:
-    file.seek(0)
-    try:
-        return safetensors.torch.load(file.read())
-    except safetensors.SafetensorError as error:
-        raise BundleError(f"{source}: cannot read the tensors: {error}") from error
-    except MemoryError as error:
-        raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
+def _read_tensors(
+    file: io.FileIO, starts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], source: str
+) -> dict[str, Tensor]:
+    """Read each tensor into its own memory and nowhere else, so that `Bundle.erase` leaves nothing of it."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        try:
+            tensors[name] = torch.empty(shape, dtype=DTYPES[name])
+        except (MemoryError, RuntimeError) as error:
+            raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
+        file.seek(starts[name])
+        rest = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        while rest.nbytes:
+            if not (count := file.readinto(rest)):
+                raise BundleError(f"{source}: the file became shorter while it was read")
+            rest = rest[count:]
+    return tensors
 
 
-def _read_header(file: BinaryIO, size: int, source: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:
     """Read the safetensors header as JSON, and its length; check sizes before parsing or allocating.
 
     Messages quote nothing of a file that is no bundle: the server answers with them.
@@ -171,22 +218,52 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     return metadata
 
 
-def _check_layout(header: dict[str, Any], metadata: BundleMetadata, data_start: int, size: int, source: str) -> None:
-    """Check names, dtypes, shapes and the file's size from the header, before reading any tensor."""
+def _parse_signature(header: dict[str, Any], source: str) -> Signature | None:
+    """The signature, not yet checked; None without one."""
+    if (text := header["__metadata__"].get(SIGNATURE_KEY)) is None:
+        return None
+    if not isinstance(text, str):
+        raise BundleError(f"{source}: the signature is not text")
+    try:
+        return Signature.model_validate_json(text)
+    except ValidationError as error:
+        raise BundleError(f"{source}: the signature: {first_problem(error)}") from error
+
+
+def _check_layout(
+    header: dict[str, Any], metadata: BundleMetadata, data_start: int, size: int, source: str
+) -> dict[str, int]:
+    """Check names, dtypes, shapes, places and the file's size from the header, before reading any tensor.
+
+    Returns:
+        The place of each tensor in the file.
+    """
     shapes = expected_shapes(metadata)
     names = set(header) - {"__metadata__"}
     if missing := set(shapes) - names:
         raise BundleError(f"{source}: tensors are missing: {', '.join(sorted(missing))}")
     if unknown := names - set(shapes):
         raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown)):.200}")
-    tensor_bytes = 0
+    spans: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
         entry = header[name] if isinstance(header[name], dict) else {}
         dtype = _SAFETENSORS_DTYPES[DTYPES[name]]
         if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
             found = f"{entry.get('dtype')} {entry.get('shape')}"
             raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found:.80}")
-        tensor_bytes += math.prod(shape) * DTYPES[name].itemsize
-    if size != (expected := data_start + tensor_bytes):
+        nbytes = math.prod(shape) * DTYPES[name].itemsize
+        offsets = entry.get("data_offsets")
+        if not (isinstance(offsets, list) and list(map(type, offsets)) == [int, int]):
+            raise BundleError(f"{source}: {name}: data_offsets must be two whole numbers")
+        spans[name] = offsets[0], nbytes
+        if offsets[1] - offsets[0] != nbytes:
+            raise BundleError(f"{source}: {name} must have {nbytes} bytes, found {offsets!r:.80}")
+    end = 0
+    for name, (start, nbytes) in sorted(spans.items(), key=lambda item: item[1]):
+        if start != end:
+            raise BundleError(f"{source}: {name} must begin at byte {end} of the tensors, found {start!r:.20}")
+        end += nbytes
+    if size != (expected := data_start + end):
         problem = "truncated" if size < expected else "trailing bytes"
         raise BundleError(f"{source}: {problem}: expected {expected} bytes, found {size}")
+    return {name: data_start + start for name, (start, _) in spans.items()}

@@ -1,23 +1,43 @@
 """The part of a bundle that is not tensors, and what must hold in it.
 
 Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
-each task, version 4 maps of the attention output; each version is written only for a bundle that needs it.
+each task, version 4 maps of the attention output, version 5 dates of entries; each version is written only for a bundle
+that needs it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ..activation import Activation, earliest
 from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
-FORMAT_VERSIONS: Final = (1, 2, 3, 4)
+FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5)
+FormatVersion = Literal[1, 2, 3, 4, 5]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
+
+
+def _in_utc(moment: datetime) -> datetime:
+    if moment.utcoffset() != timedelta(0) or moment.microsecond:
+        raise ValueError("a date must be in UTC, in whole seconds")
+    return moment.replace(tzinfo=UTC)
+
+
+Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
 
 
 class EntryRecord(BaseModel):
@@ -28,6 +48,21 @@ class EntryRecord(BaseModel):
     id: str = Field(min_length=1)
     task: str = Field(min_length=1)
     source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
+    created_at: Moment | None = None  # None: not recorded
+    expires_at: Moment | None = None  # from then on it is not used in answers; None: never
+
+    @property
+    def is_dated(self) -> bool:
+        return self.created_at is not None or self.expires_at is not None
+
+    def has_expired(self, now: datetime) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+    @model_serializer(mode="wrap")
+    def _without_missing_dates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Before format version 5, entries have no dates."""
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class AdapterRecord(BaseModel):
@@ -78,7 +113,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1, 2, 3, 4] = 1  # see `format_version_of`
+    format_version: FormatVersion = 1  # see `format_version_of`
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
@@ -121,8 +156,10 @@ class BundleMetadata(BaseModel):
         return next((record for record in self.task_adapters if record.task == task), None)
 
 
-def format_version_of(form: Form, gated: bool, mapped: bool) -> Literal[1, 2, 3, 4]:
+def format_version_of(form: Form, gated: bool, mapped: bool, dated: bool) -> FormatVersion:
     """The lowest format version that holds such a bundle."""
+    if dated:
+        return 5
     if mapped:
         return 4
     if form == "decoupled":
@@ -155,12 +192,14 @@ def _duplicate(names: Sequence[str]) -> str | None:
 
 
 def _check_form(metadata: BundleMetadata, name: str) -> None:
-    expected = format_version_of(metadata.form, bool(metadata.gate_tasks), metadata.output_map is not None)
+    is_dated = any(entry.is_dated for entry in metadata.entries)
+    expected = format_version_of(metadata.form, bool(metadata.gate_tasks), metadata.output_map is not None, is_dated)
     if metadata.format_version != expected:
         maps = "no map" if metadata.output_map is None else "maps"
+        dates = ", with dates of entries," if is_dated else ""
         raise BundleError(
-            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks and {maps} is format version "
-            f"{expected}, found {metadata.format_version}"
+            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks and {maps}{dates} is format "
+            f"version {expected}, found {metadata.format_version}"
         )
     if metadata.output_map is not None:
         _check_output_map(metadata, metadata.output_map, name)

@@ -28,6 +28,7 @@ from .metadata import (
     first_problem,
     format_version_of,
 )
+from .signature import Signature
 
 # Rounding a unit vector to float16 changes its norm by at most 2^-11, plus a little for subnormal components.
 UNIT_NORM_TOLERANCE = 2e-3
@@ -74,6 +75,7 @@ class Bundle:
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
     map_in: Tensor | None = None  # [L, B, J, r, G D] float16
     map_out: Tensor | None = None  # [L, B, J, G D, r] float16
+    signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
 
     @classmethod
     def create(
@@ -112,7 +114,9 @@ class Bundle:
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
-                format_version=format_version_of(form, gate is not None, bool(maps)),
+                format_version=format_version_of(
+                    form, gate is not None, bool(maps), any(entry.is_dated for entry in entries)
+                ),
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -142,7 +146,7 @@ class Bundle:
         if gate is not None:
             tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        bundle = cls(**stored, metadata=metadata)
+        bundle = cls(**stored, metadata=metadata, signature=None)
         bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
         check_bundle(bundle, "bundle")
         return bundle
@@ -174,6 +178,11 @@ class Bundle:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
         return {name: tensor for name in DTYPES if (tensor := getattr(self, name)) is not None}
 
+    def erase(self) -> None:
+        """Overwrite the tensors with zeros: freed memory keeps its content. The bundle cannot be used afterwards."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
 
@@ -187,6 +196,26 @@ def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name
     """See `Bundle.require_backbone`; the metadata suffices."""
     if differences := metadata.backbone.differences(served):
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
+
+
+def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
+    """A bundle of the same tensors whose entries have other records; it has another digest, and is not signed.
+
+    Raises:
+        BundleError: the records do not fit the bundle.
+    """
+    metadata = bundle.metadata
+    version = format_version_of(
+        metadata.form,
+        bool(metadata.gate_tasks),
+        metadata.output_map is not None,
+        any(entry.is_dated for entry in entries),
+    )
+    metadata = metadata.model_copy(update={"entries": entries, "format_version": version})
+    bundle = replace(bundle, metadata=metadata, signature=None)
+    bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
+    check_bundle(bundle, "bundle")
+    return bundle
 
 
 def bundle_digest(bundle: Bundle) -> str:

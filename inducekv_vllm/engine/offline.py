@@ -29,7 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from ..bundle import read_bundle
+from ..bundle import read_bundle, read_public_key, require_signature
 from ..config import InduceKVConfig
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..fingerprint import backbone_fingerprint
@@ -64,7 +64,7 @@ class MemoryLLM:
     """An `LLM` with memories. Bundles stay loaded until `unload_bundle` or the end of the engine."""
 
     def __init__(self, llm: LLM) -> None:
-        """Raises UnsupportedModel if the engine was started without the memory worker."""
+        """Raises UnsupportedModel if the engine was started without the memory worker, ConfigError for a public key."""
         self.llm = llm
         vllm_config = llm.llm_engine.vllm_config
         self.config = InduceKVConfig.from_vllm(vllm_config) or InduceKVConfig()
@@ -76,6 +76,7 @@ class MemoryLLM:
             ) from error
         self._backbone = backbone_fingerprint(vllm_config.model_config.model, vllm_config.model_config.revision)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
+        self._signers = [read_public_key(path) for path in self.config.require_signature]
         self._loaded: dict[str, MemoryIndex] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> MemoryIndex:
@@ -88,6 +89,8 @@ class MemoryLLM:
         """
         absolute = os.path.abspath(path)
         bundle = read_bundle(absolute, backbone=self._backbone, name=str(path))
+        if self._signers:
+            require_signature(bundle.signature, bundle.digest, self._signers, str(path))
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))

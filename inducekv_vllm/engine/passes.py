@@ -166,6 +166,7 @@ def make_injection_spec(
         weights=weights,
         remainder=remainder and memory.weighting == "sqrt",
         start=first_active_position(activation, token_ids, placeholders),
+        expired=lookup.num_expired,
     )
 
 

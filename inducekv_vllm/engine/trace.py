@@ -57,6 +57,11 @@ class TraceLog:
     def put(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
         self._traces.setdefault((owner, cache_salt, request_id), trace)
 
+    def drop(self, digest: str) -> None:
+        """Drop the traces of answers with this version of a memory."""
+        for key in [key for key, trace in self._traces.items() if trace["digest"] == digest]:
+            del self._traces[key]
+
     def of_response(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:
         """Return the traces of one HTTP response: one per prompt, or one per turn of a response with tool calls.
 

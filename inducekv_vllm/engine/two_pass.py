@@ -19,7 +19,7 @@ import contextlib
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -58,6 +58,7 @@ from .passes import (
 )
 from .stopping import EngineStop
 from .trace import TraceLog, describe_injection
+from .wire import InjectionSpec
 
 logger = logger_of(__name__)
 
@@ -114,13 +115,20 @@ class TwoPassEngine:
     """See the module docstring. There is one per engine client; all state belongs to its event loop."""
 
     def __init__(
-        self, client: EngineClient, memories: MemorySource, config: InduceKVConfig, stop: EngineStop | None = None
+        self,
+        client: EngineClient,
+        memories: MemorySource,
+        config: InduceKVConfig,
+        stop: EngineStop | None = None,
+        record_answer: Callable[[str, str, dict[str, Any]], None] | None = None,
     ) -> None:
+        """`record_answer` is called before each answer with its request id, its owner and what it is answered with."""
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
+        self._record_answer = record_answer
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._keys = KeyCache(config.key_cache_entries)
         self._background: set[asyncio.Task[None]] = set()
@@ -181,6 +189,8 @@ class TwoPassEngine:
             )
             retrieved = time.perf_counter()
             count_request(name, lookup.gate_decision)
+            with self._invalidating_mm_cache(prompt):
+                self._record(request_id, held.owner, name, memory, spec, lookup.gate_decision)
 
             if key_lookup.source == "computed":
                 self._sync_mm_lru(prompt)
@@ -226,7 +236,28 @@ class TwoPassEngine:
 
         adapter = lease.adapter.lora_name if lease.adapter else None
         identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache, held.owner)
-        return await self._keys.get(identity, compute)
+        return await self._keys.get(identity, compute, lease.memory.digest)
+
+    def _record(
+        self,
+        request_id: str,
+        owner: str,
+        name: str,
+        memory: MemoryIndex,
+        spec: InjectionSpec | None,
+        decision: GateDecision | None,
+    ) -> None:
+        if self._record_answer is None:
+            return
+        try:
+            self._record_answer(request_id, owner, describe_injection(name, memory, spec, decision))
+        except InduceKVError as error:  # without a record there is no answer
+            raise RetryableRequestError(str(error)) from error
+
+    def forget(self, digest: str) -> None:
+        """Drop what is left of answers with this version of a memory: traces, and query keys that it used last."""
+        self.traces.drop(digest)
+        self._keys.drop(digest)
 
     async def _key_pass(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> FloatArray:
         """Pass one. An error or a cancellation leaves neither a request nor a key behind."""

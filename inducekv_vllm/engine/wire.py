@@ -34,11 +34,12 @@ class InjectionSpec:
     weights: tuple[float, ...]  # [k], alpha
     remainder: bool
     start: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
+    expired: int = 0  # entries of the bundle that the request is answered without, as if they were not there
 
     @property
     def content(self) -> str:
         """Digest of everything that decides what memory adds at a position it acts on; it identifies a memory slot."""
-        parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.remainder]
+        parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.remainder, self.expired]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def to_extra_args(self) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class InjectionSpec:
             "weights": list(self.weights),
             "remainder": self.remainder,
             "start": self.start,
+            "expired": self.expired,
         }
 
 
@@ -62,7 +64,9 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
         return None
     if isinstance(raw, Mapping) and raw.keys() == {"key_id", "reads_cache"}:
         return KeyPassSpec(str(raw["key_id"]), bool(raw["reads_cache"]))
-    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start"}:
+    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start", "expired"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return InjectionSpec(str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]))
+        return InjectionSpec(
+            str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]), int(raw["expired"])
+        )
     raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither a key-pass spec nor an injection spec: {raw!r}")

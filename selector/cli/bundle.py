@@ -1,6 +1,7 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan and build memory bundles.
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign and shorten memory bundles, and check audit logs.
 
-Exit status: 0 for success, 1 if `diff` finds a difference, 2 for an error, printed in one line on standard error.
+Exit status: 0 for success, 1 if `diff` finds a difference, 2 for an error, printed in one line on standard error; 3 if
+`forget` finds nothing to forget, or `audit verify` a log whose last line has no end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inducekv_vllm.bundle import Bundle, BundleMetadata, read_bundle, write_bundle
+from inducekv_vllm.bundle import (
+    Bundle,
+    BundleMetadata,
+    read_bundle,
+    read_public_key,
+    require_signature,
+    write_bundle,
+)
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.footprint import PAPER_BUDGETS, gate_bytes, plan, read_config, text_geometry
 
 from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
+from .custody import add_commands
 from .flags import add_flags, error_line, require_output
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
@@ -50,15 +60,22 @@ def inspect(options: argparse.Namespace) -> int:
     for name, value in _summary(bundle).items():
         _output.print(f"[bold]{name:<16}[/bold]{escape(str(value))}")
     if options.entries:
-        print("\nentry\tid\ttask\tsource digest")
+        print("\nentry\tid\ttask\tsource digest\tcreated\texpires")
         for number, entry in enumerate(bundle.metadata.entries):
-            print(number, entry.id, entry.task, entry.source_digest, sep="\t")
+            dates = [_date(entry.created_at), _date(entry.expires_at)]
+            print(number, entry.id, entry.task, entry.source_digest, *dates, sep="\t")
     return SUCCESS
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check a bundle's structure, values and digest, and with --model that it was made for that model."""
+    """Check a bundle's structure, values and digest; with --model that it was made for that model, with --public-key
+    that one of these keys has signed it.
+    """
     bundle = read_bundle(options.path)
+    if options.public_key:
+        require_signature(
+            bundle.signature, bundle.digest, [read_public_key(p) for p in options.public_key], options.path
+        )
     if options.model:
         from inducekv_vllm.fingerprint import backbone_fingerprint
 
@@ -161,10 +178,12 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
     return {
         "digest": bundle.digest,
         "parent": metadata.parent_digest or "none",
+        "signed by": bundle.signature.key if bundle.signature else "nobody",
         "format version": metadata.format_version,
         "recipe": metadata.recipe,
         "settings": ", ".join(f"{name}={value}" for name, value in metadata.settings.items()) or "none",
         "entries": f"{bundle.num_entries} of {metadata.budget}",
+        **_dates(metadata),
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
@@ -181,6 +200,22 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
     }
+
+
+def _dates(metadata: BundleMetadata) -> dict[str, str]:
+    """Nothing for a bundle without dates."""
+    created = sorted(entry.created_at for entry in metadata.entries if entry.created_at)
+    expiring = sorted(entry.expires_at for entry in metadata.entries if entry.expires_at)
+    dates = {"created": f"{_date(created[0])} to {_date(created[-1])}"} if created else {}
+    if expiring:
+        now = datetime.now(UTC)
+        expired = sum(entry.has_expired(now) for entry in metadata.entries)
+        dates["expire"] = f"{len(expiring)} entries, the first at {_date(expiring[0])}; {expired} have expired"
+    return dates
+
+
+def _date(moment: datetime | None) -> str:
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ}" if moment else "-"
 
 
 def _form_summary(metadata: BundleMetadata) -> dict[str, str]:
@@ -280,6 +315,12 @@ def _parser() -> argparse.ArgumentParser:
     subparser = command("verify", verify)
     subparser.add_argument("path", metavar="PATH", help="a bundle file")
     subparser.add_argument("--model", help="model folder or Hugging Face id the bundle must fit")
+    subparser.add_argument(
+        "--public-key",
+        action="append",
+        metavar="FILE",
+        help="an Ed25519 public key in PEM that must have signed the bundle; repeatable: one of them",
+    )
 
     subparser = command("diff", diff)
     subparser.add_argument("old", metavar="A", help="a bundle file")
@@ -310,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subparser.add_argument("--device", default="cpu", help="torch device of the query keys (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    add_commands(command, commands)
     return parser
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
 from ..refined.settings import RefinedSettings
 from .flags import error_line, require_output
+from .moments import moment, moment_after
 from .publishing import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 
@@ -62,6 +65,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
         values: the recipe settings that were given.
     """
     _check_paths(options)
+    _dates(options, datetime.now(UTC))  # refused before anything is computed
     previous = read_bundle(options.previous) if options.previous else None
     recipe = choose_recipe(options, previous)
     settings = recipe_settings(recipe, options, values, previous)
@@ -88,6 +92,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
         "anchor_policy": options.anchor_policy,
         "anchors_per_task": options.anchors_per_task,
     }
+    identity |= {name: text for name in ("created", "expires") if (text := getattr(options, name)) is not None}
     run_name = identity_digest(identity)
     if store:
         store.require_new([example.task for example in training], run_name)
@@ -119,6 +124,12 @@ def _check_paths(options: SelectOptions) -> None:
         raise ConfigError(f"--output {options.output} is the previous bundle, which stays as it is: name another file")
     if options.publish:
         require_address(options.publish)
+
+
+def _dates(options: SelectOptions, began: datetime) -> tuple[datetime, datetime | None]:
+    """When the new entries count as made, and when they expire. Raises ConfigError: neither date nor age."""
+    created = moment(options.created, "--created") if options.created else began
+    return created, moment_after(options.expires, created, "--expires") if options.expires else None
 
 
 def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Example]]:
@@ -199,6 +210,7 @@ def _update_and_write(
     """Update and write everything; None if only the report is written, because the memory does no better than none."""
     from ..runtime.checkpoint import Checkpoint
     from ..runtime.distributed import is_main, together
+    from ..update.dates import with_dates
     from .outputs import write_outputs, write_report
 
     _note(f"loading {options.model}")
@@ -207,6 +219,8 @@ def _update_and_write(
     if resumed:
         _note("resuming an earlier run")
     result = _update(backbone, inputs, settings, checkpoint, base)
+    bundle = with_dates(result.bundle, inputs.previous, *_dates(options, checkpoint.began))
+    result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if (problem := _no_better(result.report)) and not options.allow_worse:
         with together():
             if is_main():

@@ -42,6 +42,12 @@ class SelectOptions(Settings):
     recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
     anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = 64
+    created: Annotated[
+        str | None, Flag("when the new entries count as made: a date (default: the start of the run)", metavar="DATE")
+    ] = None
+    expires: Annotated[
+        str | None, Flag("servers stop using the new entries then: a date, or an age such as 90d", metavar="DATE")
+    ] = None
     allow_worse: Annotated[bool, Flag("write the bundle even if it does no better than no memory")] = False
     config: Annotated[Path | None, Flag("a TOML file of these settings; flags win")] = None
     publish: Annotated[

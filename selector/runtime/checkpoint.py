@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,6 +77,11 @@ class Checkpoint:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise cls(folder).damaged(FINISHED, error) from error
         return None
+
+    @property
+    def began(self) -> datetime:
+        """When the run began, in whole seconds: resuming it changes nothing."""
+        return datetime.fromtimestamp(int((self.folder / IDENTITY).stat().st_mtime), UTC)
 
     def finish(self, digest: str) -> None:
         """Record that the bundle of this digest is written. For the main process only.

@@ -92,4 +92,22 @@ def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundl
     assert loader.allocator.num_free == 2
     assert len(loader.threads) == 2
     assert bundles.unload("C")
-    assert loader.allocator.num_free == 4
+    bundles.begin("d", "D")
+    wait(bundles, "D")  # after the pages of C are erased
+    assert loader.allocator.num_free == 2
+    assert all(bundles.is_erased(digest) for digest in "ABC")
+
+
+def test_pages_that_a_request_still_holds_are_not_erased(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    bundles.begin("a", "A")
+    region = wait(bundles, "A").region
+    region.retain()
+    bundles.unload("A")
+    bundles.begin("b", "B")
+    wait(bundles, "B")
+    assert not bundles.is_erased("A")
+    region.release()
+    assert bundles.is_erased("A")
+    assert bundles.is_erased("A")
+    assert bundles.is_erased("never loaded")

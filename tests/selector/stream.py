@@ -22,8 +22,9 @@ from selector.cli.select import main
 
 SELECT = "selector.cli.select"
 ENVIRONMENT = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-# A model of random weights knows no task: whether its memory is any good is a matter of chance.
-SMALL = ("--payload-tokens", "2", "--allow-worse")
+# A model of random weights knows no task: whether its memory is any good is a matter of chance. The same dates make the
+# same digests.
+SMALL = ("--payload-tokens", "2", "--allow-worse", "--created", "2026-01-31")
 PAPER = ("--recipe", "paper", "--budget", "3", "--iterations", "2", "--inner-steps", "1", "--full-pool", *SMALL)
 FIXED = ("--beta", "0.5", "--gamma", "0.1")  # no grid search
 STEPS = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)

@@ -30,6 +30,7 @@ ENVIRONMENT = {
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
+STATE, AUDIT_LOG = "state", "audit.jsonl"  # in the folder of a server's log
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
-    arguments = [str(world.model), *memory, *root, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
+    kept = [f"--memory-state={log.parent / STATE}", f"--memory-audit-log={log.parent / AUDIT_LOG}"]
+    kept += ["--memory-audit-answers"]
+    arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     # An idle worker process waits in a loop that takes a core; here there is none.
     with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
         yield url

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.config import ADMIN_KEY_VARIABLE
@@ -101,6 +103,23 @@ class TestArguments:
             handed("--port", "1")
 
 
+def test_what_is_recorded_and_what_must_be_signed(tmp_path: Path) -> None:
+    key = public_key(tmp_path / "public.pem")
+    log = ["--memory-audit-log", str(tmp_path / "log"), "--memory-audit-answers"]
+    assert additional(handed("MODEL", *log, "--require-signature", str(key)))["inducekv"] == {
+        "bundles": {},
+        "require_signature": [str(key)],
+        "audit_log": str(tmp_path / "log"),
+        "audit_answers": True,
+    }
+
+
+def public_key(path: Path) -> Path:
+    key = Ed25519PrivateKey.from_private_bytes(b"k" * 32).public_key()
+    path.write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return path
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("argv", "message"),
@@ -125,6 +144,11 @@ class TestRefusals:
             (["--config", "/no/such.yaml"], "no/such.yaml"),
             (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
+            (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
+            (["--memory-audit-answers"], "--memory-audit-answers needs --memory-audit-log FILE"),
+            (["--require-signature", "/no/such.pem"], "--require-signature: /no/such.pem: cannot read the key"),
+            (["--require-signature", "BUNDLE"], "not a public key in PEM"),
+            (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
             (["--memory-root", "/no/such"], "no such folder: /no/such"),
             (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
         ],
@@ -132,7 +156,9 @@ class TestRefusals:
     def test_name_the_problem(self, argv: list[str], message: str, bundle: Path) -> None:
         damaged = bundle.with_name("damaged.safetensors")
         damaged.write_bytes(bundle.read_bytes()[:-1])
-        argv = [a.replace("BUNDLE", str(bundle)).replace("DAMAGED", str(damaged)) for a in argv]
+        named = {"BUNDLE": bundle, "DAMAGED": damaged, "PUBLIC": public_key(bundle.with_name("public.pem"))}
+        for name, path in named.items():
+            argv = [argument.replace(name, str(path)) for argument in argv]
         with pytest.raises(UsageError, match=message):
             handed("MODEL", *argv)
 

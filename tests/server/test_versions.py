@@ -30,8 +30,10 @@ class Workers:
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
+        if method == "inducekv_is_erased":
+            return [args[0] not in self.resident]
         if method == "inducekv_load_bundle":
             path, digest = args
             assert Path(path).is_file()

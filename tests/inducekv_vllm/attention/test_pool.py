@@ -146,6 +146,28 @@ def test_a_pool_that_holds_nothing_else_holds_the_entries_it_was_made_for() -> N
         store(pool, fitting_bundle(shape, 7, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_freed_pages_are_overwritten_and_no_others(dtype: torch.dtype) -> None:
+    """Of bundles in adjacent and in scattered pages, when their last reference goes."""
+    pool = poisoned_pool(SHAPE, dtype)
+    residents = [store(pool, fitting_bundle(SHAPE, 4, 5, seed, map_rank=2)) for seed in range(3)]
+    residents[0].region.release()
+    residents[2].region.release()
+    kept = fitting_bundle(SHAPE, 4, 5, 1, map_rank=2)
+    scattered = store(pool, fitting_bundle(SHAPE, 11, 9, seed=9))
+    check_contents(residents[1], kept)
+    scattered.region.retain()
+    scattered.region.release()
+    assert pool.keys[:, :, torch.from_numpy(scattered.tokens.reshape(-1))].any()
+    assert not scattered.region.is_free
+    scattered.region.release()
+    assert scattered.region.is_free
+    check_contents(residents[1], kept)
+    residents[1].region.release()
+    assert not pool.keys.any()  # it was full of NaN, and every page has been in use
+    assert not pool.values.any()
+
+
 def test_a_failed_copy_leaves_no_pages_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = poisoned_pool(SHAPE)
     monkeypatch.setattr(PagePool, "_fill", lambda *_: 1 / 0)

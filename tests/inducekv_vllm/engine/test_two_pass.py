@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMNotFoundError, VLLMValidationError
 from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem, PlaceholderRange
@@ -23,6 +23,7 @@ from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import InjectionSpec
+from inducekv_vllm.errors import ConfigError
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.engine.served import Memories, Served, handle, last
 
@@ -269,3 +270,42 @@ class TestPromptIdentity:
         salts.add(answer_pass_prompt({**self.PROMPT, "cache_salt": "tenant"}, spec)["cache_salt"])  # type: ignore[arg-type, typeddict-item]
         assert len(salts) == 6
         assert "cache_salt" not in self.PROMPT
+
+
+async def test_an_answer_that_cannot_be_recorded_is_not_given(served: Served) -> None:
+    """And leaves nothing behind: the picture that the engine did not get is sent with the next request."""
+    recorded: list[tuple[str, str, dict[str, Any]]] = []
+
+    def record(request_id: str, owner: str, trace: dict[str, Any]) -> None:
+        if not recorded:
+            recorded.append((request_id, owner, trace))
+            raise ConfigError("audit.jsonl: No space left on device")
+        recorded.append((request_id, owner, trace))
+
+    engine = TwoPassEngine(served.llm, served.memories, InduceKVConfig(), record_answer=record)
+    params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
+    with pytest.raises(RetryableRequestError, match="No space left"):
+        await last(engine.generate(await served.render(seed=81), params, "refused", lora_request=handle()))
+    answer = await last(engine.generate(await served.render(seed=81), params, "given", lora_request=handle()))
+    assert [request_id for request_id, *_ in recorded] == ["refused", "given"]
+    shown = answer.kv_transfer_params["inducekv"]
+    assert {name: shown[name] for name in recorded[1][2]} == recorded[1][2]
+
+
+async def test_forgetting_a_version_drops_its_traces_and_the_keys_it_was_last_used_with(served: Served) -> None:
+    engine = TwoPassEngine(served.llm, served.memories, InduceKVConfig())
+    params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
+
+    async def source(request_id: str) -> str:
+        prompt = await served.render(seed=82)
+        answer = await last(engine.generate(prompt, params, request_id, lora_request=handle()))
+        return str(answer.kv_transfer_params["inducekv"]["timings"]["key_source"])
+
+    assert [await source("a"), await source("b")] == ["computed", "cached"]
+    digest = served.memories.memories["m"].digest
+    engine.forget("another")
+    assert await source("c") == "cached"
+    assert engine.traces.of_response("", None, "a")
+    engine.forget(digest)
+    assert not engine.traces.of_response("", None, "a")
+    assert await source("d") == "computed"

@@ -6,6 +6,7 @@ Most tests are of merged memory, which has more to go wrong: several entries a t
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def three_tasks(stream: Stream, *options: str) -> list[Bundle]:
     """With at most two entries each, and room for four."""
     updates = [("colours", None), ("counts", "colours"), ("places", "counts")]
     return [stream.update(task, *TWO_A_TASK, *options, previous=previous) for task, previous in updates]
+
+
+def test_entries_are_dated(stream: Stream) -> None:
+    """By the start of their own run, or as given; earlier entries keep their dates."""
+    at = stream.options.index("--created")
+    undated = replace(stream, options=stream.options[:at] + stream.options[at + 2 :])
+    before = datetime.now(UTC).replace(microsecond=0)
+    first = undated.update("colours", *TWO_A_TASK)
+    (made,) = {entry.created_at for entry in first.metadata.entries}
+    assert made is not None
+    assert before <= made <= datetime.now(UTC)
+    assert {entry.expires_at for entry in first.metadata.entries} == {None}
+    assert undated.report("colours")["digest"] == first.digest
+
+    second = stream.update("counts", *TWO_A_TASK, "--expires", "30d", previous="colours")
+    given = datetime(2026, 1, 31, tzinfo=UTC)
+    dates = {(entry.task, entry.created_at, entry.expires_at) for entry in second.metadata.entries}
+    assert dates == {("colours", made, None), ("counts", given, given + timedelta(days=30))}
+    for date, problem in (("2026-01-30", "is not after 2026-01-31T00:00:00Z"), ("soon", "--expires must be a date")):
+        assert problem in stream.refuse("places", "--expires", date, previous="counts")
 
 
 def payload(bundle: Bundle, task: str) -> list[torch.Tensor]:

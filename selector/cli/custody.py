@@ -1,0 +1,146 @@
+"""The commands of `inducekv-bundle` for what a bundle keeps, who made it, and what a server did with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from inducekv_vllm import audit_chain
+from inducekv_vllm.bundle import Bundle, Gate, read_bundle, read_private_key, sign_digest, write_bundle
+from inducekv_vllm.errors import ConfigError
+
+from .flags import require_output
+from .moments import moment_before
+
+SUCCESS, NOTHING, TORN = 0, 3, 3
+Command = Callable[[argparse.Namespace], int]
+
+
+def forget(options: argparse.Namespace) -> int:
+    """Write the next version of a bundle without some of its entries.
+
+    Exit status 3: no entry is that old or has expired, and nothing was written.
+    """
+    from ..update.forget import Forgotten, rows_to_forget, without_entries
+
+    _check_forget(options)
+    now = datetime.now(UTC)
+    forgotten = Forgotten(
+        ids=options.entry,
+        source_digests=options.source_digest,
+        tasks=options.forget_task,
+        created_before=options.older_than and moment_before(options.older_than, now, "--older-than"),
+        undated=None if options.undated is None else options.undated == "forget",
+        expired_at=now if options.expired else None,
+    )
+    bundle = read_bundle(options.path)
+    rows = rows_to_forget(bundle, forgotten, str(options.path))
+    if not rows:
+        print(f"{options.path}: none of its {bundle.num_entries} entries is to be forgotten; nothing was written")
+        return NOTHING
+    after = without_entries(bundle, rows, _refitted(options, bundle, rows) if options.model else None)
+    write_bundle(after, options.output)
+    gone = ", ".join(task for task in bundle.metadata.tasks if task not in after.metadata.tasks) or "none"
+    print(
+        f"{options.output}: {after.num_entries} entries, {len(rows)} forgotten, tasks gone: {gone}, "
+        f"digest {after.digest}"
+    )
+    return SUCCESS
+
+
+def _check_forget(options: argparse.Namespace) -> None:
+    if not (options.entry or options.source_digest or options.forget_task or options.older_than or options.expired):
+        raise ConfigError("say what to forget: --entry, --source-digest, --task, --older-than or --expired")
+    if options.undated and not options.older_than:
+        raise ConfigError("--undated says what becomes of entries without a date with --older-than")
+    if bool(options.model) != bool(options.anchors) or (options.base and not options.model):
+        raise ConfigError("to fit the gate again, give --model and --anchors, and --base if it had base questions")
+    require_output(options.output)
+    if options.output.resolve() == Path(options.path).resolve():
+        raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
+
+
+def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> Gate | None:
+    from ..data.anchors import AnchorStore
+    from ..data.examples import read_task
+
+    anchors = AnchorStore(options.anchors).read()  # before the model, which takes longer to load
+    base = read_task(options.base) if options.base else []
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..backbone.model import Backbone
+    from ..update.forget import refitted_gate
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return refitted_gate(Backbone.load(options.model), bundle, rows, anchors, base, progress=True)
+
+
+def sign(options: argparse.Namespace) -> int:
+    """Sign a bundle with an Ed25519 private key; its digest stays the same."""
+    key = read_private_key(options.key)
+    bundle = read_bundle(options.path)
+    signature = sign_digest(bundle.digest, key)
+    output = options.output or Path(options.path)
+    require_output(output)
+    write_bundle(replace(bundle, signature=signature), output)
+    print(f"{output}: signed by the key {signature.key}, digest {bundle.digest}")
+    return SUCCESS
+
+
+def audit_verify(options: argparse.Namespace) -> int:
+    """Check an audit log from its first record to its last, and print its head.
+
+    Exit status 2: a record is broken. Exit status 3: the last line has no end, because the server was killed.
+    """
+    chain = audit_chain.verify(options.path, options.head)
+    print(f"{options.path}: {chain.records} records, head {chain.head}")
+    if not chain.torn:
+        return SUCCESS
+    print(
+        f"the last line has no end ({chain.torn} bytes): its writer was killed, and what it says was never "
+        "acknowledged; a server that starts with this log goes on behind it"
+    )
+    return TORN
+
+
+def add_commands(
+    command: Callable[[str, Command], argparse.ArgumentParser],
+    parser: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    """Add these commands to the parser of `inducekv-bundle`."""
+    added = command("forget", forget)
+    added.add_argument("path", metavar="PATH", help="a bundle file; it is not changed")
+    for flag, dest, metavar, text in FORGET_FLAGS:
+        added.add_argument(flag, dest=dest, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
+    added.add_argument("--older-than", metavar="T", help="entries made before a date, or longer ago than an age (90d)")
+    added.add_argument(
+        "--undated", choices=("keep", "forget"), help="with --older-than: what becomes of entries without a date"
+    )
+    added.add_argument("--expired", action="store_true", help="entries whose date has passed")
+    added.add_argument("--model", help="fit the gate again, with this model")
+    added.add_argument("--anchors", type=Path, metavar="DIR", help="with --model: the anchor store of the stream")
+    added.add_argument("--base", type=Path, help="with --model: the questions that the model answers well by itself")
+    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+
+    added = command("sign", sign)
+    added.add_argument("path", metavar="PATH", help="a bundle file")
+    added.add_argument("--key", required=True, metavar="FILE", help="an Ed25519 private key in PEM")
+    added.add_argument("--output", type=Path, help="where to write the signed bundle (default: in place)")
+
+    audit = parser.add_parser("audit", help="Work with the audit log of a server.").add_subparsers(required=True)
+    verify = audit.add_parser("verify", help=audit_verify.__doc__, description=audit_verify.__doc__)
+    verify.add_argument("path", metavar="FILE", help="what the server was given as --memory-audit-log")
+    verify.add_argument("--head", metavar="SHA256", help="the head of an earlier check, which must be in the log")
+    verify.set_defaults(run=audit_verify)
+
+
+FORGET_FLAGS: Final = (
+    ("--entry", "entry", "ID", "the entry of this id"),
+    ("--source-digest", "source_digest", "D", "entries that were made from the example of this digest"),
+    ("--task", "forget_task", "TASK", "all entries of this task"),
+)

@@ -1,0 +1,166 @@
+"""The next version of a bundle, without some of its entries.
+
+What is left is as before, to the bit: payloads, keys, calibration and the gate's rows of the tasks that are left. The
+gate is fitted again where that is asked for, to anchors of these tasks.
+
+Shapes: B entries, K of them left, C tasks of the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.errors import BundleError, ConfigError
+
+from ..backbone.extraction import extract_query_keys
+from ..backbone.model import Backbone
+from ..data.examples import Example
+from .gate_fit import fit_gate
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """Which entries are to be forgotten: those that one of these names."""
+
+    ids: Collection[str] = ()
+    source_digests: Collection[str] = ()
+    tasks: Collection[str] = ()
+    created_before: datetime | None = None
+    undated: bool | None = None  # with `created_before`: whether it names entries without a date; None: refused
+    expired_at: datetime | None = None
+
+    def names(self, entry: EntryRecord) -> bool:
+        return (
+            entry.id in self.ids
+            or entry.source_digest in self.source_digests
+            or entry.task in self.tasks
+            or self._is_old(entry)
+            or (self.expired_at is not None and entry.has_expired(self.expired_at))
+        )
+
+    def _is_old(self, entry: EntryRecord) -> bool:
+        if self.created_before is None:
+            return False
+        return bool(self.undated) if entry.created_at is None else entry.created_at < self.created_before
+
+
+def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[int]:
+    """The entries that are named; maybe none, if they are named by their dates alone.
+
+    Raises:
+        BundleError: an id, digest or task is not in the bundle, an entry's age is not known, or none would be left.
+    """
+    entries = bundle.metadata.entries
+    for kind, wanted, found in (
+        ("entry", forgotten.ids, {entry.id for entry in entries}),
+        ("entry of the source digest", forgotten.source_digests, {entry.source_digest for entry in entries}),
+        ("entry of the task", forgotten.tasks, {entry.task for entry in entries}),
+    ):
+        if missing := [each for each in wanted if each not in found]:
+            raise BundleError(f"{source}: there is no {kind} {missing[0]!r}")
+    rows = [row for row, entry in enumerate(entries) if forgotten.names(entry)]
+    if forgotten.created_before is not None and forgotten.undated is None:
+        undated = [entry.id for entry in entries if entry.created_at is None and not forgotten.names(entry)]
+        if undated:
+            raise BundleError(
+                f"{source}: when {len(undated)} entries were made is not recorded, the first is {undated[0]!r}: say "
+                "what becomes of them by --undated keep or --undated forget"
+            )
+    if len(rows) == len(entries) and not bundle.metadata.task_adapters:
+        raise BundleError(
+            f"{source}: all {len(entries)} entries would be forgotten, and a bundle needs one: unload the bundle and "
+            "delete its file instead"
+        )
+    return rows
+
+
+def without_entries(bundle: Bundle, rows: Collection[int], gate: Gate | None = None) -> Bundle:
+    """The next version without these rows; `gate` replaces the gate, of which otherwise the rows of gone tasks go.
+
+    It is not signed.
+    """
+    metadata = bundle.metadata
+    gone = set(rows)
+    kept = torch.tensor([row for row in range(bundle.num_entries) if row not in gone], dtype=torch.int64)  # [K]
+    entries = tuple(metadata.entries[row] for row in kept.tolist())
+    tasks = {entry.task for entry in entries}
+
+    def of_kept(tensor: Tensor) -> Tensor:  # [L, B, ...] to [L, K, ...]
+        return tensor.index_select(1, kept)
+
+    return Bundle.create(
+        retrieval_keys=bundle.retrieval_keys.index_select(0, kept),
+        payload_keys=of_kept(bundle.payload_keys),
+        payload_values=of_kept(bundle.payload_values),
+        temperature=bundle.temperature,
+        value_gates=bundle.value_gates,
+        layer_bias=bundle.layer_bias,
+        backbone=metadata.backbone,
+        budget=metadata.budget,
+        entries=entries,
+        weighting=metadata.weighting,
+        recipe=metadata.recipe,
+        settings=metadata.settings,
+        adapter=metadata.adapter,
+        parent_digest=bundle.digest,
+        gate=gate or _remaining_gate(bundle, tasks),
+        form=metadata.form,
+        activations={task: activation for task, activation in metadata.activations.items() if task in tasks},
+        task_adapters=metadata.task_adapters,
+        map_in=None if bundle.map_in is None else of_kept(bundle.map_in),
+        map_out=None if bundle.map_out is None else of_kept(bundle.map_out),
+    )
+
+
+def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
+    if (gate := bundle.gate) is None:
+        return None
+    there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
+    rows = [row for row, task in enumerate(gate.tasks) if task in there]
+    return Gate(gate.keys[rows], gate.thresholds[rows], tuple(gate.tasks[row] for row in rows))
+
+
+def refitted_gate(
+    backbone: Backbone,
+    bundle: Bundle,
+    rows: Collection[int],
+    anchors: Sequence[Example],
+    base: Sequence[Example],
+    *,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> Gate | None:
+    """A gate for the tasks that are left, fitted to their anchors alone; None for a bundle without a gate.
+
+    Anchors of gone tasks, and those that a forgotten entry was made from, are not used.
+
+    Raises:
+        FingerprintMismatch: the bundle was made for another backbone.
+        BundleError: the bundle's tasks have adapters.
+        ConfigError: there are no anchors of a task, or no base questions although the gate was fitted to some.
+    """
+    metadata = bundle.metadata
+    if bundle.gate is None:
+        return None
+    bundle.require_backbone(backbone.fingerprint, "the bundle")
+    if metadata.task_adapters:
+        raise BundleError("the gate of a bundle with task adapters is fitted by `inducekv-bundle route`")
+    if metadata.settings.get("base_questions") and not base:
+        raise ConfigError("the gate was fitted to base questions too, and would let them in without: give --base")
+    gone = set(rows)
+    left = [entry for row, entry in enumerate(metadata.entries) if row not in gone]
+    forgotten = {metadata.entries[row].source_digest for row in gone} - {entry.source_digest for entry in left}
+    own = {}
+    for task in dict.fromkeys(entry.task for entry in left):
+        examples = [each for each in anchors if each.task == task and each.source_digest not in forgotten]
+        if not examples:
+            raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
+        own[task] = extract_query_keys(backbone, examples, batch_size=batch_size, progress=progress)
+    outside = extract_query_keys(backbone, base, batch_size=batch_size, progress=progress)
+    return fit_gate(own, outside, prefix_only=metadata.settings.get("gate") == "prefix")

@@ -1,0 +1,107 @@
+"""The audit log of a server: every change of its bundles, and if asked for, every answer; never any content.
+
+A change is on the disk before it takes effect and before it is acknowledged. Answers reach the operating system before
+their first token leaves the server, and the disk within `SYNC_S`: a server that is killed loses none, a machine that
+loses power the last ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from inducekv_vllm import __version__
+from inducekv_vllm.audit_chain import AuditWriter
+from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.logs import logger_of
+
+logger = logger_of(__name__)
+SYNC_S: Final = 1.0
+KEY_DIGITS: Final = 16  # of a key's digest
+
+
+class AuditLog:
+    """See the module docstring. Without a file it records nothing. It belongs to the server's event loop."""
+
+    def __init__(self, path: str | None = None, *, answers: bool = False, admin_key: str | None = None) -> None:
+        """Open the log and record the start of the server.
+
+        Args:
+            answers: record answers too.
+            admin_key: recorded as its digest.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        self._writer = None if path is None else AuditWriter(path)
+        self.records_answers = answers and path is not None
+        self._sync: asyncio.TimerHandle | None = None
+        self.change("start", version=__version__, admin_key=_digest(admin_key))
+
+    @classmethod
+    def of(cls, config: InduceKVConfig, admin_key: str | None) -> AuditLog:
+        return cls(config.audit_log, answers=config.audit_answers, admin_key=admin_key)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def change(self, event: str, **facts: Any) -> None:
+        """Record a change that is about to take effect. Raises ConfigError: it cannot be recorded."""
+        if self._writer is not None:
+            self._writer.append(event, facts, sync=True)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Record what has happened already. It is not synced: whoever is refused should not make the disk work."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.append(event, facts, sync=False)
+        except ConfigError as error:
+            logger.error("the event %r could not be recorded: %s", event, error)
+
+    def refusal(self, change: str, name: str | None, by: str, reason: str) -> None:
+        self.note("refusal", change=change, name=name and f"{name:.200}", by=by, reason=f"{reason:.1000}")
+
+    def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
+        """Record an answer that is about to begin.
+
+        Args:
+            owner: the digest of the key that asked; empty without one.
+            trace: see `inducekv_vllm.engine.trace.describe_injection`.
+
+        Raises:
+            ConfigError: it cannot be recorded.
+        """
+        if self._writer is None or not self.records_answers:
+            return
+        facts = {
+            "request": request_id,
+            "by": owner[:KEY_DIGITS] or None,
+            "name": trace["bundle"],
+            "digest": trace["digest"],
+            "task": trace["gate"] and trace["gate"]["task"],
+            "entries": {entry["id"]: entry["weight"] for entry in trace["entries"]},
+        }
+        self._writer.append("answer", facts, sync=False)
+        if self._sync is None:
+            self._sync = asyncio.get_running_loop().call_later(SYNC_S, self._sync_later, self._writer)
+
+    def _sync_later(self, writer: AuditWriter) -> None:
+        self._sync = None
+        done = asyncio.get_running_loop().run_in_executor(None, writer.sync)
+        done.add_done_callback(_report)
+
+
+def _report(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.error("the audit log could not be synced: %s", error)
+
+
+def _digest(key: str | None) -> str | None:
+    """The beginning of a key's SHA-256: it tells keys apart."""
+    return None if key is None else hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:KEY_DIGITS]

@@ -1,0 +1,187 @@
+"""The next version of a bundle without some entries: what is left is as before, and the gate knows no gone task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import Bundle, Gate, bundle_digest, with_entries
+from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.gate import RelevanceGate
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
+from selector.data.examples import Example, entry_records, read_task
+from selector.update.forget import Forgotten, refitted_gate, rows_to_forget, without_entries
+from selector.update.gate_fit import fit_gate
+from tests.inducekv_vllm.bundles import G, J, L, d, random_bundle, random_gated_bundle, random_maps, remade
+from tests.selector.conftest import record, write_task
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+
+
+def dated(bundle: Bundle, ages: list[int | None]) -> Bundle:
+    """The entries were made so many days before NOW."""
+    entries = [
+        entry.model_copy(update={"created_at": None if age is None else NOW - timedelta(days=age)})
+        for entry, age in zip(bundle.metadata.entries, ages, strict=True)
+    ]
+    return with_entries(bundle, tuple(entries))
+
+
+def decoupled() -> Bundle:
+    """Tasks "a" (rows 0, 1, 3) and "b" (rows 2, 4), behind a gate, with maps."""
+    return random_gated_bundle(
+        form="decoupled",
+        weighting="uniform",
+        activations={"a": "prompt", "b": "generation"},
+        **random_maps((L, 5, J, 4, 8), 3, G),
+    )
+
+
+@pytest.mark.parametrize("make", [random_bundle, random_gated_bundle, decoupled])
+def test_what_is_left_is_as_before_to_the_bit(make: Callable[[], Bundle]) -> None:
+    bundle = make()
+    after = without_entries(bundle, [0, 2])
+    kept = [1, 3, 4]
+    assert after.metadata.entries == tuple(bundle.metadata.entries[row] for row in kept)
+    assert after.metadata.parent_digest == bundle.digest
+    assert bundle_digest(after) == after.digest != bundle.digest
+    for name, tensor in bundle.tensors().items():
+        axis = {"retrieval_keys": 0, "payload_keys": 1, "payload_values": 1, "map_in": 1, "map_out": 1}.get(name)
+        expected = tensor if axis is None else tensor.index_select(axis, torch.tensor(kept))
+        assert torch.equal(after.tensors()[name], expected), name
+    same = ("backbone", "budget", "payload_tokens", "weighting", "recipe", "settings", "adapter", "form", "gate_tasks")
+    for name in (*same, "activations", "output_map", "format_version"):
+        assert getattr(after.metadata, name) == getattr(bundle.metadata, name), name
+
+
+def test_a_gone_task_has_no_row_in_the_gate() -> None:
+    bundle = decoupled()
+    after = without_entries(bundle, [2, 4])
+    assert after.metadata.gate_tasks == ("a",)
+    assert after.metadata.activations == {"a": "prompt"}
+    gate, before = after.gate, bundle.gate
+    assert gate is not None
+    assert before is not None
+    query = torch.nn.functional.normalize(torch.randn(2, d), dim=1).numpy()
+    margins = RelevanceGate(before.keys, before.thresholds, before.tasks).decide(query).margins
+    assert RelevanceGate(gate.keys, gate.thresholds, gate.tasks).decide(query).margins == margins[:1]
+
+
+def test_nothing_of_the_forgotten_payload_is_in_the_new_bundle() -> None:
+    bundle = decoupled()
+    after = without_entries(bundle, [2])
+    content = b"".join(tensor.numpy().tobytes() for tensor in after.tensors().values())
+    for name in ("payload_keys", "payload_values", "map_in", "map_out"):
+        for layer in range(L):
+            row = bundle.tensors()[name][layer, 2].contiguous()
+            assert row.numpy().tobytes()[:64] not in content
+            assert after.tensors()[name][layer, 0].contiguous().numpy().tobytes()[:64] in content
+    assert bundle.retrieval_keys[2].numpy().tobytes() not in content
+
+
+class TestNamed:
+    def rows(self, bundle: Bundle, **named: object) -> list[int]:
+        return rows_to_forget(bundle, Forgotten(**named), "b.safetensors")  # type: ignore[arg-type]
+
+    def test_by_id_task_and_source(self) -> None:
+        bundle = random_gated_bundle()
+        entries = [e.model_copy(update={"source_digest": f"s{i // 2}"}) for i, e in enumerate(bundle.metadata.entries)]
+        bundle = with_entries(bundle, tuple(entries))
+        assert self.rows(bundle, ids=["e3", "e0"]) == [0, 3]
+        assert self.rows(bundle, source_digests=["s1"]) == [2, 3]
+        assert self.rows(bundle, tasks=["b"]) == [2, 4]
+        assert self.rows(bundle, ids=["e0"], tasks=["b"]) == [0, 2, 4]
+
+    def test_by_age(self) -> None:
+        bundle = dated(random_bundle(), [10, 20, 30, 40, 50])
+        limit = NOW - timedelta(days=30)
+        assert self.rows(bundle, created_before=limit) == [3, 4]
+        assert self.rows(bundle, created_before=NOW - timedelta(days=60)) == []
+
+    def test_entries_of_unknown_age(self) -> None:
+        bundle = dated(random_bundle(), [10, None, None, 40, 50])
+        limit = NOW - timedelta(days=30)
+        with pytest.raises(BundleError, match=r"when 2 entries were made is not recorded, the first is 'e1': say .*"):
+            self.rows(bundle, created_before=limit)
+        assert self.rows(bundle, created_before=limit, undated=True) == [1, 2, 3, 4]
+        assert self.rows(bundle, created_before=limit, undated=False) == [3, 4]
+        assert self.rows(bundle, created_before=limit, ids=["e1", "e2"]) == [1, 2, 3, 4]
+
+    def test_expired(self) -> None:
+        bundle = random_bundle()
+        entries = [
+            e.model_copy(update={"expires_at": NOW + timedelta(days=i)}) for i, e in enumerate(bundle.metadata.entries)
+        ]
+        assert self.rows(with_entries(bundle, tuple(entries)), expired_at=NOW + timedelta(days=1)) == [0, 1]
+        assert self.rows(bundle, expired_at=NOW) == []
+
+    @pytest.mark.parametrize(
+        ("named", "problem"),
+        [
+            ({"ids": ["e0", "e9"]}, "there is no entry 'e9'"),
+            ({"source_digests": ["no"]}, "there is no entry of the source digest 'no'"),
+            ({"tasks": ["u"]}, "there is no entry of the task 'u'"),
+            ({"tasks": ["t"]}, "all 5 entries would be forgotten, and a bundle needs one: unload"),
+        ],
+    )
+    def test_what_cannot_be_forgotten(self, named: dict[str, list[str]], problem: str) -> None:
+        with pytest.raises(BundleError, match=f"b.safetensors: {problem}"):
+            self.rows(random_bundle(), **named)
+
+
+def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp_path: Path) -> None:
+    """The gate is the one that the anchors that are left would have given in the first place."""
+
+    def examples(task: str, numbers: Iterable[int], **changes: Any) -> list[Example]:
+        return read_task(write_task(tmp_path / task, [record(number, task=task, **changes) for number in numbers]))
+
+    backbone = llava
+    anchors = {task: examples(task, range(4 * i, 4 * i + 4)) for i, task in enumerate("abc")}
+    base = examples("base", range(3), messages=[{"role": "user", "content": "Hello there"}])
+    bundle = _bundle_of(backbone, [example for task in "abc" for example in anchors[task][:2]])
+    rows = [0, 2, 3]  # an entry of a, both of b
+    everything = [example for examples in anchors.values() for example in examples]
+    gate = refitted_gate(backbone, bundle, rows, everything, base)
+    own = {"a": anchors["a"][1:], "c": anchors["c"]}  # not the example of the forgotten entry
+    expected = fit_gate(
+        {task: extract_query_keys(backbone, examples) for task, examples in own.items()},
+        extract_query_keys(backbone, base),
+    )
+    assert gate is not None
+    assert gate.tasks == ("a", "c")
+    assert torch.equal(gate.keys, expected.keys)
+    assert torch.equal(gate.thresholds, expected.thresholds)
+    assert without_entries(bundle, rows, gate).metadata.gate_tasks == ("a", "c")
+
+    with pytest.raises(ConfigError, match="there are no anchors of the task 'c'"):
+        refitted_gate(backbone, bundle, rows, anchors["a"], base)
+    with pytest.raises(ConfigError, match=r"fitted to base questions too.*--base"):
+        refitted_gate(backbone, bundle, rows, everything, [])
+    assert refitted_gate(backbone, remade(random_bundle()), [0], everything, base) is None
+
+
+def _bundle_of(backbone: Backbone, examples: Sequence[Example]) -> Bundle:
+    fingerprint, B = backbone.fingerprint, len(examples)
+    shape = (fingerprint.num_layers, B, fingerprint.num_kv_heads, 2, fingerprint.head_dim)
+    tasks = tuple(dict.fromkeys(example.task for example in examples))
+    return random_bundle(
+        B,
+        2,
+        retrieval_keys=torch.nn.functional.normalize(torch.randn(B, fingerprint.hidden_size), dim=1),
+        payload_keys=torch.randn(shape),
+        payload_values=torch.randn(shape),
+        value_gates=torch.full((fingerprint.num_layers,), 0.5),
+        layer_bias=torch.zeros(fingerprint.num_layers),
+        backbone=fingerprint,
+        entries=entry_records(examples),
+        weighting="prior",
+        recipe="refined",
+        settings={"gate": "full", "base_questions": 4},
+        gate=Gate(torch.zeros(len(tasks), 2, fingerprint.hidden_size), torch.zeros(len(tasks)), tasks),
+    )

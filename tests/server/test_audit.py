@@ -1,0 +1,314 @@
+"""What a registry records of its changes, which signatures it asks for, and what it forgets; the workers take all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from inducekv_vllm.audit_chain import verify
+from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
+from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
+from server.audit import AuditLog
+from server.registry import BundleRegistry
+from tests.inducekv_vllm.bundles import random_bundle
+from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, begin
+
+pytestmark = pytest.mark.anyio
+ADMIN = "admin at 10.0.0.7"
+
+
+class Audited:
+    """A registry with a state folder and an audit log, and what its engine is told to drop."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.log = folder, folder / "audit.jsonl"
+        config = InduceKVConfig(state=str(folder / "state"), audit_log=str(self.log), **settings)
+        self.workers, self.dropped = Workers(), list[str]()
+        self.registry: BundleRegistry = begin(config, self.workers)
+        self.audit = self.registry._audit = AuditLog.of(config, "the admin's key")
+        self.registry.on_gone = self.dropped.append
+
+    async def load(self, content: str, **options: Any) -> None:
+        await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
+
+    async def released(self) -> None:
+        while self.registry._releases:
+            await asyncio.gather(*self.registry._releases)
+
+    def records(self) -> list[dict[str, Any]]:
+        verify(self.log)
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def events(self) -> list[str]:
+        return [record["event"] for record in self.records()]
+
+    def copies(self) -> set[str]:
+        return {path.stem for path in (self.folder / "state").glob("*.safetensors")}
+
+    def close(self) -> None:
+        self.audit.close()
+        self.registry._history.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for name, bundle in BUNDLES.items():
+        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+async def test_every_change_is_recorded(files: Path) -> None:
+    server = Audited(files)
+    for content in ("a", "b"):
+        await server.load(content)
+    await server.registry.rollback("m", who=ADMIN)
+    with pytest.raises(VersionConflict):
+        await server.registry.unload("m", expected_digest=DIGEST["c"], who=ADMIN)
+    await server.registry.forget("m", who=ADMIN)
+    await server.registry.unload("m", who=ADMIN)
+    await server.released()
+    records = server.records()
+    assert [(r["event"], r.get("name"), r.get("by")) for r in records if r["event"] != "release"] == [
+        ("start", None, None),
+        ("load", "m", ADMIN),
+        ("replace", "m", ADMIN),
+        ("rollback", "m", ADMIN),
+        ("refusal", "m", ADMIN),
+        ("forget", "m", ADMIN),
+        ("unload", "m", ADMIN),
+    ]
+    start, load, exchange, *_ = records
+    assert start["admin_key"] not in (None, "the admin's key")
+    assert len(start["admin_key"]) == 16
+    facts = {"digest": DIGEST["a"], "parent": None, "before": None, "source": str(files / "a.safetensors")}
+    assert {name: load[name] for name in facts} == facts
+    assert exchange["before"] == DIGEST["a"]
+    assert next(r for r in records if r["event"] == "refusal")["change"] == "unload"
+    assert next(r for r in records if r["event"] == "forget")["digests"] == [DIGEST["b"]]
+    assert {r["digest"] for r in records if r["event"] == "release"} == {DIGEST["a"], DIGEST["b"]}
+    assert "the admin's key" not in server.log.read_text()
+
+
+async def test_a_restart_goes_on_with_the_chain(files: Path) -> None:
+    server = Audited(files)
+    await server.load("a")
+    server.close()
+    server.log.write_bytes(server.log.read_bytes() + b'{"n": 2, "time')  # it was killed while it wrote
+    again = Audited(files)
+    await again.registry.start()
+    lines = again.log.read_bytes().splitlines()
+    assert [b'"torn"' in line for line in lines] == [False, False, False, True, False]
+    assert [json.loads(lines[row])["event"] for row in (0, 1, 3, 4)] == ["start", "load", "start", "restore"]
+    verify(again.log)
+    assert again.registry.list().data[0].digest == DIGEST["a"]
+
+
+async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Audited(files, audit_answers=True)
+    await server.load("a")
+    before, copies = server.registry.list(), server.copies()
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("inducekv_vllm.audit_chain.os.write", full)
+        for change in (
+            server.load("b"),
+            server.registry.unload("m"),
+            server.registry.forget("m"),
+        ):
+            with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
+                await change
+        with pytest.raises(ConfigError):
+            server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
+    await server.released()
+    assert (server.registry.list(), server.copies()) == (before, copies)
+    assert set(server.workers.resident) == {DIGEST["a"]}
+    await server.load("b")
+    verify(server.log)
+
+
+class TestForget:
+    async def test_the_versions_that_are_kept(self, files: Path) -> None:
+        server = Audited(files)
+        for content in NAMES:
+            await server.load(content)
+        await server.released()
+        assert server.copies() == set(DIGEST.values())
+        assert server.dropped == []
+        answer = await server.registry.forget("m", digest=DIGEST["a"])
+        assert (answer.forgotten, answer.in_use, answer.digest) == ([DIGEST["a"]], [], DIGEST["c"])
+        assert server.dropped == [DIGEST["a"]]
+        assert (await server.registry.forget("m")).forgotten == [DIGEST["b"]]
+        assert server.copies() == {DIGEST["c"]}
+        assert (await server.registry.forget("m")).forgotten == []
+        with pytest.raises(ConfigError, match="no earlier version"):
+            await server.registry.rollback("m")
+        content = (files / "state" / "registry.json").read_text()
+        assert DIGEST["c"] in content
+        assert DIGEST["a"] not in content
+
+    async def test_a_version_that_is_used_elsewhere_is_named(self, files: Path) -> None:
+        server = Audited(files)
+        for content in ("a", "b"):
+            await server.load(content)
+        await server.registry.load("n", str(files / "a.safetensors"))
+        assert (await server.registry.forget("m")).in_use == [DIGEST["a"]]
+        assert server.dropped == []
+        await server.registry.unload("n")
+        await server.released()
+        assert server.dropped == [DIGEST["a"]]
+
+    async def test_a_running_request_keeps_its_version(self, files: Path) -> None:
+        server = Audited(files)
+        await server.load("a")
+        with server.registry.lease("m"):
+            await server.load("b")
+            assert (await server.registry.forget("m")).in_use == [DIGEST["a"]]
+            assert server.dropped == []
+        await server.released()
+        assert server.dropped == [DIGEST["a"]]
+
+    async def test_what_is_refused(self, files: Path) -> None:
+        server = Audited(files)
+        with pytest.raises(UnknownBundle):
+            await server.registry.forget("m")
+        await server.load("a")
+        for digest, problem in ((DIGEST["a"], "stands for the version"), (DIGEST["b"], "keeps no version")):
+            with pytest.raises(ConfigError, match=problem):
+                await server.registry.forget("m", digest=digest)
+        with pytest.raises(VersionConflict):
+            await server.registry.forget("m", expected_digest=DIGEST["b"])
+
+    async def test_a_version_that_falls_out_of_the_history_is_dropped_too(self, files: Path) -> None:
+        server = Audited(files, keep_versions=1)
+        for content in NAMES:
+            await server.load(content)
+        await server.released()
+        assert server.dropped == [DIGEST["a"], DIGEST["b"]]
+
+
+class TestSignatures:
+    @pytest.fixture
+    def keys(self, files: Path) -> dict[str, Ed25519PrivateKey]:
+        keys = {name: Ed25519PrivateKey.from_private_bytes(name.encode() * 16) for name in ("k1", "k2")}
+        for name, key in keys.items():
+            pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+            (files / f"{name}.pem").write_bytes(pem)
+        return keys
+
+    def signed(self, files: Path, name: str, key: Ed25519PrivateKey) -> None:
+        bundle = BUNDLES[name]
+        write_bundle(replace(bundle, signature=sign_digest(bundle.digest, key)), files / f"{name}.safetensors")
+
+    async def test_only_signed_bundles_are_served(self, files: Path, keys: dict[str, Ed25519PrivateKey]) -> None:
+        server = Audited(files, require_signature=[str(files / "k1.pem")])
+        with pytest.raises(BundleError, match="the bundle is not signed"):
+            await server.load("a")
+        self.signed(files, "a", keys["k2"])
+        with pytest.raises(BundleError, match=r"is signed by the key .*, expected"):
+            await server.load("a")
+        assert server.registry.list().data == []
+        assert server.copies() == set()
+        self.signed(files, "a", keys["k1"])
+        await server.load("a")
+        assert server.events() == ["start", "refusal", "refusal", "load"]
+
+    async def test_the_copy_is_checked_again_at_a_restart(
+        self, files: Path, keys: dict[str, Ed25519PrivateKey]
+    ) -> None:
+        """A copy that was stored without a signature gets the one that its content is loaded with later."""
+        server = Audited(files)
+        await server.load("a")
+        server.close()
+        server = Audited(files, require_signature=[str(files / "k1.pem")])
+        with pytest.raises(BundleError, match="not signed"):
+            await server.registry.start()
+        server.close()
+        server = Audited(files)
+        await server.registry.start()
+        self.signed(files, "a", keys["k1"])
+        await server.load("a")
+        server.close()
+        server = Audited(files, require_signature=[str(files / "k2.pem"), str(files / "k1.pem")])
+        await server.registry.start()
+        assert server.registry.list().data[0].digest == DIGEST["a"]
+
+    async def test_a_file_that_changes_while_it_is_loaded(
+        self, files: Path, keys: dict[str, Ed25519PrivateKey], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was read is what is checked and stored, whatever the file becomes meanwhile."""
+        self.signed(files, "a", keys["k1"])
+        server = Audited(files, require_signature=[str(files / "k1.pem")])
+        from server import registry as module
+
+        read = module.read_bundle
+
+        def read_and_change(path: str, **options: Any) -> Any:
+            bundle = read(path, **options)
+            write_bundle(BUNDLES["b"], path)
+            return bundle
+
+        monkeypatch.setattr(module, "read_bundle", read_and_change)
+        await server.load("a")
+        assert server.registry.list().data[0].digest == DIGEST["a"]
+        assert server.copies() == {DIGEST["a"]}
+
+    async def test_a_key_that_cannot_be_read(self, files: Path) -> None:
+        with pytest.raises(ConfigError, match=r"a.safetensors: not a public key in PEM"):
+            Audited(files, require_signature=[str(files / "a.safetensors")])
+
+
+async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
+    bundle = random_bundle()
+    past, later = (datetime.now(UTC).replace(microsecond=0) + timedelta(days=days) for days in (-1, 1))
+    dates = [past, past, later, None, None]
+    old = bundle.metadata.entries
+    entries = [entry.model_copy(update={"expires_at": date}) for entry, date in zip(old, dates, strict=True)]
+    write_bundle(with_entries(bundle, tuple(entries)), files / "e.safetensors")
+    server = Audited(files)
+    await server.load("e")
+    (card,) = server.registry.list().data
+    assert (card.entries, card.expired_entries) == (5, 2)
+
+
+async def test_answers_are_recorded_only_if_asked_for(files: Path) -> None:
+    trace = {
+        "bundle": "m",
+        "digest": "d",
+        "gate": {"open": True, "task": "t", "margins": {}},
+        "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
+    }
+    for answers, expected in ((False, ["start"]), (True, ["start", "answer"])):
+        log = AuditLog(str(files / f"{answers}.jsonl"), answers=answers)
+        log.answer("chatcmpl-1", "f" * 64, trace)
+        records = [json.loads(line) for line in (files / f"{answers}.jsonl").read_text().splitlines()]
+        assert [record["event"] for record in records] == expected
+    del records[1]["time"], records[1]["previous"]
+    assert records[1] == {
+        "n": 1,
+        "event": "answer",
+        "request": "chatcmpl-1",
+        "by": "f" * 16,
+        "name": "m",
+        "digest": "d",
+        "task": "t",
+        "entries": {"x": 0.25},
+    }
+    log._sync_later(log._writer)  # type: ignore[arg-type]  what its timer does
+    log.close()
+
+
+def test_answers_need_a_log() -> None:
+    with pytest.raises(ConfigError, match="audit_answers needs audit_log"):
+        InduceKVConfig.parse({"audit_answers": True})

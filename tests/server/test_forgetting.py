@@ -1,0 +1,130 @@
+"""Forgetting on a running server: what it has forgotten is neither in its memory nor in its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from inducekv_vllm.audit_chain import verify
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.config import ADMIN_HEADER
+from selector.update.forget import without_entries
+from tests.inducekv_vllm.bundles import remade
+from tests.inducekv_vllm.parity import World, prompts
+from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
+from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
+from tests.server.memory_scan import processes_of, search
+
+GONE, KEPT = 3, 5  # rows
+MARKS = {"gone": 0.7178, "kept": 0.6182}  # the numbers that their payloads consist of
+LENGTH = 8  # numbers in a row that make a find
+
+
+def marked(world: World) -> Bundle:
+    """The bundle "other" with two entries whose payload and key can be recognised wherever they are."""
+    bundle = world.bundles["other"]
+    tensors = {name: tensor.clone() for name, tensor in bundle.tensors().items()}
+    for row, mark in ((GONE, MARKS["gone"]), (KEPT, MARKS["kept"])):
+        for name in ("payload_keys", "payload_values"):
+            tensors[name][:, row] = mark
+        tensors["retrieval_keys"][row] = _key(mark, tensors["retrieval_keys"].shape[1])
+    return remade(bundle, **tensors)
+
+
+def _key(mark: float, width: int) -> torch.Tensor:
+    """A vector [d] of length 1, of two numbers in turn."""
+    a = mark / width**0.5
+    return torch.tensor([a, (2 / width - a * a) ** 0.5]).repeat(width // 2).half()
+
+
+def patterns(width: int) -> dict[str, bytes]:
+    """A few of the numbers in a row, in the types of a bundle and of the server, which runs in float32."""
+    found = {}
+    for name, mark in MARKS.items():
+        for kind, numbers in (("payload", torch.full((LENGTH,), mark).half()), ("key", _key(mark, width)[:LENGTH])):
+            for dtype in (torch.float16, torch.float32):
+                if (name, kind) != ("kept", "key"):
+                    found[f"{name} {kind} {dtype}"] = numbers.to(dtype).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def forget(bundles: Bundles, name: str, **body: str) -> httpx.Response:
+    url = f"{bundles.url}/v1/forget_memory_versions"
+    return httpx.post(url, json={"name": name, **body}, headers=bundles.headers, timeout=60)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's own: its log, state and audit log."""
+    (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
+    return log.parent
+
+
+def test_nothing_of_a_forgotten_entry_is_left(
+    world: World, bundles: Bundles, client: openai.OpenAI, folder: Path, tmp_path: Path
+) -> None:
+    sought = patterns(world.backbone.fingerprint.hidden_size)
+
+    def finds() -> dict[str, int]:
+        files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        found = search(processes_of(bundles.url), sought)
+        for name, pattern in sought.items():
+            found[name] += sum(content.count(pattern) for content in files.values())
+        return {name: count for name, count in found.items() if count}
+
+    whole = marked(world)
+    after = without_entries(whole, [GONE])
+    write_bundle(whole, tmp_path / "whole.safetensors")
+    write_bundle(after, tmp_path / "after.safetensors")
+
+    assert bundles.load("m", tmp_path / "whole.safetensors").status_code == 200
+    asked = prompts(3, seed=91)
+    for top_k in (2, 12):
+        extra = {"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": top_k}}
+        responses = [ask(client, "m", prompt, extra_body=extra) for prompt in asked]
+    shown = trace_of(responses[0])
+    before = finds()
+    in_pool = {"gone payload torch.float32", "kept payload torch.float32", "gone key torch.float32"}
+    in_state_folder = {"gone payload torch.float16", "kept payload torch.float16", "gone key torch.float16"}
+    assert before.keys() == in_pool | in_state_folder, "the search finds what is there"
+
+    assert bundles.load("m", tmp_path / "after.safetensors", replace=True).status_code == 200
+    bundles.wait_until_drained()
+    assert (folder / STATE / f"{whole.digest}.safetensors").exists(), "the version before is kept for a rollback"
+    assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 200
+
+    response = forget(bundles, "m", expected_digest=after.digest)
+    assert response.status_code == 200, response.text
+    assert response.json() == {"name": "m", "digest": after.digest, "forgotten": [whole.digest], "in_use": []}
+    left = finds()
+    assert not [name for name in left if name.startswith("gone")], left
+    assert [name for name in left if name.startswith("kept")]
+
+    assert not (folder / STATE / f"{whole.digest}.safetensors").exists()
+    assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 404
+    url = f"{bundles.url}/v1/rollback_memory_bundle"
+    response = httpx.post(url, json={"name": "m"}, headers={ADMIN_HEADER: ADMIN_KEY}, timeout=60)
+    assert response.status_code == 400
+    assert "has no earlier version" in response.json()["error"]["message"]
+    assert bundles.unload("m").status_code == 200
+    wait_until(lambda: finds() == {})
+
+    verify(folder / AUDIT_LOG)
+    records = [json.loads(line) for line in (folder / AUDIT_LOG).read_text().splitlines()]
+    of_m = [(record["event"], record.get("digest")) for record in records if record.get("name") == "m"]
+    answers = [("answer", whole.digest)] * 6
+    changes = [("replace", after.digest), ("forget", None), ("refusal", None), ("unload", after.digest)]
+    assert of_m == [("load", whole.digest), *answers, *changes]
+    assert {record["by"] for record in records if record["event"] in ("load", "forget")} >= {"admin at 127.0.0.1"}
+    (answer,) = (record for record in records if record.get("request") == responses[0].id)
+    assert answer["entries"] == {entry["id"]: entry["weight"] for entry in shown["entries"]}
+    assert answer.keys() == {"n", "time", "event", "request", "by", "name", "digest", "task", "entries", "previous"}
+    text = (folder / AUDIT_LOG).read_text()
+    assert ADMIN_KEY not in text
+    assert "Bearer" not in text
+    assert asked[0].question not in text
