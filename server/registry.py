@@ -12,11 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -24,13 +20,12 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
-from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle
+from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
-from inducekv_vllm.engine.wire import LOAD_POLL_S
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -46,7 +41,9 @@ from inducekv_vllm.logs import logger_of
 
 from .access import Access
 from .history import START, History, VersionRecord
-from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList, MemoryVersion
+from .residency import EngineMemory, adapter_folder
+from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
+from .version import Version
 
 logger = logger_of(__name__)
 
@@ -56,20 +53,6 @@ PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio",
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
-
-
-@dataclass(eq=False)
-class _Version:
-    memory: MemoryIndex
-    resident_bytes: int
-    task_adapters: dict[str, LoRARequest]  # by task
-    names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
-    active: int = 0  # leases
-
-
-def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
-    """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
-    return Path(memory.path).parent / record.path
 
 
 class BundleRegistry:
@@ -89,12 +72,12 @@ class BundleRegistry:
         self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
         self._models = models
+        self._engine = EngineMemory(client, models)
         self._backbone = backbone
-        self._versions: dict[str, _Version] = {}  # by digest
-        self._named: dict[str, _Version] = {}
+        self._versions: dict[str, Version] = {}  # by digest
+        self._named: dict[str, Version] = {}
         self._change = asyncio.Lock()
         self._waiting = 0  # changes, the running one included
-        self._releases: set[asyncio.Task[None]] = set()
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
@@ -202,7 +185,7 @@ class BundleRegistry:
         self._check_adapter(name, memory)
         version = self._versions.get(memory.digest)
         if version is None:
-            version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
+            version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
             self._versions[memory.digest] = version
         # From here on without an await: an adapter may have taken the name in the meantime.
         try:
@@ -294,7 +277,7 @@ class BundleRegistry:
             finally:
                 self._waiting -= 1
 
-    def _point(self, name: str, version: _Version, path: str) -> None:
+    def _point(self, name: str, version: Version, path: str) -> None:
         """Point `name` to `version`. Without an await, so no request sees an intermediate state."""
         previous = self._named.get(name)
         handle = MemoryRequest(
@@ -347,51 +330,6 @@ class BundleRegistry:
                     f"was made with: expected digest {record.digest:.12}, found {digest:.12}"
                 )
         return memory
-
-    async def _make_resident(self, memory: MemoryIndex) -> int:
-        """Load on every rank, while requests run; return the bytes on one.
-
-        If a rank fails, unload on all and raise CapacityError.
-        """
-        ask = self._client.collective_rpc
-        try:
-            await ask("inducekv_load_bundle", args=(memory.path, memory.digest))
-            while None in (answers := await ask("inducekv_load_outcome", args=(memory.digest,))):
-                await asyncio.sleep(LOAD_POLL_S)
-        except asyncio.CancelledError:  # out of time: the workers may still load it
-            self._in_background(ask("inducekv_unload_bundle", args=(memory.digest,)))
-            raise
-        refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
-        if refusals:
-            await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
-            raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
-        return int(answers[0]["bytes"])
-
-    async def _load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
-        """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""
-        adapters: dict[str, LoRARequest] = {}
-        try:
-            for record in memory.metadata.task_adapters:
-                adapters[record.task] = LoRARequest(
-                    # The prefix cache tells adapters apart by name.
-                    lora_name=f"inducekv-{record.digest}",
-                    lora_int_id=self._models.lora_id_counter.inc(1),
-                    lora_path=str(adapter_folder(memory, record)),
-                )
-                await self._client.add_lora(adapters[record.task])
-        except asyncio.CancelledError:  # out of time
-            self._in_background(self._unload(memory.digest, adapters))
-            raise
-        except Exception as error:
-            await self._unload(memory.digest, adapters)
-            task = list(adapters)[-1]
-            raise UnsupportedModel(f"bundle {name!r}: cannot load the adapter of task {task!r}: {error}") from error
-        return adapters
-
-    async def _unload(self, digest: str, adapters: dict[str, LoRARequest]) -> None:
-        for adapter in adapters.values():
-            await self._client.collective_rpc("remove_lora", args=(adapter.lora_int_id,))
-        await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
@@ -476,7 +414,7 @@ class BundleRegistry:
             version.active -= 1
             self._release_if_unused(version)
 
-    def _version(self, name: str) -> _Version:
+    def _version(self, name: str) -> Version:
         try:
             return self._named[name]
         except KeyError:
@@ -484,16 +422,11 @@ class BundleRegistry:
 
     # ---- release -----------------------------------------------------------------------------------------------
 
-    def _release_if_unused(self, version: _Version) -> None:
+    def _release_if_unused(self, version: Version) -> None:
         if not version.names and not version.active:
-            self._in_background(self._release(version))
+            self._engine.in_background(self._release(version))
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, version: _Version) -> None:
+    async def _release(self, version: Version) -> None:
         await asyncio.sleep(RELEASE_DELAY_S)
         async with self._change:
             digest = version.memory.digest
@@ -501,7 +434,7 @@ class BundleRegistry:
                 return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
             try:
-                await self._unload(digest, version.task_adapters)
+                await self._engine.unload(digest, version.task_adapters)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
@@ -524,31 +457,4 @@ class BundleRegistry:
         )
 
     def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
-        version = self._named[name]
-        memory = version.memory
-        facts: dict[str, Any] = {
-            field: getattr(memory.metadata, field)
-            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
-        }
-        return MemoryBundleCard(
-            name=name,
-            path=version.names[name] if is_admin else None,
-            entries=memory.num_entries,
-            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
-            tasks=dict(Counter(entry.task for entry in memory.entries)),
-            gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
-            file_bytes=memory.file_bytes,
-            resident_bytes=version.resident_bytes,
-            active_requests=version.active,
-            versions=[
-                MemoryVersion(
-                    digest=record.digest,
-                    parent_digest=record.parent_digest,
-                    loaded_at=record.loaded_at,
-                    by=record.by if is_admin else None,
-                    source=record.source if is_admin else None,
-                )
-                for record in self._history.of(name)
-            ],
-            **facts,
-        )
+        return self._named[name].card(name, self._history.of(name), is_admin)
