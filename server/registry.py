@@ -41,13 +41,22 @@ from inducekv_vllm.logs import logger_of
 
 from .access import Access
 from .history import START, History, VersionRecord
+from .metrics import RegistryMetrics
+from .readiness import Readiness
 from .residency import EngineMemory, adapter_folder
-from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList
+from .schemas import (
+    NAME_PATTERN,
+    BundleState,
+    DrainingMemory,
+    MemoryBundleCard,
+    MemoryBundleDetail,
+    MemoryBundleList,
+)
 from .version import Version
 
 logger = logger_of(__name__)
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_NAME = re.compile(NAME_PATTERN)
 # vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
@@ -78,6 +87,8 @@ class BundleRegistry:
         self._named: dict[str, Version] = {}
         self._change = asyncio.Lock()
         self._waiting = 0  # changes, the running one included
+        self._metrics = RegistryMetrics()
+        self._readiness = Readiness()
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
@@ -172,7 +183,7 @@ class BundleRegistry:
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
         """Serve the version that the state folder has of a name, as it was."""
-        async with self._timed("restoring", name, START):
+        async with self._timed("restore", name, START):
             began = time.monotonic()
             self._check_name(name, replace=False)
             memory = await asyncio.to_thread(self._read_version, name, record)
@@ -228,6 +239,8 @@ class BundleRegistry:
             del self._models.lora_requests[name]
             version.names.pop(name, None)
             digest, active = version.memory.digest, version.active
+            self._metrics.unloaded(name)
+            self._readiness.unloaded(name, digest)
             logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
             self._release_if_unused(version)
             return digest
@@ -236,7 +249,7 @@ class BundleRegistry:
     async def _timed(self, change: str, name: str, who: str) -> AsyncIterator[None]:
         """One change, alone and within the time that it may take; a refusal is logged, and leaves nothing behind."""
         limit = self._config.load_timeout_s
-        with self._logged(change, name, who):
+        with self._logged(change, name, who), self._metrics.change(change), self._readiness.change(change, name):
             try:
                 async with asyncio.timeout(limit), self._changing():
                     try:
@@ -289,9 +302,11 @@ class BundleRegistry:
         self._named[name] = version
         self._models.lora_requests[name] = handle
         version.names[name] = path
+        self._metrics.pointed(name, version)
         if previous is not None and previous is not version:
             previous.names.pop(name, None)
             self._release_if_unused(previous)
+        self._metrics.holds(self._versions.values())
 
     def _read_version(self, name: str, record: VersionRecord) -> MemoryIndex:
         """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
@@ -334,7 +349,7 @@ class BundleRegistry:
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_name(self, name: str, replace: bool) -> None:
-        if not NAME_PATTERN.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
                 f"digit; found {name!r}"
@@ -405,7 +420,10 @@ class BundleRegistry:
         version = self._version(name)
         adapter = version.memory.adapter
         lease = Lease(
-            version.memory, self._adapter(name, adapter) if adapter is not None else None, version.task_adapters
+            version.memory,
+            self._adapter(name, adapter) if adapter is not None else None,
+            version.task_adapters,
+            self._metrics.of_requests(name),
         )
         version.active += 1
         try:
@@ -423,8 +441,10 @@ class BundleRegistry:
     # ---- release -----------------------------------------------------------------------------------------------
 
     def _release_if_unused(self, version: Version) -> None:
-        if not version.names and not version.active:
-            self._engine.in_background(self._release(version))
+        if not version.names:
+            self._metrics.holds(self._versions.values())
+            if not version.active:
+                self._engine.in_background(self._release(version))
 
     async def _release(self, version: Version) -> None:
         await asyncio.sleep(RELEASE_DELAY_S)
@@ -433,6 +453,7 @@ class BundleRegistry:
             if version.names or version.active or self._versions.get(digest) is not version:
                 return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
+            self._metrics.holds(self._versions.values())
             try:
                 await self._engine.unload(digest, version.task_adapters)
             except Exception as error:  # the engine is gone, and the bundle with it
@@ -454,6 +475,35 @@ class BundleRegistry:
         return MemoryBundleList(
             data=[self._card(name, is_admin) for name in self._named],
             draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
+        )
+
+    def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
+        """What is known of a name.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
+        """
+        loading, failure = self._readiness.is_loading(name), self._readiness.failure(name)
+        left = self._versions.get(self._readiness.last_digest(name) or "")
+        state: BundleState
+        if name in self._named:
+            state = "ready"
+        elif loading:
+            state = "loading"
+        elif failure is not None:
+            state = "failed"
+        elif left is not None and not left.names:
+            state = "draining"
+        else:
+            raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
+        if failure is not None and not is_admin:
+            failure = failure.model_copy(update={"reason": None})
+        return MemoryBundleDetail(
+            name=name,
+            state=state,
+            loading=loading,
+            failure=failure,
+            bundle=self._card(name, is_admin) if name in self._named else None,
         )
 
     def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
