@@ -13,6 +13,7 @@ import aiohttp
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
+from starlette.exceptions import HTTPException
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -35,7 +36,7 @@ from .access import Access, OwnerMiddleware, SagemakerMiddleware
 from .metrics import POOL_BYTES
 from .openapi import TAG, describe_routes
 from .registry import BundleRegistry
-from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of
+from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
 from .schemas import (
     LoadMemoryBundleRequest,
     MemoryBundleCard,
@@ -61,6 +62,7 @@ class InduceKVEndpoint:
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
         app.add_exception_handler(InduceKVError, refused)
+        app.add_exception_handler(HTTPException, unrouted)
         for kind in (aiohttp.ClientError, OSError, RuntimeError):
             app.add_exception_handler(kind, unreadable_media)
 

@@ -6,8 +6,10 @@ from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request, Security
-from fastapi.responses import JSONResponse
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.responses import JSONResponse, Response
 from fastapi.security import APIKeyHeader
+from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from inducekv_vllm.config import ADMIN_HEADER
@@ -19,6 +21,10 @@ from .registry import BundleRegistry
 
 logger = logger_of(__name__)
 
+OUR_ROUTES: Final = (
+    *("/v1/memory_", "/v1/models/"),
+    *("/v1/load_memory_bundle", "/v1/rollback_memory_bundle", "/v1/unload_memory_bundle"),
+)
 ADMIN_SCHEME: Final = "AdminKey"
 AdminKey = Annotated[
     str | None,
@@ -81,6 +87,16 @@ async def refused(request: Request, error: Exception) -> JSONResponse:
     """The answer to a request that one of our errors ends."""
     status = error.status if isinstance(error, ChangeRefused) else STATUS_OF.get(type(error), HTTPStatus.BAD_REQUEST)
     return error_answer(f"{error!s:.2000}", status)
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """The answer to what FastAPI refuses by itself: vLLM's format on our routes, as it was elsewhere."""
+    assert isinstance(error, HTTPException)
+    if not request.url.path.startswith(OUR_ROUTES):
+        return await http_exception_handler(request, error)
+    answer = error_answer(error.detail, HTTPStatus(error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def errors(**reasons: str) -> dict[int | str, dict[str, Any]]:

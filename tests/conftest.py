@@ -29,6 +29,8 @@ GROUPS = {
     "tests/server/test_isolation.py": "servers",
     "tests/server/test_lora.py": "servers",
     "tests/server/test_openai_routes.py": "servers",
+    "tests/server/test_openapi.py": "servers",
+    "tests/server/test_observation.py": "servers",
     "tests/server/test_route.py": "servers",
     "tests/server/test_selected_bundle.py": "servers",
     "tests/inducekv_vllm/engine/test_two_pass.py": "engine",
