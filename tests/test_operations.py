@@ -128,3 +128,44 @@ def test_systemd_accepts_its_unit(tmp_path: Path) -> None:
     unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", text))  # it is not installed here
     done = subprocess.run([verify, "verify", "--man=no", str(unit)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+CHART = DOCKER / "helm" / "inducekv"
+
+
+def test_the_chart_uses_the_values_that_it_declares() -> None:
+    def paths(values: Any, prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            yield f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from paths(value, f"{prefix}{name}.")
+
+    declared = set(paths(yaml.safe_load((CHART / "values.yaml").read_text())))
+    used = {
+        name
+        for template in (CHART / "templates").iterdir()
+        for name in re.findall(r"\.Values\.([\w.]+)", template.read_text())
+    }
+    assert used <= declared
+    groups = {name.rpartition(".")[0] for name in declared} | {name for name in declared if f"{name}." in str(declared)}
+    assert {name for name in declared - groups if not any(name.startswith(f"{u}.") for u in used)} <= used
+
+
+def test_helm_accepts_its_chart() -> None:
+    done = subprocess.run([tool("helm"), "lint", "--strict", str(CHART)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--memory")}
+
+
+def test_containers_and_unit_give_flags_that_the_server_knows() -> None:
+    from server.launcher import parser
+
+    known = {flag for action in parser()._actions for flag in action.option_strings}
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["command"]
+    unit = (DOCKER / "systemd" / "inducekv.service").read_text().split()
+    chart = (CHART / "templates" / "statefulset.yaml").read_text().split()
+    for words in (compose, unit, chart):
+        assert {"--memory-root", "--memory-state"} <= flags_of(words) <= known
