@@ -17,7 +17,7 @@ import vllm
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import BundleError, UnknownBundle
 from tests.inducekv_vllm.bundles import random_bundle
@@ -269,7 +269,7 @@ def test_the_server_says_its_versions(server: str) -> None:
     about = httpx.get(f"{server}/v1/memory_server").json()
     assert about["version"] == inducekv_vllm.__version__
     assert about["vllm_version"] == httpx.get(f"{server}/version").json()["version"]
-    assert about["bundle_formats"] == [1, 2, 3, 4]
+    assert about["bundle_formats"] == list(FORMAT_VERSIONS)
 
 
 class TestSpans:
