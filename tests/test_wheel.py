@@ -50,7 +50,8 @@ def test_it_holds_the_packages_and_the_demo_and_nothing_else(wheel: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = next(archive.read(name).decode() for name in names if name.endswith("METADATA"))
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    list_files = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode == 0:
         packages = ("inducekv_vllm/", "selector/", "server/", "benchmarks/")
         expected = {name for name in tracked.stdout.splitlines() if name.startswith(packages)}
