@@ -74,6 +74,7 @@ def test_its_commands_run_on_the_dependencies_of_this_environment(wheel: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # it downloads the CPU build of torch and compiles what it installs
 def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: Path) -> None:
     """As docs/operate.md says to install it."""
     run(sys.executable, "-m", "venv", tmp_path / "environment", cwd=tmp_path)
@@ -108,4 +109,4 @@ def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: 
         assert answer.status_code == 200, answer.text
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(300)

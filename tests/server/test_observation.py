@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import vllm
+from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
@@ -126,27 +127,40 @@ class TestMetrics:
         assert after.of("observed") == set()
         assert after("pool_used_bytes") == before("pool_used_bytes")
 
-    def test_of_what_runs_and_drains(
+    def test_a_name_that_goes_while_requests_run_leaves_no_series(
         self, server: str, client: openai.OpenAI, bundles: Bundles, world: World, questions: list[Prompt]
     ) -> None:
         assert bundles.load("observed", world.paths["other"]).status_code == 200
         streams = [ask(client, "observed", prompt, stream=True, max_tokens=150) for prompt in questions[:2]]
-        running = Metrics(server)
-        assert running("active_requests", bundle="observed") == 2
-        assert (running("draining_versions"), running("draining_requests")) == (0, 0)
         assert bundles.unload("observed").status_code == 200
-        draining = Metrics(server)
-        assert draining("draining_versions") == 1
-        assert draining("draining_requests") >= 1
-        assert draining.of("observed") == set()
-        assert httpx.get(f"{server}/v1/memory_bundles/observed").json()["state"] == "draining"
+        assert Metrics(server).of("observed") == set()
         for stream in streams:
-            list(stream)
+            assert list(stream)
         bundles.wait_until_drained()
         ended = Metrics(server)
+        assert ended.of("observed") == set()
         assert (ended("draining_versions"), ended("draining_requests")) == (0, 0)
-        assert ended.of("observed") == set()  # the requests have ended after their name
-        assert httpx.get(f"{server}/v1/memory_bundles/observed").status_code == 404
+
+    @pytest.mark.anyio
+    async def test_of_what_runs_and_drains(self, tmp_path: Path) -> None:
+        write_bundle(random_bundle(), tmp_path / "b.safetensors")
+        registry = begin(InduceKVConfig(), Workers())
+        await registry.load("draining", str(tmp_path / "b.safetensors"))
+
+        def values() -> dict[str, float | None]:
+            names = ("draining_versions", "draining_requests", "pool_used_bytes")
+            return {name: REGISTRY.get_sample_value(f"inducekv:{name}") for name in names}
+
+        with registry.lease("draining") as lease, registry.lease("draining"):
+            assert lease.metrics is not None
+            with lease.metrics.active():
+                assert REGISTRY.get_sample_value("inducekv:active_requests", {"bundle": "draining"}) == 1
+                assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 1}
+                await registry.unload("draining")
+                assert values() == {"draining_versions": 1, "draining_requests": 2, "pool_used_bytes": 1}
+        assert values() == {"draining_versions": 1, "draining_requests": 0, "pool_used_bytes": 1}
+        await asyncio.gather(*registry._engine.background)
+        assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 0}
 
 
 def test_several_processes_share_their_metrics(tmp_path: Path) -> None:
