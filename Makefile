@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo serve lint test test-families bench-serving clean
+.PHONY: setup setup-real demo serve lint test test-families test-wheel bench-serving clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,10 @@ test: lint
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py $(PYTEST_ARGS)
+
+# The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
+test-wheel: setup
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_wheel.py $(PYTEST_ARGS)
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run

@@ -265,6 +265,7 @@ class MemoryWorker(Worker):
         slots = self.memory_of_requests.slots
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
+            "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
             "pool_tokens_free": self.pool.allocator.num_free * self.pool.shape.page_tokens,
             "slots_used": slots.used,

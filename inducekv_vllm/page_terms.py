@@ -31,6 +31,7 @@ class Retrieval:
 
     entries: IntArray  # [k]
     weights: FloatArray  # [k], alpha: sums to 1
+    similarity: float | None = None  # inner product of the query and the closest entry's key, if they were compared
 
 
 @dataclass(frozen=True)

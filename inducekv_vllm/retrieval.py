@@ -74,4 +74,8 @@ class PrefixIndex:
         order = order[:top_k]  # [k]
         logits = scores[0][order].astype(np.float64) / temperature  # [k]
         weights = np.exp(logits - logits.max())
-        return Retrieval(entries=entries[0][order], weights=(weights / weights.sum()).astype(np.float32))
+        return Retrieval(
+            entries=entries[0][order],
+            weights=(weights / weights.sum()).astype(np.float32),
+            similarity=float(scores[0][order[0]]),
+        )

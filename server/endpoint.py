@@ -7,54 +7,49 @@ import os
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
-from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
-from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
-from fastapi.security import APIKeyHeader
 from starlette.datastructures import State
+from starlette.exceptions import HTTPException
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, WORKER_CLS, InduceKVConfig
-from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import (
     InduceKVError,
-    LoadTimeout,
-    TooManyChanges,
-    UnknownBundle,
     UnsupportedModel,
-    VersionConflict,
 )
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.logs import logger_of
 
-from .access import Access, ChangeRefused, OwnerMiddleware, SagemakerMiddleware, who
+from . import inspection
+from .access import Access, OwnerMiddleware, SagemakerMiddleware
 from .audit import AuditLog
+from .metrics import POOL_BYTES
+from .openapi import TAG, describe_routes
 from .registry import BundleRegistry
+from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
     LoadMemoryBundleRequest,
     MemoryBundleCard,
-    MemoryBundleList,
-    MemoryTrace,
     RollbackMemoryBundleRequest,
     UnloadMemoryBundleRequest,
     UnloadMemoryBundleResponse,
 )
 
 logger = logger_of(__name__)
-router = APIRouter(tags=["Memory"])
+router = APIRouter(tags=[TAG])
 
 
 class InduceKVEndpoint:
@@ -65,9 +60,12 @@ class InduceKVEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.include_router(inspection.router)
+        describe_routes(app)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
         app.add_exception_handler(InduceKVError, refused)
+        app.add_exception_handler(HTTPException, unrouted)
         for kind in (aiohttp.ClientError, OSError, RuntimeError):
             app.add_exception_handler(kind, unreadable_media)
 
@@ -98,7 +96,7 @@ class InduceKVEndpoint:
 
 
 async def check_server(client: EngineClient) -> None:
-    """Raise UnsupportedModel if this API server cannot manage the bundles of its engine."""
+    """Raise UnsupportedModel if this API server cannot manage the bundles of its engine; export its pool's size."""
     parallel = client.vllm_config.parallel_config
     if parallel._api_process_count > 1:
         raise UnsupportedModel(
@@ -118,9 +116,10 @@ async def check_server(client: EngineClient) -> None:
             "and a request with memory runs twice"
         )
     try:
-        await client.collective_rpc("inducekv_stats")
+        stats, *_ = await client.collective_rpc("inducekv_stats")
     except Exception as error:
         raise UnsupportedModel(f"the engine's workers do not support memory: add --worker-cls {WORKER_CLS}") from error
+    POOL_BYTES.set(stats["pool_bytes"])
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
@@ -169,154 +168,78 @@ async def unreadable_media(request: Request, error: Exception) -> JSONResponse:
     frames = traceback.walk_tb(error.__traceback__)
     if not any(frame.f_globals.get("__name__", "").startswith("vllm.multimodal.media") for frame, _ in frames):
         raise error
-    return _error(f"cannot load the image: {error}")
+    return error_answer(f"cannot load the image: {error}")
 
 
-def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ErrorResponse:
-    """An error in vLLM's format."""
-    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
-    return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status.value))
-
-
-def _error(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
-    return JSONResponse(error_response(reason, status).model_dump(), status_code=status.value)
-
-
-STATUS_OF: dict[type[Exception], HTTPStatus] = {
-    UnknownBundle: HTTPStatus.NOT_FOUND,
-    TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
-    VersionConflict: HTTPStatus.CONFLICT,
-    LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
-}
-
-
-async def refused(request: Request, error: Exception) -> JSONResponse:
-    """The answer to a request that one of our errors ends."""
-    status = error.status if isinstance(error, ChangeRefused) else STATUS_OF.get(type(error), HTTPStatus.BAD_REQUEST)
-    return _error(f"{error!s:.2000}", status)
-
-
-def _errors(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI schema."""
-    return {status.value: {"model": ErrorResponse} for status in statuses}
-
-
-CHANGE_ERRORS = _errors(
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.FORBIDDEN,
-    HTTPStatus.CONFLICT,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.SERVICE_UNAVAILABLE,
+CHANGE_ERRORS = errors(
+    BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
+    UNAUTHORIZED="The admin key is missing or wrong.",
+    FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
+    CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
+    TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
+    SERVICE_UNAVAILABLE="The server is shutting down.",
 )
-AdminKey = Annotated[
-    str | None,
-    Security(APIKeyHeader(name=ADMIN_HEADER, auto_error=False, description="the server's INDUCEKV_ADMIN_KEY")),
-]
-
-
-def _access(request: Request) -> Access:
-    access: Access = request.app.state.inducekv_access
-    return access
-
-
-def _registry(request: Request) -> BundleRegistry:
-    registry: BundleRegistry = request.app.state.inducekv_registry
-    return registry
-
-
-def _host(request: Request) -> str | None:
-    return request.client.host if request.client is not None else None
-
-
-async def admin(request: Request, key: AdminKey) -> str:
-    """Who asks for a change, for the log. Raises ChangeRefused: not the admin."""
-    try:
-        _access(request).require_admin(key)
-    except ChangeRefused as error:
-        logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
-        audit: AuditLog = request.app.state.inducekv_audit
-        audit.refusal(request.url.path, None, f"unknown at {_host(request) or 'a local socket'}", str(error))
-        raise
-    return who(_host(request))
-
-
-Admin = Annotated[str, Depends(admin)]
+NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
+TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")
 
 
 @router.post(
     "/v1/load_memory_bundle",
+    summary="Load or replace a bundle",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | _errors(HTTPStatus.GATEWAY_TIMEOUT),
+    responses=CHANGE_ERRORS | TOO_LONG,
 )
 async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
-    """Load a bundle under a name; with `replace`, the name may already stand for another bundle."""
-    registry = _registry(request)
-    return await registry.load(
+    """Check a file, make it resident on every rank, then let the name stand for it.
+
+    With `replace`, the name may already stand for another bundle; requests that run end on the version that they began
+    with.
+    """
+    return await registry_of(request).load(
         body.name,
         body.path,
         replace=body.replace,
         expected_digest=body.expected_digest,
         who=admin,
-        access=_access(request),
+        access=access_of(request),
     )
 
 
 @router.post(
     "/v1/rollback_memory_bundle",
+    summary="Go back to an earlier version",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND, HTTPStatus.GATEWAY_TIMEOUT),
+    responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
 )
 async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Let a name stand for an earlier version again; running requests keep the version that they began with."""
-    registry = _registry(request)
+    registry = registry_of(request)
     return await registry.rollback(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
 
 
 @router.post(
     "/v1/forget_memory_versions",
+    summary="Forget the versions that are kept",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND, HTTPStatus.GATEWAY_TIMEOUT),
+    responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
 )
 async def forget_memory_versions(
     body: ForgetMemoryVersionsRequest, request: Request, admin: Admin
 ) -> ForgottenVersions:
     """Drop the versions of a name that are kept for a rollback, with their copies, traces and cached query keys."""
-    registry = _registry(request)
+    registry = registry_of(request)
     return await registry.forget(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
 
 
 @router.post(
     "/v1/unload_memory_bundle",
+    summary="Unload a bundle",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | _errors(HTTPStatus.NOT_FOUND),
+    responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
 )
 async def unload_memory_bundle(
     body: UnloadMemoryBundleRequest, request: Request, admin: Admin
 ) -> UnloadMemoryBundleResponse:
-    """Remove a bundle's name; running requests keep the bundle until they end."""
-    digest = await _registry(request).unload(body.name, expected_digest=body.expected_digest, who=admin)
+    """Take a bundle's name away, with its versions; running requests keep the bundle until they end."""
+    digest = await registry_of(request).unload(body.name, expected_digest=body.expected_digest, who=admin)
     return UnloadMemoryBundleResponse(name=body.name, digest=digest)
-
-
-@router.get("/v1/memory_bundles")
-async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
-    """List the loaded bundles; the admin also sees paths."""
-    return _registry(request).list(is_admin=_access(request).is_admin(key))
-
-
-@router.get("/v1/memory_trace/{response_id:path}", response_model=MemoryTrace, responses=_errors(HTTPStatus.NOT_FOUND))
-async def memory_trace(response_id: str, request: Request, cache_salt: str | None = None) -> Any:
-    """Return the trace of a recent response to a request with `"vllm_xargs": {"inducekv_trace": 1}`.
-
-    It belongs to the API key that asked, and if the request had a `cache_salt`, to that salt.
-    """
-    engine: TwoPassEngine = request.app.state.inducekv_engine
-    if not (traces := engine.traces.of_response(OWNER.get(), cache_salt, response_id)):
-        return _error(
-            f"no memory trace of response {response_id!r:.200}: it was not traced, is not finished, is too old, or "
-            "belongs to another API key or cache salt",
-            HTTPStatus.NOT_FOUND,
-        )
-    return MemoryTrace(id=response_id, traces=traces)

@@ -12,11 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -24,19 +20,12 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
-from inducekv_vllm.bundle import (
-    AdapterRecord,
-    BackboneFingerprint,
-    read_bundle,
-    read_public_key,
-    require_signature,
-)
+from inducekv_vllm.bundle import BackboneFingerprint, read_bundle, read_public_key, require_signature
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
-from inducekv_vllm.engine.wire import LOAD_POLL_S
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -53,11 +42,23 @@ from inducekv_vllm.logs import logger_of
 from .access import Access
 from .audit import AuditLog
 from .history import START, History, VersionRecord
-from .schemas import DrainingMemory, ForgottenVersions, MemoryBundleCard, MemoryBundleList, MemoryVersion
+from .metrics import RegistryMetrics
+from .readiness import Readiness
+from .residency import EngineMemory, adapter_folder
+from .schemas import (
+    NAME_PATTERN,
+    BundleState,
+    DrainingMemory,
+    ForgottenVersions,
+    MemoryBundleCard,
+    MemoryBundleDetail,
+    MemoryBundleList,
+)
+from .version import Version
 
 logger = logger_of(__name__)
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_NAME = re.compile(NAME_PATTERN)
 # vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
@@ -66,20 +67,6 @@ ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritt
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
 # What changes are called in the audit log.
 _EVENTS = {"loaded": "load", "replaced": "replace", "rolled back": "rollback", "restored": "restore"}
-
-
-@dataclass(eq=False)
-class _Version:
-    memory: MemoryIndex
-    resident_bytes: int
-    task_adapters: dict[str, LoRARequest]  # by task
-    names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
-    active: int = 0  # leases
-
-
-def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
-    """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
-    return Path(memory.path).parent / record.path
 
 
 class BundleRegistry:
@@ -102,14 +89,16 @@ class BundleRegistry:
         self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
         self._models = models
+        self._engine = EngineMemory(client, models)
         self._backbone = backbone
-        self._versions: dict[str, _Version] = {}  # by digest
-        self._named: dict[str, _Version] = {}
+        self._versions: dict[str, Version] = {}  # by digest
+        self._named: dict[str, Version] = {}
         self._change = asyncio.Lock()
         self._known: set[str] = set()  # versions that are loaded or kept
         self.on_gone: Callable[[str], None] | None = None  # called for a version that is neither any more
         self._waiting = 0  # changes, the running one included
-        self._releases: set[asyncio.Task[None]] = set()
+        self._metrics = RegistryMetrics()
+        self._readiness = Readiness()
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
@@ -204,7 +193,7 @@ class BundleRegistry:
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
         """Serve the version that the state folder has of a name, as it was."""
-        async with self._timed("restoring", name, START):
+        async with self._timed("restore", name, START):
             began = time.monotonic()
             self._check_name(name, replace=False)
             memory = await asyncio.to_thread(self._read_version, name, record)
@@ -217,7 +206,7 @@ class BundleRegistry:
         self._check_adapter(name, memory)
         version = self._versions.get(memory.digest)
         if version is None:
-            version = _Version(memory, await self._make_resident(memory), await self._load_adapters(name, memory))
+            version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
             self._versions[memory.digest] = version
         # From here on without an await: an adapter may have taken the name in the meantime.
         try:
@@ -317,6 +306,8 @@ class BundleRegistry:
             del self._models.lora_requests[name]
             version.names.pop(name, None)
             digest, active = version.memory.digest, version.active
+            self._metrics.unloaded(name)
+            self._readiness.unloaded(name, digest)
             logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
             self._release_if_unused(version)
             self._drop_what_is_gone()
@@ -326,7 +317,7 @@ class BundleRegistry:
     async def _timed(self, change: str, name: str, who: str) -> AsyncIterator[None]:
         """One change, alone and within the time that it may take; a refusal is logged, and leaves nothing behind."""
         limit = self._config.load_timeout_s
-        with self._logged(change, name, who):
+        with self._logged(change, name, who), self._metrics.change(change), self._readiness.change(change, name):
             try:
                 async with asyncio.timeout(limit), self._changing():
                     try:
@@ -368,7 +359,7 @@ class BundleRegistry:
             finally:
                 self._waiting -= 1
 
-    def _point(self, name: str, version: _Version, path: str) -> None:
+    def _point(self, name: str, version: Version, path: str) -> None:
         """Point `name` to `version`. Without an await, so no request sees an intermediate state."""
         previous = self._named.get(name)
         handle = MemoryRequest(
@@ -380,9 +371,11 @@ class BundleRegistry:
         self._named[name] = version
         self._models.lora_requests[name] = handle
         version.names[name] = path
+        self._metrics.pointed(name, version)
         if previous is not None and previous is not version:
             previous.names.pop(name, None)
             self._release_if_unused(previous)
+        self._metrics.holds(self._versions.values())
 
     def _read_version(self, name: str, record: VersionRecord) -> MemoryIndex:
         """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
@@ -423,55 +416,10 @@ class BundleRegistry:
                 )
         return memory
 
-    async def _make_resident(self, memory: MemoryIndex) -> int:
-        """Load on every rank, while requests run; return the bytes on one.
-
-        If a rank fails, unload on all and raise CapacityError.
-        """
-        ask = self._client.collective_rpc
-        try:
-            await ask("inducekv_load_bundle", args=(memory.path, memory.digest))
-            while None in (answers := await ask("inducekv_load_outcome", args=(memory.digest,))):
-                await asyncio.sleep(LOAD_POLL_S)
-        except asyncio.CancelledError:  # out of time: the workers may still load it
-            self._in_background(ask("inducekv_unload_bundle", args=(memory.digest,)))
-            raise
-        refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
-        if refusals:
-            await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
-            raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
-        return int(answers[0]["bytes"])
-
-    async def _load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
-        """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""
-        adapters: dict[str, LoRARequest] = {}
-        try:
-            for record in memory.metadata.task_adapters:
-                adapters[record.task] = LoRARequest(
-                    # The prefix cache tells adapters apart by name.
-                    lora_name=f"inducekv-{record.digest}",
-                    lora_int_id=self._models.lora_id_counter.inc(1),
-                    lora_path=str(adapter_folder(memory, record)),
-                )
-                await self._client.add_lora(adapters[record.task])
-        except asyncio.CancelledError:  # out of time
-            self._in_background(self._unload(memory.digest, adapters))
-            raise
-        except Exception as error:
-            await self._unload(memory.digest, adapters)
-            task = list(adapters)[-1]
-            raise UnsupportedModel(f"bundle {name!r}: cannot load the adapter of task {task!r}: {error}") from error
-        return adapters
-
-    async def _unload(self, digest: str, adapters: dict[str, LoRARequest]) -> None:
-        for adapter in adapters.values():
-            await self._client.collective_rpc("remove_lora", args=(adapter.lora_int_id,))
-        await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
-
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_name(self, name: str, replace: bool) -> None:
-        if not NAME_PATTERN.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
                 f"digit; found {name!r}"
@@ -542,7 +490,10 @@ class BundleRegistry:
         version = self._version(name)
         adapter = version.memory.adapter
         lease = Lease(
-            version.memory, self._adapter(name, adapter) if adapter is not None else None, version.task_adapters
+            version.memory,
+            self._adapter(name, adapter) if adapter is not None else None,
+            version.task_adapters,
+            self._metrics.of_requests(name),
         )
         version.active += 1
         try:
@@ -551,7 +502,7 @@ class BundleRegistry:
             version.active -= 1
             self._release_if_unused(version)
 
-    def _version(self, name: str) -> _Version:
+    def _version(self, name: str) -> Version:
         try:
             return self._named[name]
         except KeyError:
@@ -559,16 +510,13 @@ class BundleRegistry:
 
     # ---- release -----------------------------------------------------------------------------------------------
 
-    def _release_if_unused(self, version: _Version) -> None:
-        if not version.names and not version.active:
-            self._in_background(self._release(version))
+    def _release_if_unused(self, version: Version) -> None:
+        if not version.names:
+            self._metrics.holds(self._versions.values())
+            if not version.active:
+                self._engine.in_background(self._release(version))
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, version: _Version) -> None:
+    async def _release(self, version: Version) -> None:
         await asyncio.sleep(RELEASE_DELAY_S)
         async with self._change:
             digest = version.memory.digest
@@ -576,25 +524,16 @@ class BundleRegistry:
                 return  # loaded again in the meantime, or released by another task
             del self._versions[digest]
             version.memory.erase()
+            self._metrics.holds(self._versions.values())
             self._drop_what_is_gone()
             try:
-                await self._unload(digest, version.task_adapters)
-                is_erased = await self._wait_until_erased(digest)
+                await self._engine.unload(digest, version.task_adapters)
+                is_erased = await self._engine.wait_until_erased(digest, ERASE_S)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
                 logger.info("memory of digest %s released: no name and no request uses it", digest)
                 self._audit.note("release", digest=digest, erased=is_erased)
-
-    async def _wait_until_erased(self, digest: str) -> bool:
-        """Whether every rank has overwritten its pages, within `ERASE_S`."""
-        deadline = time.monotonic() + ERASE_S
-        while not all(await self._client.collective_rpc("inducekv_is_erased", args=(digest,))):
-            if time.monotonic() > deadline:
-                logger.warning("the pages of digest %s are not erased yet: the engine still reads them", digest)
-                return False
-            await asyncio.sleep(LOAD_POLL_S)
-        return True
 
     # ---- reports -----------------------------------------------------------------------------------------------
 
@@ -612,33 +551,34 @@ class BundleRegistry:
             draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
         )
 
-    def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
-        version = self._named[name]
-        memory = version.memory
-        facts: dict[str, Any] = {
-            field: getattr(memory.metadata, field)
-            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
-        }
-        return MemoryBundleCard(
+    def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
+        """What is known of a name.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
+        """
+        loading, failure = self._readiness.is_loading(name), self._readiness.failure(name)
+        left = self._versions.get(self._readiness.last_digest(name) or "")
+        state: BundleState
+        if name in self._named:
+            state = "ready"
+        elif loading:
+            state = "loading"
+        elif failure is not None:
+            state = "failed"
+        elif left is not None and not left.names:
+            state = "draining"
+        else:
+            raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
+        if failure is not None and not is_admin:
+            failure = failure.model_copy(update={"reason": None})
+        return MemoryBundleDetail(
             name=name,
-            path=version.names[name] if is_admin else None,
-            entries=memory.num_entries,
-            expired_entries=memory.num_entries - len(memory.alive()),
-            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
-            tasks=dict(Counter(entry.task for entry in memory.entries)),
-            gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
-            file_bytes=memory.file_bytes,
-            resident_bytes=version.resident_bytes,
-            active_requests=version.active,
-            versions=[
-                MemoryVersion(
-                    digest=record.digest,
-                    parent_digest=record.parent_digest,
-                    loaded_at=record.loaded_at,
-                    by=record.by if is_admin else None,
-                    source=record.source if is_admin else None,
-                )
-                for record in self._history.of(name)
-            ],
-            **facts,
+            state=state,
+            loading=loading,
+            failure=failure,
+            bundle=self._card(name, is_admin) if name in self._named else None,
         )
+
+    def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
+        return self._named[name].card(name, self._history.of(name), is_admin)

@@ -1,11 +1,36 @@
-"""Request and response bodies of the memory routes. Errors have vLLM's format, `{"error": {...}}`."""
+"""Request and response bodies of the memory routes. Errors have vLLM's format, `{"error": {...}}`.
+
+What a schema says of lengths and patterns is checked where the value is used, with an error that names what was found.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
+PATH_BYTES: Final = 4096  # Linux's PATH_MAX
+DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
+EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
+
+BundleState = Literal["loading", "ready", "draining", "failed"]
+BundleName = Annotated[
+    str,
+    Field(
+        description="The name of a bundle: what requests give as `model`.",
+        examples=["guild"],
+        json_schema_extra={"minLength": 1, "maxLength": 128, "pattern": NAME_PATTERN},
+    ),
+]
+ExpectedDigest = Annotated[
+    str | None,
+    Field(
+        description="Change the name only while it stands for this version; otherwise the answer is 409.",
+        examples=[DIGEST],
+    ),
+]
 
 
 class LoadMemoryBundleRequest(BaseModel):
@@ -13,10 +38,15 @@ class LoadMemoryBundleRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    path: str  # on the server's machine
-    replace: bool = False  # allow a name that is already loaded
-    expected_digest: str | None = None  # only if the name stands for this version; implies `replace`
+    name: BundleName
+    path: str = Field(
+        description="The bundle's file on the server's machine, in a folder that the server loads from "
+        "(`--memory-root`); a relative path is beneath the first of them.",
+        examples=["guild.safetensors"],
+        json_schema_extra={"minLength": 1, "maxLength": PATH_BYTES},
+    )
+    replace: bool = Field(default=False, description="Allow a name that is loaded already.")
+    expected_digest: ExpectedDigest = Field(default=None, description="As for the other changes; implies `replace`.")
 
 
 class UnloadMemoryBundleRequest(BaseModel):
@@ -24,8 +54,8 @@ class UnloadMemoryBundleRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    expected_digest: str | None = None  # only if the name stands for this version
+    name: BundleName
+    expected_digest: ExpectedDigest = None
 
 
 class RollbackMemoryBundleRequest(BaseModel):
@@ -33,58 +63,88 @@ class RollbackMemoryBundleRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    digest: str | None = None  # of the version to go back to; null for the one before
-    expected_digest: str | None = None  # only if the name stands for this version
+    name: BundleName
+    digest: str | None = Field(
+        default=None,
+        description="The version to go back to, one of those that are kept; null for the one before.",
+        examples=[EARLIER_DIGEST],
+    )
+    expected_digest: ExpectedDigest = None
 
 
 class MemoryVersion(BaseModel):
     """A version that a name has stood for."""
 
-    digest: str
-    parent_digest: str | None  # of the memory that it was made from
-    loaded_at: datetime
-    by: str | None  # shown to the admin only, like the source
-    source: str | None
+    digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
+    parent_digest: str | None = Field(description="Of the memory that it was made from.")
+    loaded_at: datetime = Field(description="When the name began to stand for it.")
+    by: str | None = Field(description="Who loaded it; shown to the admin only.")
+    source: str | None = Field(description="From which path; shown to the admin only.")
 
 
 class MemoryBundleCard(BaseModel):
     """One served name and the bundle behind it."""
 
     object: Literal["memory_bundle"] = "memory_bundle"
-    name: str
-    path: str | None  # shown to the admin only
-    digest: str
-    entries: int  # B
-    expired_entries: int  # of these, those that are not used any more
-    budget: int  # the maximum number of entries
-    payload_tokens: int  # m
-    form: str
-    weighting: str
-    activations: dict[str, str]  # by task; empty for merged memory
-    task_adapters: dict[str, str | None]  # the folders of LoRA adapters, by task; shown to the admin only
-    tasks: dict[str, int]  # entries by task
-    gate_tasks: list[str] | None  # the tasks of the relevance gate; null without a gate
-    file_bytes: int
-    resident_bytes: int  # on one worker rank
-    adapter: str | None
-    active_requests: int  # on this version, under any of its names
-    versions: list[MemoryVersion]  # those that are kept, this one first
+    name: BundleName
+    path: str | None = Field(description="Where it was loaded from; shown to the admin only.")
+    digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
+    entries: int = Field(description="The number of entries B.")
+    expired_entries: int = Field(description="Of these, those that are not used any more: their date has passed.")
+    budget: int = Field(description="The maximum number of entries.")
+    payload_tokens: int = Field(description="The tokens m of an entry.")
+    form: str = Field(description="`merged` or `decoupled`.", examples=["decoupled"])
+    weighting: str = Field(description="`sqrt`, `prior` or `uniform`.", examples=["uniform"])
+    activations: dict[str, str] = Field(
+        description="From where in a request memory acts, by task; empty for merged memory."
+    )
+    task_adapters: dict[str, str | None] = Field(
+        description="The folders of LoRA adapters, by task; the folders are shown to the admin only."
+    )
+    tasks: dict[str, int] = Field(description="Entries by task.", examples=[{"guild": 2, "digit": 2}])
+    gate_tasks: list[str] | None = Field(description="The tasks of the relevance gate; null without a gate.")
+    file_bytes: int = Field(description="Bytes of the file.")
+    resident_bytes: int = Field(description="Bytes in the pool of one rank.")
+    adapter: str | None = Field(description="The LoRA adapter that the bundle was made with.")
+    active_requests: int = Field(description="Requests on this version, under any of its names.")
+    versions: list[MemoryVersion] = Field(description="The versions that are kept of the name, the served one first.")
+
+
+class MemoryFailure(BaseModel):
+    """A change that was refused or has failed."""
+
+    change: str = Field(description="`load`, `rollback`, `unload` or `restore`.", examples=["load"])
+    reason: str | None = Field(description="What was wrong; shown to the admin only.")
+    at: datetime = Field(description="When.")
+
+
+class MemoryBundleDetail(BaseModel):
+    """Response of GET /v1/memory_bundles/{name}."""
+
+    object: Literal["memory_bundle.detail"] = "memory_bundle.detail"
+    name: BundleName
+    state: BundleState = Field(
+        description="`ready`: requests are answered with it. `loading`: it is on its way. `failed`: the last load has "
+        "failed, and none is served. `draining`: it was unloaded, and requests that began before still run."
+    )
+    loading: bool = Field(description="Whether a load or a rollback of the name is under way, also while it is ready.")
+    failure: MemoryFailure | None = Field(description="The last change of the name, if it failed.")
+    bundle: MemoryBundleCard | None = Field(description="What the name stands for; null unless it is ready.")
 
 
 class DrainingMemory(BaseModel):
     """A version without a name, kept until its last request ends."""
 
-    digest: str
-    active_requests: int
+    digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
+    active_requests: int = Field(description="Requests that still run on it.")
 
 
 class MemoryBundleList(BaseModel):
     """Response of GET /v1/memory_bundles."""
 
     object: Literal["list"] = "list"
-    data: list[MemoryBundleCard]
-    draining: list[DrainingMemory] = Field(default_factory=list)
+    data: list[MemoryBundleCard] = Field(description="One card for each name.")
+    draining: list[DrainingMemory] = Field(default_factory=list, description="Versions that no name stands for.")
 
 
 class ForgetMemoryVersionsRequest(BaseModel):
@@ -92,31 +152,66 @@ class ForgetMemoryVersionsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    digest: str | None = None  # of the version to forget; null for all but the one that the name stands for
-    expected_digest: str | None = None  # only if the name stands for this version
+    name: BundleName
+    digest: str | None = Field(
+        default=None, description="Of the version to forget; null for all but the one that the name stands for."
+    )
+    expected_digest: str | None = Field(default=None, description="Only if the name stands for this version.")
 
 
 class ForgottenVersions(BaseModel):
     """Response of POST /v1/forget_memory_versions."""
 
-    name: str
-    digest: str  # what the name stands for
-    forgotten: list[str]  # digests
-    in_use: list[str]  # of these, what running requests or other names still use
+    name: BundleName
+    digest: str = Field(description="What the name stands for.", examples=[DIGEST])
+    forgotten: list[str] = Field(description="The digests of the versions that were dropped.")
+    in_use: list[str] = Field(description="Of these, what running requests or other names still use.")
 
 
 class UnloadMemoryBundleResponse(BaseModel):
     """Response of POST /v1/unload_memory_bundle."""
 
-    name: str
-    digest: str
+    name: BundleName
+    digest: str = Field(description="Of the version that the name stood for.", examples=[DIGEST])
     unloaded: Literal[True] = True
 
 
 class MemoryTrace(BaseModel):
-    """Response of GET /v1/memory_trace/{response_id}: one trace per prompt or turn of the response."""
+    """Response of GET /v1/memory_trace/{response_id}."""
 
     object: Literal["memory_trace"] = "memory_trace"
-    id: str
-    traces: list[dict[str, Any]]
+    id: str = Field(description="The id of the response.", examples=["chatcmpl-8f0c"])
+    traces: list[dict[str, Any]] = Field(
+        description="One trace for each prompt or turn of the response.",
+        examples=[
+            [
+                {
+                    "bundle": "guild",
+                    "digest": DIGEST,
+                    "form": "decoupled",
+                    "weighting": "uniform",
+                    "start": 0,
+                    "adapter": None,
+                    "num_entries": 2,
+                    "gate": {"open": True, "task": "guild", "margins": {"guild": 0.12, "digit": -0.4}},
+                    "remainder": False,
+                    "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
+                    "timings": {
+                        "key_pass_ms": 41.8,
+                        "key_source": "computed",
+                        "retrieval_ms": 0.2,
+                        "answer_pass_ms": 93.1,
+                    },
+                }
+            ]
+        ],
+    )
+
+
+class MemoryServer(BaseModel):
+    """Response of GET /v1/memory_server."""
+
+    object: Literal["memory_server"] = "memory_server"
+    version: str = Field(description="The version of InduceKV.", examples=["0.1.0"])
+    vllm_version: str = Field(description="The version of vLLM.", examples=["0.32.0"])
+    bundle_formats: list[int] = Field(description="The versions of the bundle format that can be loaded.")

@@ -14,6 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from tests.inducekv_vllm.engine.served import Served
     from tests.inducekv_vllm.parity import World
+    from tests.server.collector import Collector
     from tests.server.launch import Adapted
 
 # Triton decides when it is first imported whether kernels are compiled or interpreted.
@@ -30,6 +31,8 @@ GROUPS = {
     "tests/server/test_isolation.py": "servers",
     "tests/server/test_lora.py": "servers",
     "tests/server/test_openai_routes.py": "servers",
+    "tests/server/test_openapi.py": "servers",
+    "tests/server/test_observation.py": "servers",
     "tests/server/test_route.py": "servers",
     "tests/server/test_selected_bundle.py": "servers",
     "tests/inducekv_vllm/engine/test_two_pass.py": "engine",
@@ -130,11 +133,22 @@ async def served(served_world: Served) -> AsyncIterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def server(admin_key: None, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def collector() -> Iterator[Collector]:
+    """Where the server of the tests sends its spans."""
+    from tests.server.collector import collecting
+
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def server(
+    admin_key: None, world: World, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Base URL of a server of that model, with few KV blocks: see `serving_bundles`."""
     from tests.server.launch import serving_bundles
 
-    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log") as url:
+    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log", collector.url) as url:
         yield url
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -35,11 +34,12 @@ from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
 from ..gate import GateDecision
 from ..logs import logger_of
-from ..metrics import count_request
 from ..page_terms import FloatArray
 from ..placeholders import placeholder_ids
 from .key_cache import KeyCache, KeyLookup
 from .memory_index import MemoryIndex
+from .metrics import BundleMetrics
+from .observation import observing
 from .owner import OWNER
 from .passes import (
     MemoryOptions,
@@ -74,6 +74,7 @@ class Lease:
     memory: MemoryIndex
     adapter: LoRARequest | None  # for both passes
     task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # for the answer pass, by task
+    metrics: BundleMetrics | None = None  # of its name; None for none
 
     def answer_adapter(self, decision: GateDecision | None) -> LoRARequest | None:
         """The adapter of the answer pass: that of the gate's task, if it has one of its own."""
@@ -132,6 +133,7 @@ class TwoPassEngine:
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._keys = KeyCache(config.key_cache_entries)
         self._background: set[asyncio.Task[None]] = set()
+        self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.traces = TraceLog()
 
     def generate(
@@ -178,19 +180,19 @@ class TwoPassEngine:
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         lease, memory = held.lease, held.lease.memory
-        with held.stack:
-            started = time.perf_counter()
+        metrics = lease.metrics or BundleMetrics(name, exported=False)
+        with held.stack, observing(metrics, memory, options.get("trace_headers"), self._tracing) as observed:
+            options = {**options, "trace_headers": observed.trace_headers}
             with self._invalidating_mm_cache(prompt):
-                key_lookup = await self._query_key(prompt, held, request_id, options.get("priority", 0))
-            keyed = time.perf_counter()
+                key_lookup = await self._query_key(prompt, held, request_id, options)
+            observed.keyed(key_lookup.source)
             lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
             spec = make_injection_spec(
                 memory, lookup, self._config.remainder, prompt_token_ids(prompt), self._placeholders
             )
-            retrieved = time.perf_counter()
-            count_request(name, lookup.gate_decision)
             with self._invalidating_mm_cache(prompt):
                 self._record(request_id, held.owner, name, memory, spec, lookup.gate_decision)
+            observed.looked_up(lookup)
 
             if key_lookup.source == "computed":
                 self._sync_mm_lru(prompt)
@@ -203,14 +205,11 @@ class TwoPassEngine:
             )
             async with contextlib.aclosing(answer) as outputs:
                 async for output in outputs:
+                    if output.finished:
+                        observed.finished(output)
                     if output.finished and memory_options.trace:
                         trace = describe_injection(name, memory, spec, lookup.gate_decision)
-                        trace["timings"] = {
-                            "key_pass_ms": 1e3 * (keyed - started),
-                            "key_source": key_lookup.source,
-                            "retrieval_ms": 1e3 * (retrieved - keyed),
-                            "answer_pass_ms": 1e3 * (time.perf_counter() - retrieved),
-                        }
+                        trace["timings"] = observed.timings
                         self.traces.put(held.owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
@@ -227,12 +226,14 @@ class TwoPassEngine:
                 raise VLLMValidationError(str(error)) from error
             yield lease
 
-    async def _query_key(self, prompt: EngineInput, held: HeldLease, request_id: str, priority: int) -> KeyLookup:
-        """The key [2, d] of a prompt. Requests that share one computation run it at the priority of the first."""
+    async def _query_key(
+        self, prompt: EngineInput, held: HeldLease, request_id: str, options: Mapping[str, Any]
+    ) -> KeyLookup:
+        """The key [2, d] of a prompt. Requests that share one computation run it with the options of the first."""
         lease = held.lease
 
         def compute() -> Awaitable[FloatArray]:
-            return self._key_pass(prompt, lease, request_id, priority)
+            return self._key_pass(prompt, lease, request_id, options)
 
         adapter = lease.adapter.lora_name if lease.adapter else None
         identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache, held.owner)
@@ -259,12 +260,21 @@ class TwoPassEngine:
         self.traces.drop(digest)
         self._keys.drop(digest)
 
-    async def _key_pass(self, prompt: EngineInput, lease: Lease, request_id: str, priority: int) -> FloatArray:
+    async def _key_pass(
+        self, prompt: EngineInput, lease: Lease, request_id: str, options: Mapping[str, Any]
+    ) -> FloatArray:
         """Pass one. An error or a cancellation leaves neither a request nor a key behind."""
         key_id = f"{request_id}-key-{uuid.uuid4().hex}"
         params = key_pass_params(key_id, lease.memory.key_pass_reads_cache)
         try:
-            outputs = self._plain_generate(prompt, params, key_id, lora_request=lease.adapter, priority=priority)
+            outputs = self._plain_generate(
+                prompt,
+                params,
+                key_id,
+                lora_request=lease.adapter,
+                priority=options.get("priority", 0),
+                trace_headers=options.get("trace_headers"),
+            )
             reason = [output async for output in outputs][-1].outputs[0].finish_reason
             if reason == "abort":
                 raise RetryableRequestError("the engine aborted the request during its key pass; please retry")

@@ -43,6 +43,7 @@ def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: flo
         assert retrieval.weights.dtype == np.float32
         np.testing.assert_allclose(retrieval.weights, list(expected.values()), rtol=2e-7 / temperature, atol=1e-30)
         assert math.isclose(retrieval.weights.sum(), 1, rel_tol=1e-5)
+        assert retrieval.similarity == pytest.approx((keys.astype(np.float64) @ query).max(), abs=1e-6)
 
 
 def test_ties_go_to_the_first_entry() -> None:

@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     ADMIN_KEY_VARIABLE: ADMIN_KEY,
 }
+SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
@@ -69,15 +70,18 @@ def make_tiny_world(folder: Path) -> World:
 
 
 @contextmanager
-def serving_bundles(world: World, log: Path) -> Iterator[str]:
-    """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load."""
+def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
+    """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load.
+
+    It sends its spans to `collector`.
+    """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     kept = [f"--memory-state={log.parent / STATE}", f"--memory-audit-log={log.parent / AUDIT_LOG}"]
-    kept += ["--memory-audit-answers"]
+    kept += ["--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     # An idle worker process waits in a loop that takes a core; here there is none.
-    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **SPANS}) as url:
         yield url
 
 

@@ -64,8 +64,8 @@ class Registered:
 
     async def released(self) -> set[str]:
         """The resident bundles after all releases."""
-        while self.registry._releases:
-            await asyncio.gather(*self.registry._releases)
+        while self.registry._engine.background:
+            await asyncio.gather(*self.registry._engine.background)
         return await self.resident()
 
     def digest(self, name: str) -> str:

@@ -194,7 +194,7 @@ async def test_a_change_that_cannot_be_recorded_is_refused(
         ):
             with pytest.raises(ConfigError, match="cannot write the registry"):
                 await change
-    await asyncio.gather(*registry._releases)
+    await asyncio.gather(*registry._engine.background)
     assert served(registry) == "a"
     assert set(workers.resident) == {DIGEST["a"]}
     assert {path.name for path in (tmp_path / "state").glob("*.safetensors")} == {f"{DIGEST['a']}.safetensors"}

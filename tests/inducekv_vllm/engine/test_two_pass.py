@@ -165,6 +165,7 @@ class TestImageCaches:
             collective_rpc=rpc,
             renderer=SimpleNamespace(mm_processor_cache=self.sender),
             model_config=SimpleNamespace(hf_config=SimpleNamespace()),
+            vllm_config=SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None)),
         )
         self.two_pass = TwoPassEngine(client, Memories(m=memory), InduceKVConfig())
 
@@ -174,7 +175,7 @@ class TestImageCaches:
         self.receiver.touch_receiver_cache_item(image)
         self.receiver.get_and_update_item(item, image)
         await self.gates.setdefault(request_id, asyncio.Event()).wait()
-        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(finish_reason="stop")], kv_transfer_params=None)
+        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(finish_reason="stop")], metrics=None)
 
     def render(self, image: str, token: int) -> Any:
         element = MultiModalFieldElem(data=np.zeros(self.BYTES, dtype=np.uint8), field=MultiModalBatchedField())

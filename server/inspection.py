@@ -1,0 +1,111 @@
+"""The routes that change nothing: what is loaded, what a request was answered with, and what serves here."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import vllm
+from fastapi import APIRouter, Path, Query, Request
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ModelCard
+
+import inducekv_vllm
+from inducekv_vllm.bundle import FORMAT_VERSIONS
+from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.engine.two_pass import TwoPassEngine
+
+from .openapi import TAG
+from .requests import AdminKey, access_of, error_answer, errors, registry_of
+from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
+
+router = APIRouter(tags=[TAG])
+Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
+
+
+@router.get("/v1/memory_bundles", summary="List the loaded bundles")
+async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
+    """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
+    return registry_of(request).list(is_admin=access_of(request).is_admin(key))
+
+
+@router.get(
+    "/v1/memory_bundles/{name:path}",
+    summary="Show one bundle and whether it is ready",
+    response_model=MemoryBundleDetail,
+    responses=errors(
+        BAD_REQUEST="`state` is none of the four.",
+        NOT_FOUND="Nothing is known of the name, or it is not in the state that was asked for.",
+    ),
+)
+async def memory_bundle(
+    name: Name,
+    request: Request,
+    key: AdminKey = None,
+    state: Annotated[
+        BundleState | None,
+        Query(description="Answer 404 unless the bundle is in this state: a probe asks for `ready`."),
+    ] = None,
+) -> Any:
+    """The bundle behind a name, with its state, and why the last change of the name failed, if it did.
+
+    The admin also sees paths and reasons.
+    """
+    detail = registry_of(request).detail(name, is_admin=access_of(request).is_admin(key))
+    if state is not None and state != detail.state:
+        return error_answer(f"memory bundle {name!r:.200} is {detail.state}, not {state}", HTTPStatus.NOT_FOUND)
+    return detail
+
+
+@router.get(
+    "/v1/memory_trace/{response_id:path}",
+    summary="Show what a response was answered with",
+    response_model=MemoryTrace,
+    responses=errors(
+        NOT_FOUND="It was not traced, is not finished, is too old, or belongs to another API key or cache salt."
+    ),
+)
+async def memory_trace(
+    response_id: Annotated[str, Path(description="The `id` of the response.", examples=["chatcmpl-8f0c"])],
+    request: Request,
+    cache_salt: Annotated[str | None, Query(description="The `cache_salt` of the request, if it had one.")] = None,
+) -> Any:
+    """The gate's decision and the entries of a recent response, also of a streamed one.
+
+    The request must have had `"vllm_xargs": {"inducekv_trace": 1}`. A trace belongs to the API key that asked, and if
+    the request had a `cache_salt`, to that salt.
+    """
+    engine: TwoPassEngine = request.app.state.inducekv_engine
+    if not (traces := engine.traces.of_response(OWNER.get(), cache_salt, response_id)):
+        return error_answer(
+            f"no memory trace of response {response_id!r:.200}: it was not traced, is not finished, is too old, or "
+            "belongs to another API key or cache salt",
+            HTTPStatus.NOT_FOUND,
+        )
+    return MemoryTrace(id=response_id, traces=traces)
+
+
+@router.get("/v1/memory_server", summary="Show the versions of this server")
+async def memory_server() -> MemoryServer:
+    """The versions of InduceKV and vLLM, and which bundles they can load."""
+    return MemoryServer(
+        version=inducekv_vllm.__version__, vllm_version=vllm.__version__, bundle_formats=list(FORMAT_VERSIONS)
+    )
+
+
+@router.get(
+    "/v1/models/{model:path}",
+    summary="Show one model",
+    response_model=ModelCard,
+    responses=errors(NOT_FOUND="No model, adapter or bundle of this name is served."),
+)
+async def model_card(
+    model: Annotated[str, Path(description="The name of a model, an adapter or a bundle.", examples=["guild"])],
+    request: Request,
+) -> Any:
+    """OpenAI's route for one model, which vLLM does not have: what `GET /v1/models` lists under this name."""
+    models: OpenAIServingModels = request.app.state.openai_serving_models
+    for card in (await models.show_available_models()).data:
+        if card.id == model:
+            return card
+    return error_answer(f"The model `{model:.200}` does not exist.", HTTPStatus.NOT_FOUND)

@@ -1,0 +1,136 @@
+"""Metrics of the loaded bundles and their changes; vLLM's route `/metrics` exports them.
+
+`inducekv_vllm/engine/metrics.py` has those of the requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import vllm
+from prometheus_client import Counter, Gauge, Histogram
+
+import inducekv_vllm
+from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
+
+from .version import Version
+
+CHANGES: Final = ("load", "rollback", "unload", "restore")
+OUTCOMES: Final = ("done", "refused")
+CHANGE_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+BUILD_INFO = Gauge(
+    "inducekv:build_info", "1, with the versions in labels.", ["version", "vllm_version"], multiprocess_mode="max"
+)
+BUNDLE_INFO = Gauge(
+    "inducekv:bundle_info",
+    "1 for each loaded bundle, with the digest of the version that its name stands for.",
+    ["bundle", "digest"],
+    multiprocess_mode="mostrecent",
+)
+LOADED_AT = Gauge(
+    "inducekv:bundle_loaded_timestamp_seconds",
+    "When a name began to stand for its version, in seconds since 1970.",
+    ["bundle"],
+    multiprocess_mode="max",
+)
+ENTRIES = Gauge("inducekv:bundle_entries", "Entries of a bundle.", ["bundle"], multiprocess_mode="mostrecent")
+RESIDENT_BYTES = Gauge(
+    "inducekv:resident_bytes",
+    "Bytes of a bundle in the pool of one rank.",
+    ["bundle"],
+    multiprocess_mode="mostrecent",
+)
+POOL_BYTES = Gauge("inducekv:pool_bytes", "Bytes of the memory pool of one rank.", multiprocess_mode="max")
+POOL_USED_BYTES = Gauge(
+    "inducekv:pool_used_bytes",
+    "Bytes of the pool of one rank that loaded and draining versions take.",
+    multiprocess_mode="mostrecent",
+)
+DRAINING_VERSIONS = Gauge(
+    "inducekv:draining_versions",
+    "Versions without a name, kept until their last request ends.",
+    multiprocess_mode="livesum",
+)
+DRAINING_REQUESTS = Gauge(
+    "inducekv:draining_requests", "Requests that run on a version without a name.", multiprocess_mode="livesum"
+)
+BUNDLE_CHANGES = Counter(
+    "inducekv:changes", "Loads, rollbacks, unloads and restored versions, by their outcome.", ["change", "outcome"]
+)
+CHANGE_SECONDS = Histogram(
+    "inducekv:change_seconds",
+    "Seconds of a change that was done, its wait for others included.",
+    ["change"],
+    buckets=CHANGE_BUCKETS,
+)
+_OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
+
+
+class RegistryMetrics:
+    """Keeps the metrics of one registry; it belongs to the server's event loop."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}  # by name, of the exported series
+        self._requests: dict[str, BundleMetrics] = {}  # by name
+        BUILD_INFO.labels(inducekv_vllm.__version__, vllm.__version__).set(1)
+        for change in CHANGES:
+            CHANGE_SECONDS.labels(change)
+            for outcome in OUTCOMES:
+                BUNDLE_CHANGES.labels(change, outcome)
+
+    def of_requests(self, name: str) -> BundleMetrics:
+        return self._requests[name]
+
+    def pointed(self, name: str, version: Version) -> None:
+        """`name` now stands for this version."""
+        if name not in self._requests:
+            self._requests[name] = BundleMetrics(name)
+        self._requests[name].begin(version.memory)
+        digest = version.memory.digest
+        if self._digests.get(name) == digest:
+            return
+        self._end_digest(name)
+        self._digests[name] = digest
+        BUNDLE_INFO.labels(name, digest).set(1)
+        LOADED_AT.labels(name).set(time.time())
+        ENTRIES.labels(name).set(version.memory.num_entries)
+        RESIDENT_BYTES.labels(name).set(version.resident_bytes)
+
+    def unloaded(self, name: str) -> None:
+        self._requests.pop(name).end()
+        self._end_digest(name)
+        for metric in _OF_A_NAME:
+            end_series(metric, name)
+
+    def _end_digest(self, name: str) -> None:
+        digest = self._digests.pop(name, None)
+        if digest is None:
+            return
+        if several_processes():
+            BUNDLE_INFO.labels(name, digest).set(0)
+        else:
+            BUNDLE_INFO.remove(name, digest)
+
+    def holds(self, versions: Iterable[Version]) -> None:
+        """These versions are resident."""
+        held = list(versions)
+        draining = [version for version in held if not version.names]
+        POOL_USED_BYTES.set(sum(version.resident_bytes for version in held))
+        DRAINING_VERSIONS.set(len(draining))
+        DRAINING_REQUESTS.set(sum(version.active for version in draining))
+
+    @contextmanager
+    def change(self, change: str) -> Iterator[None]:
+        """Count a change, and time it if it is done."""
+        began = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            BUNDLE_CHANGES.labels(change, "refused").inc()
+            raise
+        BUNDLE_CHANGES.labels(change, "done").inc()
+        CHANGE_SECONDS.labels(change).observe(time.perf_counter() - began)

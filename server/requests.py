@@ -1,0 +1,108 @@
+"""What our routes share: who asks, what they ask, and how an error is answered."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, Request, Security
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import APIKeyHeader
+from starlette.exceptions import HTTPException
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+
+from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.errors import LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
+from inducekv_vllm.logs import logger_of
+
+from .access import Access, ChangeRefused, who
+from .audit import AuditLog
+from .registry import BundleRegistry
+
+logger = logger_of(__name__)
+
+OUR_ROUTES: Final = (
+    *("/v1/memory_", "/v1/models/"),
+    *("/v1/load_memory_bundle", "/v1/rollback_memory_bundle", "/v1/unload_memory_bundle"),
+    "/v1/forget_memory_versions",
+)
+ADMIN_SCHEME: Final = "AdminKey"
+AdminKey = Annotated[
+    str | None,
+    Security(
+        APIKeyHeader(
+            name=ADMIN_HEADER,
+            scheme_name=ADMIN_SCHEME,
+            auto_error=False,
+            description="The server's admin key (`INDUCEKV_ADMIN_KEY` or `--memory-admin-key`).",
+        )
+    ),
+]
+
+
+def access_of(request: Request) -> Access:
+    access: Access = request.app.state.inducekv_access
+    return access
+
+
+def registry_of(request: Request) -> BundleRegistry:
+    registry: BundleRegistry = request.app.state.inducekv_registry
+    return registry
+
+
+def _host(request: Request) -> str | None:
+    return request.client.host if request.client is not None else None
+
+
+async def admin(request: Request, key: AdminKey) -> str:
+    """Who asks for a change, for the log. Raises ChangeRefused: not the admin."""
+    try:
+        access_of(request).require_admin(key)
+    except ChangeRefused as error:
+        logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
+        audit: AuditLog = request.app.state.inducekv_audit
+        audit.refusal(request.url.path, None, f"unknown at {_host(request) or 'a local socket'}", str(error))
+        raise
+    return who(_host(request))
+
+
+Admin = Annotated[str, Depends(admin)]
+
+STATUS_OF: Final[dict[type[Exception], HTTPStatus]] = {
+    UnknownBundle: HTTPStatus.NOT_FOUND,
+    TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
+    VersionConflict: HTTPStatus.CONFLICT,
+    LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+
+def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ErrorResponse:
+    """An error in vLLM's format."""
+    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
+    return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status.value))
+
+
+def error_answer(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
+    return JSONResponse(error_response(reason, status).model_dump(), status_code=status.value)
+
+
+async def refused(request: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that one of our errors ends."""
+    status = error.status if isinstance(error, ChangeRefused) else STATUS_OF.get(type(error), HTTPStatus.BAD_REQUEST)
+    return error_answer(f"{error!s:.2000}", status)
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """The answer to what FastAPI refuses by itself: vLLM's format on our routes, as it was elsewhere."""
+    assert isinstance(error, HTTPException)
+    if not request.url.path.startswith(OUR_ROUTES):
+        return await http_exception_handler(request, error)
+    answer = error_answer(error.detail, HTTPStatus(error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def errors(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """Error statuses for the OpenAPI schema, by the names of `http.HTTPStatus`."""
+    return {HTTPStatus[name].value: {"model": ErrorResponse, "description": why} for name, why in reasons.items()}

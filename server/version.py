@@ -1,0 +1,57 @@
+"""One content under the names that stand for it, and how the routes show it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from inducekv_vllm.engine.memory_index import MemoryIndex
+
+from .history import VersionRecord
+from .schemas import MemoryBundleCard, MemoryVersion
+
+
+@dataclass(eq=False)
+class Version:
+    """A version that is resident on the workers."""
+
+    memory: MemoryIndex
+    resident_bytes: int  # on one worker rank
+    task_adapters: dict[str, LoRARequest]  # by task
+    names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
+    active: int = 0  # leases
+
+    def card(self, name: str, records: Sequence[VersionRecord], is_admin: bool) -> MemoryBundleCard:
+        """What is shown of `name`, which stands for this version; `records` are those that are kept of the name."""
+        memory = self.memory
+        facts: dict[str, Any] = {
+            field: getattr(memory.metadata, field)
+            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
+        }
+        return MemoryBundleCard(
+            name=name,
+            path=self.names[name] if is_admin else None,
+            entries=memory.num_entries,
+            expired_entries=memory.num_entries - len(memory.alive()),
+            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in self.task_adapters.items()},
+            tasks=dict(Counter(entry.task for entry in memory.entries)),
+            gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
+            file_bytes=memory.file_bytes,
+            resident_bytes=self.resident_bytes,
+            active_requests=self.active,
+            versions=[
+                MemoryVersion(
+                    digest=record.digest,
+                    parent_digest=record.parent_digest,
+                    loaded_at=record.loaded_at,
+                    by=record.by if is_admin else None,
+                    source=record.source if is_admin else None,
+                )
+                for record in records
+            ],
+            **facts,
+        )
