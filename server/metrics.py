@@ -18,7 +18,7 @@ from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_proc
 
 from .version import Version
 
-CHANGES: Final = ("load", "rollback", "unload", "restore")
+CHANGES: Final = ("load", "rollback", "unload", "forget", "restore")
 OUTCOMES: Final = ("done", "refused")
 CHANGE_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -59,7 +59,9 @@ DRAINING_REQUESTS = Gauge(
     "inducekv:draining_requests", "Requests that run on a version without a name.", multiprocess_mode="livesum"
 )
 BUNDLE_CHANGES = Counter(
-    "inducekv:changes", "Loads, rollbacks, unloads and restored versions, by their outcome.", ["change", "outcome"]
+    "inducekv:changes",
+    "Loads, rollbacks, unloads, forgotten and restored versions, by their outcome.",
+    ["change", "outcome"],
 )
 CHANGE_SECONDS = Histogram(
     "inducekv:change_seconds",

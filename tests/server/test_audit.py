@@ -41,8 +41,8 @@ class Audited:
         await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
 
     async def released(self) -> None:
-        while self.registry._releases:
-            await asyncio.gather(*self.registry._releases)
+        while self.registry._engine.background:
+            await asyncio.gather(*self.registry._engine.background)
 
     def records(self) -> list[dict[str, Any]]:
         verify(self.log)
