@@ -27,6 +27,7 @@ EXAMPLES = 25  # of each route and kind of client
 ROUTES = {
     ("post", "/v1/load_memory_bundle"): {200, 400, 401, 403, 409, 429, 503, 504},
     ("post", "/v1/rollback_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
+    ("post", "/v1/forget_memory_versions"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("post", "/v1/unload_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("get", "/v1/memory_bundles"): {200},
     ("get", "/v1/memory_bundles/{name}"): {200, 400, 404},
@@ -69,12 +70,12 @@ def test_every_route_has_its_statuses_and_says_what_it_does() -> None:
 def test_every_field_is_described_and_every_body_has_an_example_within_its_limits() -> None:
     schemas = schema_of()["components"]["schemas"]
     ours = {name: schema for name, schema in schemas.items() if "Memory" in name}
-    assert len(ours) == 12
+    assert len(ours) == 13
     for name, schema in ours.items():
         for field, described in schema["properties"].items():
             assert "description" in described or "const" in described, f"{name}.{field}"
-    for change in ("Load", "Rollback", "Unload"):
-        name = ours[f"{change}MemoryBundleRequest"]["properties"]["name"]
+    for change in ("LoadMemoryBundle", "RollbackMemoryBundle", "UnloadMemoryBundle", "ForgetMemoryVersions"):
+        name = ours[f"{change}Request"]["properties"]["name"]
         assert (name["minLength"], name["maxLength"]) == (1, 128)
         assert all(re.fullmatch(name["pattern"], example) for example in name["examples"])
     assert ours["LoadMemoryBundleRequest"]["properties"]["path"]["examples"] == ["guild.safetensors"]
