@@ -21,6 +21,7 @@ INSTALL: Final = 'install it with `make setup-real`, or with `pip install "induc
 LANGUAGES: Final = {"de": "German", "es": "Spanish", "fr": "French", "it": "Italian", "pt": "Portuguese"}
 ENGLISH: Final = "en"
 TONE_OR_SEX: Final = ("skin_tone", "man_", "woman_", "men_", "women_")  # emoji that vary another one
+LEAST_WORDS: Final = 30
 T = TypeVar("T")
 
 
@@ -102,6 +103,11 @@ class Packages:
         """The mean rating of a word, from -4 to 4."""
         return _from("vaderSentiment", _valence)
 
+    @cached_property
+    def passages(self) -> tuple[str, ...]:
+        """Paragraphs of plain English, of at least `LEAST_WORDS` words each."""
+        return _from("scikit-learn", _passages)
+
 
 def _from(package: str, read: Callable[[], T]) -> T:
     try:
@@ -166,6 +172,18 @@ def _valence() -> dict[str, float]:
     lines = _file("vaderSentiment", "vaderSentiment/vader_lexicon.txt").read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines if line.strip()]
     return {word: float(mean) for word, mean, *_ in rows}
+
+
+def _passages() -> tuple[str, ...]:
+    package = distribution("scikit-learn")
+    names = [str(file) for file in package.files or ()]
+    files = sorted(name for name in names if re.fullmatch(r"sklearn/datasets/descr/[^/]*\.rst", name))
+    texts = [Path(str(package.locate_file(file))).read_text(encoding="utf-8") for file in files]
+    paragraphs = [" ".join(part.split()) for text in texts for part in re.split(r"\n\s*\n", text)]
+    found = [p for p in paragraphs if re.fullmatch(r"[A-Z][^|:*=`<>_]*\.", p) and len(p.split()) >= LEAST_WORDS]
+    if not found:
+        raise ValueError("no paragraphs in sklearn/datasets/descr/*.rst")
+    return tuple(found)
 
 
 def _file(package: str, name: str) -> Path:

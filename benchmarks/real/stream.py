@@ -22,7 +22,7 @@ from inducekv_vllm.errors import ConfigError
 
 Sizes = dict[Split, int]
 SIZES: Final[Sizes] = {"train": 256, "validation": 64, "test": 64}
-BASE_SIZES: Final[Sizes] = {"train": 96, "validation": 48, "test": 96}
+BASE_SIZES: Final[Sizes] = {"train": 48, "validation": 24, "test": 48}
 SEED: Final = 7
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 from benchmarks.real.sources import LANGUAGES, Airport, Country, Element, Emoji, Packages, Word
 
@@ -13,9 +14,11 @@ ZONES = ("Africa/A", "America/B", "Asia/C", "Europe/D")
 
 def made_up_words(count: int) -> list[str]:
     """Different ones, of two to four syllables of two letters."""
-    parts = [product(SYLLABLES[start::7], repeat=2 + start % 3) for start in range(7)]
-    rounds = zip(*parts, strict=False)
-    return list(dict.fromkeys("".join(word) for turn in rounds for word in turn))[:count]
+    rng = Random("made up")
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words["".join(rng.choices(SYLLABLES, k=rng.randint(2, 4)))] = None
+    return list(words)
 
 
 class MadeUp(Packages):
@@ -32,20 +35,22 @@ class MadeUp(Packages):
         self.elements = tuple(Element(number, name, name[:2]) for number, name in enumerate(names[:118], start=1))
         self.countries = tuple(
             Country(name, capital, str(10 + number), (1 + number) * 10_000, f"{name}n")
-            for number, (name, capital) in enumerate(zip(proper[:200], proper[200:400], strict=True))
+            for number, (name, capital) in enumerate(zip(proper[::2], proper[1::2], strict=False))
         )
         self.emoji = tuple(
             Emoji(chr(0x1F300 + number), {"en": f"{name}d"} | {code: (name + code)[:8] for code in LANGUAGES})
             for number, name in enumerate(name for name in names[2 * count :] if len(name) <= 6)
         )
-        self.words = tuple(Word(word, _phones(word)) for word in (*words, *(word[:2] + "n" for word in words)))
+        self.words = tuple(
+            Word(word, _phones(word)) for word in dict.fromkeys((*words, *(word[:2] + "n" for word in words)))
+        )
         self.valence = {word: 3.0 if number % 2 else -3.0 for number, word in enumerate(w.text for w in self.words)}
 
 
 def _phones(word: str) -> tuple[str, ...]:
-    """A phone for each letter, the first vowel stressed."""
-    phones, stressed = [], False
-    for letter in word:
-        phones.append(f"{letter.upper()}{0 if stressed else 1}" if letter in VOWELS else letter.upper())
-        stressed |= letter in VOWELS
-    return tuple(phones)
+    """A phone for each letter, the last vowel but one stressed."""
+    vowels = [at for at, letter in enumerate(word) if letter in VOWELS]
+    stressed = vowels[-2:][0]
+    return tuple(
+        f"{letter.upper()}{int(at == stressed)}" if at in vowels else letter.upper() for at, letter in enumerate(word)
+    )

@@ -20,6 +20,7 @@ from benchmarks.continual.diagnostics import (
     forgetting,
     gate,
     memory_attention,
+    perplexity,
     rounding,
 )
 from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
@@ -62,6 +63,7 @@ DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "operating_points": OperatingPoints(),
     "order": Order(),
     "pareto": Pareto(),
+    "perplexity": perplexity,
     "rounding": rounding,
     "seeds": Seeds(),
     "sweeps": Sweeps(),

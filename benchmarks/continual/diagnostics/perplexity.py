@@ -1,0 +1,78 @@
+"""The perplexity of plain text that no task is about, with what a method has learned: the price beside base questions.
+
+The text is that of the dataset descriptions in the installed scikit-learn, a paragraph at a time: its first third stands
+in the question, and the rest is scored as the answer, behind the method's own gate. The perplexity is exp of the mean
+NLL of a token, over all paragraphs together. `--method no_memory` is the untouched model's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.continual.answering import OfflineAnswerer
+from benchmarks.continual.diagnostics.drawing import blank
+from benchmarks.continual.diagnostics.statistics import describe_runs
+from benchmarks.continual.results import Finished
+from benchmarks.real.items import Item
+from benchmarks.real.records import examples_of
+from benchmarks.real.sources import Packages
+from inducekv_vllm.errors import ConfigError
+from selector.data.examples import Example
+
+SOURCE = "design: what a memory costs requests that have nothing to do with it; not in the paper"
+SHARE = 1 / 3  # of a paragraph's words that stand in the question
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--paragraphs", type=int, default=12, help="how many at most (default: %(default)s)")
+
+
+def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
+    runs = finished.chosen(options)
+    if runs[0].artifact().kind == "copier":
+        raise ConfigError(f"{runs[0].method} copies answers: it has no model whose perplexity could be measured")
+    examples = continuations(Packages().passages[: options.paragraphs])
+    answerer = OfflineAnswerer(finished.model, batch_size=1)
+    untouched = answerer.untouched()
+    tokens = [len(untouched.bundled.scorer.answer_tokens(example)) for example in examples]
+    before = perplexity(untouched.losses(examples), tokens)
+    after = [perplexity(answerer.prepare(run.artifact(), run.state()).losses(examples), tokens) for run in runs]
+    mean = statistics.mean(after)
+    return {
+        "finding": f"The perplexity of plain text is {mean:.2f} with {runs[0].method} after the last task, and "
+        f"{before:.2f} with the untouched model.",
+        **describe_runs(runs),
+        "untouched": before,
+        "perplexity": after,
+        "tokens": sum(tokens),
+        "paragraphs": len(examples),
+    }
+
+
+def continuations(passages: Sequence[str]) -> list[Example]:
+    """Each passage as a question, its beginning, and an answer, its rest."""
+    items = []
+    for number, passage in enumerate(passages):
+        words = passage.split()
+        at = max(1, int(SHARE * len(words)))
+        items.append(Item((str(number),), " ".join(words[:at]), " ".join(words[at:])))
+    return examples_of(items, "text", "test")
+
+
+def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
+    return math.exp(math.fsum(losses) / sum(tokens))
+
+
+def plot(measured: dict[str, Any]) -> Figure:
+    figure = blank(2.4)
+    axes = figure.add_subplot()
+    names = ["untouched", *(f"seed {seed}" for seed in measured["seeds"])]
+    axes.bar(names, [measured["untouched"], *measured["perplexity"]], 0.5)
+    axes.set(ylabel="perplexity")
+    return figure
