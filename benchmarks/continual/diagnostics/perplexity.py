@@ -1,8 +1,8 @@
 """The perplexity of plain text that no task is about, with what a method has learned: the price beside base questions.
 
-The text is that of the dataset descriptions in the installed scikit-learn, a paragraph at a time: its first third stands
-in the question, and the rest is scored as the answer, behind the method's own gate. The perplexity is exp of the mean
-NLL of a token, over all paragraphs together. `--method no_memory` is the untouched model's.
+The text is that of the dataset descriptions in the installed scikit-learn, by paragraphs. The first third of each stands
+in the question; the rest is scored as the answer, behind the method's own gate. The perplexity is exp of a token's mean
+NLL, over all paragraphs together. `--method no_memory` is the untouched model's.
 """
 
 from __future__ import annotations
