@@ -1,6 +1,6 @@
 """The perplexity of plain text that no task is about, with what a method has learned: the price beside base questions.
 
-The text is that of the dataset descriptions in the installed scikit-learn, by paragraphs. The first third of each stands
+The text is that of the dataset descriptions in the installed scikit-learn. The first third of each paragraph stands
 in the question; the rest is scored as the answer, behind the method's own gate. The perplexity is exp of a token's mean
 NLL, over all paragraphs together. `--method no_memory` is the untouched model's.
 """
