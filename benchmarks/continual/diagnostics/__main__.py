@@ -20,6 +20,7 @@ from benchmarks.continual.diagnostics import (
     forgetting,
     gate,
     memory_attention,
+    mentions,
     perplexity,
     rounding,
 )
@@ -60,6 +61,7 @@ DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "gate": gate,
     "hit_rate": HitRate(),
     "memory_attention": memory_attention,
+    "mentions": mentions,
     "operating_points": OperatingPoints(),
     "order": Order(),
     "pareto": Pareto(),
