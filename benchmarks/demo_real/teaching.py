@@ -24,11 +24,17 @@ from benchmarks.continual.tuned import apply_settings
 from benchmarks.real.model import cache_folder, model_folder
 from inducekv_vllm.errors import InduceKVError
 
-TASKS: Final = ("valence", "language")
-BUDGET: Final = 8  # entries of 8 tokens, for both tasks
+TASKS: Final = ("valence", "airport", "language")
+BUDGET: Final = 12  # entries of 8 tokens, for all tasks
 TRAIN: Final = 128  # examples of each task
 # Memory that acts on the answer alone trains the answer's tokens alone: minutes on one core.
-SETTINGS: Final = {"steps": 200, "batch_size": 8, "precision": "float32", "activation": "generation"}
+SETTINGS: Final = {
+    "steps": 100,
+    "batch_size": 8,
+    "precision": "float32",
+    "learning_rate": 0.1,
+    "activation": "generation",
+}
 MEMORY, REPLAY = "refined_decoupled", "prompt_replay"
 
 

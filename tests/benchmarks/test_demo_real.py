@@ -40,8 +40,8 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
     monkeypatch.setattr(teaching.METHODS[teaching.MEMORY].__class__, "learn", refuse)
     assert teaching.teach(tmp_path / "cache", model, console) == taught
-    monkeypatch.setattr(teaching, "BUDGET", 16)
-    with pytest.raises(ConfigError, match=r"demo\.json: the results are of another configuration \(budget: 8 there"):
+    monkeypatch.setattr(teaching, "BUDGET", 24)
+    with pytest.raises(ConfigError, match=r"demo\.json: the results are of another configuration \(budget: 12 there"):
         teaching.teach(tmp_path / "cache", model, console)
 
 
