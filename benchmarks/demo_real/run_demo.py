@@ -76,8 +76,9 @@ def verdict_of(trace: dict[str, Any], same: bool) -> str:
 
 def server_arguments(model: Path, bundle: Path) -> list[str]:
     limits = ["--max-num-seqs", "4", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(512 << 20)]
-    # float32, in which the memory was taught; blocks of 32 tokens, which vLLM's CPU attention needs for 3 KV heads.
-    return [str(model), "--memory", f"{MEMORY}={bundle}", "--dtype", "float32", "--enforce-eager", *limits]
+    # float32, in which the memory was taught; vLLM's CPU attention wants blocks of a multiple of 32 tokens.
+    engine = ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
+    return [str(model), "--memory", f"{MEMORY}={bundle}", *engine, *limits]
 
 
 def main() -> int:
