@@ -28,7 +28,7 @@ from benchmarks.real.model import model_folder
 from benchmarks.real.records import BASE, examples_of
 from benchmarks.real.sources import ENGLISH, Packages
 from benchmarks.real.tasks import NUMBER
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import InduceKVError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         families = measure(options.model or model_folder(), Packages(), options.questions)
-    except ConfigError as error:
+    except InduceKVError as error:
         print(f"benchmarks.real.base: error: {error}", file=sys.stderr)
         return 2
     result = {"benchmark": "real-text base", "enough": ENOUGH, "families": families, "machine": describe_machine()}

