@@ -16,14 +16,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from benchmarks.chat import same_answer
 from benchmarks.machine import describe_machine
-from benchmarks.real.items import Item, Items, Split, fraction_of
+from benchmarks.real import passages
+from benchmarks.real.items import SPLITS, Item, Items, Split, fraction_of
 from benchmarks.real.model import model_folder
 from benchmarks.real.records import BASE, examples_of
 from benchmarks.real.sources import ENGLISH, Packages
@@ -132,18 +133,25 @@ def halves(name: str, packages: Packages) -> tuple[list[Item], list[Item]]:
 
 
 def base_items(packages: Packages, sizes: dict[Split, int], rng: Random) -> Items:
-    """The chosen families in equal shares: train and validation of the first half, test of the second."""
+    """The chosen families in equal shares: validation of the first half of each, test of the second.
+
+    Gates are fitted to the training questions, and answers to them do not count: a third are of the chosen families, a
+    third of the others, and a third are beginnings of plain text, so that a gate sees more than what is measured.
+    """
     pools: dict[str, tuple[list[Item], list[Item]]] = {}
     for name in CHOSEN:
         first, second = halves(name, packages)
-        pools[name] = rng.sample(first, len(first)), rng.sample(second, len(second))
-    items: Items = {"train": [], "validation": [], "test": []}
-    for split in items:
-        for number in range(sizes[split]):
-            pool = pools[CHOSEN[number % len(CHOSEN)]][split == "test"]
-            if pool:
-                items[split].append(pool.pop())
-    return items
+        pools[name] = rng.sample(first, len(first))[::-1], rng.sample(second, len(second))[::-1]
+    chosen = {split: in_turn([pools[name][split == "test"] for name in CHOSEN]) for split in SPLITS}
+    others = in_turn([rng.sample(f, len(f)) for f in (halves(n, packages)[0] for n in FAMILIES if n not in CHOSEN)])
+    train = in_turn([chosen["train"], others, passages.shown(packages)])[: sizes["train"]]
+    validation = [item for item in chosen["validation"] if item not in train][: sizes["validation"]]
+    return {"train": train, "validation": validation, "test": chosen["test"][: sizes["test"]]}
+
+
+def in_turn(pools: Sequence[Sequence[Item]]) -> list[Item]:
+    """One of each pool after the other, while it lasts."""
+    return [item for turn in zip_longest(*pools) for item in turn if item is not None]
 
 
 def accuracy(model: BundledModel, items: Sequence[Item]) -> float:

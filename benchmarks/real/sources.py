@@ -21,7 +21,7 @@ INSTALL: Final = 'install it with `make setup-real`, or with `pip install "induc
 LANGUAGES: Final = {"de": "German", "es": "Spanish", "fr": "French", "it": "Italian", "pt": "Portuguese"}
 ENGLISH: Final = "en"
 TONE_OR_SEX: Final = ("skin_tone", "man_", "woman_", "men_", "women_")  # emoji that vary another one
-LEAST_WORDS: Final = 30
+LEAST_WORDS: Final = 25
 T = TypeVar("T")
 
 

@@ -44,6 +44,7 @@ class MadeUp(Packages):
         self.words = tuple(
             Word(word, _phones(word)) for word in dict.fromkeys((*words, *(word[:2] + "n" for word in words)))
         )
+        self.passages = tuple(" ".join(names[at : at + 30]) + "." for at in range(0, count, 30))
         self.valence = {word: 3.0 if number % 2 else -3.0 for number, word in enumerate(w.text for w in self.words)}
 
 

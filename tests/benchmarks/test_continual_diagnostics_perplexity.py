@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics.perplexity import continuations
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.suites import Suite
+from benchmarks.real.passages import begun, held_out, shown
+from benchmarks.real.records import examples_of
 from benchmarks.real.sources import LEAST_WORDS, Packages
 from selector.backbone.model import Backbone
 from selector.update.build import build_bundle
@@ -41,7 +42,7 @@ def out(demo_suite: DemoSuite, demo_backbone: Backbone, tmp_path: Path) -> Path:
 def reference(backbone: Backbone) -> float:
     """Token by token, from the model's own logits."""
     total, count = 0.0, 0
-    for example in continuations(Packages().passages[:PARAGRAPHS]):
+    for example in examples_of(held_out(Packages())[:PARAGRAPHS], "text", "test"):
         prompt = backbone.chat_text(list(example.messages), generation_prompt=True)
         answer = [*backbone.tokenizer(example.answer, add_special_tokens=False)["input_ids"]]
         answer.append(backbone.tokenizer.eos_token_id)
@@ -61,6 +62,7 @@ def test_the_perplexity_is_that_of_transformers_and_a_memory_changes_it(out: Pat
     assert untouched["paragraphs"] == PARAGRAPHS
     changed = diagnose("perplexity", out, "--method", "random_memory", "--paragraphs", PARAGRAPHS)
     assert changed["untouched"] == untouched["untouched"]
+    assert changed["opened"] == untouched["opened"] == [None]
     assert changed["perplexity"][0] != pytest.approx(changed["untouched"], rel=1e-3)
     assert json.loads((out / "diagnostics" / "perplexity.json").read_bytes()) == changed
 
@@ -69,11 +71,13 @@ def test_a_copier_has_none(out: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "knn_copier copies answers" in refusal(capsys, "perplexity", out, "--method", "knn_copier")
 
 
-def test_passages_are_plain_and_a_third_of_each_is_asked() -> None:
+def test_passages_are_plain_a_third_of_each_is_asked_and_half_are_kept_from_gates() -> None:
     passages = Packages().passages
     assert len(passages) >= 12
-    for passage, example in zip(passages, continuations(passages), strict=True):
-        question = example.messages[0]["content"][0]["text"]
-        assert f"{question} {example.answer}" == passage
+    for passage, item in zip(passages, begun(passages), strict=True):
+        assert f"{item.question} {item.answer}" == passage
         assert len(passage.split()) >= LEAST_WORDS
-        assert 0.2 < len(question.split()) / len(passage.split()) < 0.4
+        assert 0.2 < len(item.question.split()) / len(passage.split()) < 0.4
+    seen, measured = ({item.concepts for item in half(Packages())} for half in (shown, held_out))
+    assert len(seen) + len(measured) == len(passages)
+    assert not seen & measured

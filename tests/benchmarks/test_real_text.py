@@ -86,6 +86,8 @@ def test_base_questions_are_chosen_on_one_half_and_measured_on_the_other(package
     items = items_of(BASE, packages, SIZES)
     seen = {item.concepts for split in ("train", "validation") for item in items[split]}
     assert not seen & {item.concepts for item in items["test"]}
+    kinds = {split: {item.question.split()[0] for item in items[split]} for split in SPLITS}
+    assert kinds["validation"] == kinds["test"] < kinds["train"]  # a gate sees more than what is measured
     for name in base.FAMILIES:
         first, second = base.halves(name, packages)
         asked = {item.question for item in (*first, *second)}

@@ -11,6 +11,7 @@ import math
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -18,15 +19,17 @@ from matplotlib.figure import Figure
 from benchmarks.continual.answering import OfflineAnswerer
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.statistics import describe_runs
-from benchmarks.continual.results import Finished
-from benchmarks.real.items import Item
+from benchmarks.continual.results import Finished, FinishedRun
+from benchmarks.real.passages import held_out
 from benchmarks.real.records import examples_of
 from benchmarks.real.sources import Packages
 from inducekv_vllm.errors import ConfigError
+from selector.backbone.bundled_model import openings
+from selector.backbone.extraction import extract_query_keys
+from selector.backbone.model import Backbone
 from selector.data.examples import Example
 
 SOURCE = "design: what a memory costs requests that have nothing to do with it; not in the paper"
-SHARE = 1 / 3  # of a paragraph's words that stand in the question
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -37,7 +40,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     runs = finished.chosen(options)
     if runs[0].artifact().kind == "copier":
         raise ConfigError(f"{runs[0].method} copies answers: it has no model whose perplexity could be measured")
-    examples = continuations(Packages().passages[: options.paragraphs])
+    examples = examples_of(held_out(Packages())[: options.paragraphs], "text", "test")
     answerer = OfflineAnswerer(finished.model, batch_size=1)
     untouched = answerer.untouched()
     tokens = [len(untouched.bundled.scorer.answer_tokens(example)) for example in examples]
@@ -50,19 +53,18 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         **describe_runs(runs),
         "untouched": before,
         "perplexity": after,
+        "opened": [opened(run, examples, finished.model) for run in runs],
         "tokens": sum(tokens),
         "paragraphs": len(examples),
     }
 
 
-def continuations(passages: Sequence[str]) -> list[Example]:
-    """Each passage as a question, its beginning, and an answer, its rest."""
-    items = []
-    for number, passage in enumerate(passages):
-        words = passage.split()
-        at = max(1, int(SHARE * len(words)))
-        items.append(Item((str(number),), " ".join(words[:at]), " ".join(words[at:])))
-    return examples_of(items, "text", "test")
+def opened(run: FinishedRun, examples: Sequence[Example], model: Path) -> float | None:
+    """The share of the paragraphs for which a bundle's gate opens; None for what is no bundle or has no gate."""
+    if run.artifact().kind != "bundle" or run.bundle().gate is None:
+        return None
+    keys = extract_query_keys(Backbone.load(model), examples)
+    return openings(run.bundle(), examples[0].task, keys)["opened"]
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
