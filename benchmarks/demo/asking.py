@@ -1,0 +1,72 @@
+"""Questions of a running server, and how a table shows what came back: shared by the demonstrations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from rich.markup import escape
+
+from benchmarks.chat import Message, same_answer
+
+SHOWN_ENTRIES = 3
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    seconds: float
+    trace: dict[str, Any] | None  # the server's report on retrieval, for a request that used memory
+
+
+def ask(client: openai.OpenAI, model: str, messages: Sequence[Message], *, trace: bool) -> Reply:
+    start = time.perf_counter()
+    response = client.chat.completions.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        extra_body={"vllm_xargs": {"inducekv_trace": 1}} if trace else None,
+    )
+    seconds = time.perf_counter() - start
+    extra = response.model_extra or {}
+    report = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
+    return Reply((response.choices[0].message.content or "").strip(), seconds, report)
+
+
+def base_model(client: openai.OpenAI, bundle: str) -> str:
+    """The name of the untouched model beneath a bundle."""
+    models = list(client.models.list())
+    memory = next(model for model in models if model.id == bundle)
+    return next(model.id for model in models if model.id == (memory.model_extra or {})["parent"])
+
+
+def marked(text: str, answer: str) -> str:
+    """Green if it is right, else red."""
+    return f"[{'green' if same_answer(text, answer) else 'red'}]{escape(text) or '(nothing)'}[/]"
+
+
+def gate_is_open(trace: dict[str, Any]) -> bool:
+    """Whether the request got memory; a memory without a gate always does."""
+    return trace["gate"] is None or bool(trace["gate"]["open"])
+
+
+def entries(trace: dict[str, Any]) -> str:
+    """The entries that the request used most."""
+    if not gate_is_open(trace):
+        return "none: the gate is closed"
+    by_weight = sorted(trace["entries"], key=lambda entry: -entry["weight"])
+    most_used = [f"{entry['id']} ({entry['weight']:.3f})" for entry in by_weight[:SHOWN_ENTRIES]]
+    return "\n".join([*most_used, f"of {len(by_weight)}"])
+
+
+def times(plain: Reply, memory: Reply) -> str:
+    """Milliseconds of both requests, and of each step of the second."""
+    assert memory.trace is not None
+    steps = {name.removesuffix("_ms"): value for name, value in memory.trace["timings"].items() if name.endswith("_ms")}
+    passes = [f"  {name.replace('_', ' ')} {value:.2f}" for name, value in steps.items()]
+    return "\n".join([f"no memory {1000 * plain.seconds:.1f}", f"memory {1000 * memory.seconds:.1f}", *passes])
