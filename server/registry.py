@@ -43,6 +43,7 @@ from .access import Access
 from .audit import AuditLog
 from .history import START, History, VersionRecord
 from .metrics import RegistryMetrics
+from .pins import PIN, ServedNames, unpinned
 from .readiness import Readiness
 from .residency import EngineMemory, adapter_folder
 from .schemas import (
@@ -89,6 +90,7 @@ class BundleRegistry:
         self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
         self._models = models
+        models.lora_requests = ServedNames(models.lora_requests)
         self._engine = EngineMemory(client, models)
         self._backbone = backbone
         self._versions: dict[str, Version] = {}  # by digest
@@ -426,6 +428,8 @@ class BundleRegistry:
             )
         if name.lower() in PART_KINDS:
             raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
+        if PIN.fullmatch(name):
+            raise ConfigError(f"the name {name!r} is taken: requests that end so are pinned to a version")
         if self._models.is_base_model(name):
             raise ConfigError(f"the name {name!r} is taken by the served model")
         if name in self._models.lora_requests and name not in self._named:
@@ -480,14 +484,17 @@ class BundleRegistry:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def lease(self, name: str) -> Iterator[Lease]:
-        """Keep the current version of `name` resident until the context ends.
+    def lease(self, model: str) -> Iterator[Lease]:
+        """Keep the current version of a name resident until the context ends; the model may be pinned (`pins.py`).
 
         Raises:
-            UnknownBundle: no bundle of this name is loaded.
+            UnknownBundle: no bundle of this name is loaded, or it does not stand for the version that is asked for.
             UnsupportedModel: its adapter is no longer loaded.
         """
+        name, digest = unpinned(model)
         version = self._version(name)
+        if not version.memory.digest.startswith(digest):
+            raise UnknownBundle(f"memory bundle {name!r} stands for {version.memory.digest}, not for {digest}")
         adapter = version.memory.adapter
         lease = Lease(
             version.memory,

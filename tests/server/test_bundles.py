@@ -91,6 +91,26 @@ def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: op
             assert largest_deviation(world, prompt, tokens, logprobs, world.bundles["other"]) <= TOLERANCE
 
 
+def test_a_request_may_be_pinned_to_a_version(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
+    (prompt,) = prompts(1, seed=18)
+    digests = {name: world.bundles[name].digest for name in ("other", "sqrt")}
+    with bundles.loaded("pinned", world.paths["other"]):
+        for model in (f"pinned@{digests['other']}", f"pinned@{digests['other'][:12]}"):
+            response = ask(client, model, prompt, extra_body=TRACED)
+            assert response.model == model
+            assert trace_of(response)["digest"] == digests["other"]
+            assert deviation(world, response, prompt, world.bundles["other"]) <= TOLERANCE
+        assert not any("@" in model.id for model in client.models.list())
+        begun = ask(client, f"pinned@{digests['other']}", prompt, stream=True, **SLOW)
+        next(begun)
+        assert bundles.load("pinned", world.paths["sqrt"], replace=True).status_code == 200
+        for model in (f"pinned@{digests['other']}", "pinned@0123456789ab", f"pinned@{digests['sqrt'][:11]}"):
+            with pytest.raises(openai.NotFoundError):
+                ask(client, model, prompt)
+        assert trace_of(ask(client, f"pinned@{digests['sqrt']}", prompt, extra_body=TRACED))["bundle"]
+        assert {choice.finish_reason for part in begun for choice in part.choices} == {None, "length"}
+
+
 def test_an_aborted_request_frees_its_bundle(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
     bundles.load("short", world.paths["other"])
     streams = [ask(client, "short", prompt, stream=True, **SLOW) for prompt in prompts(4, seed=15)]
@@ -134,6 +154,7 @@ class TestRefusals:
             ("", "at most 128"),
             ("a name", "at most 128"),
             ("x" * 129, "at most 128"),
+            ("sqrt@0123456789ab", "pinned to a version"),
         ],
     )
     def test_of_names(self, bundles: Bundles, world: World, name: str, message: str) -> None:
