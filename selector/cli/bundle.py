@@ -1,7 +1,8 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign and shorten memory bundles, and check audit logs.
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign, shorten and publish bundles, and check audit logs.
 
-Exit status: 0 for success, 1 if `diff` finds a difference, 2 for an error, printed in one line on standard error; 3 if
-`forget` finds nothing to forget, or `audit verify` a log whose last line has no end.
+Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
+error, printed in one line on standard error; 3 if `forget` finds nothing to forget, or `audit verify` a log whose last
+line has no end.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
 from .custody import add_commands
 from .flags import add_flags, error_line, require_output
+from .replicas import add_command as add_publish
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
@@ -352,6 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     subparser.add_argument("--device", default="cpu", help="torch device of the query keys (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
     add_commands(command, commands)
+    add_publish(command)
     return parser
 
 

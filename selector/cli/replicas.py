@@ -1,0 +1,56 @@
+"""`inducekv-bundle publish`: one bundle for several servers, and which version each of them serves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import ConfigError
+
+from .publishing import load, require_address, served_digest
+
+SUCCESS, DIFFERENT = 0, 1
+NOTHING = "-"
+Command = Callable[[argparse.Namespace], int]
+
+
+def publish(options: argparse.Namespace) -> int:
+    """Load a bundle into several servers, one after the other, and print which version each serves.
+
+    A server that refuses or cannot be reached does not keep the others from it. Exit status 1: some server does not
+    serve this version now; run the command again.
+    """
+    for url in options.to:
+        require_address(url, "--to")
+    digest = read_bundle(options.path).digest  # a bundle that no server would take goes to none
+    name = options.name or options.path.stem
+    served = [_published(url, name, digest, options) for url in options.to]
+    return SUCCESS if all(served) else DIFFERENT
+
+
+def _published(url: str, name: str, digest: str, options: argparse.Namespace) -> bool:
+    """Load the bundle into one server, unless it serves it or is only asked; print what it serves before and after."""
+    try:
+        before = after = served_digest(url, name)
+        if before != digest and not options.check:
+            after = str(load(url, name, options.path, options.expected_digest)["digest"])
+    except ConfigError as error:
+        print(f"{url}: {error}", file=sys.stderr)
+        return False
+    print(f"{url}: {name} was {before or NOTHING}, is {after or NOTHING}")
+    return after == digest
+
+
+def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
+    """Add this command to the parser of `inducekv-bundle`."""
+    added = command("publish", publish)
+    added.add_argument("path", metavar="PATH", type=Path, help="a bundle file, which every server finds at this path")
+    added.add_argument(
+        "--to", metavar="URL", action="append", required=True, help="a server, http://127.0.0.1:8000; repeatable"
+    )
+    added.add_argument("--name", help="what requests ask for (default: the file's name without its ending)")
+    added.add_argument("--expected-digest", metavar="D", help="only where the name stands for this version")
+    added.add_argument("--check", action="store_true", help="change nothing; only say which version each serves")
