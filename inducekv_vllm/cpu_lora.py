@@ -23,7 +23,7 @@ def groups_adapters(config: VllmConfig) -> bool:
     """Whether adapters and requests without one can share a batch of this engine."""
     if config.lora_config is None:
         return False
-    return config.model_config.enforce_eager or config.device_config.device_type != "cpu"
+    return config.model_config.enforce_eager or not current_platform.is_cpu()
 
 
 def install() -> None:

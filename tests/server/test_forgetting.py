@@ -23,6 +23,7 @@ from tests.server.memory_scan import processes_of, search
 GONE, KEPT = 3, 5  # rows
 MARKS = {"gone": 0.7178, "kept": 0.6182}  # the numbers that their payloads consist of
 LENGTH = 8  # numbers in a row that make a find
+NAME = "custody"  # of no other test of this server
 
 
 def marked(world: World) -> Bundle:
@@ -82,25 +83,25 @@ def test_nothing_of_a_forgotten_entry_is_left(
     write_bundle(whole, tmp_path / "whole.safetensors")
     write_bundle(after, tmp_path / "after.safetensors")
 
-    assert bundles.load("m", tmp_path / "whole.safetensors").status_code == 200
+    assert bundles.load(NAME, tmp_path / "whole.safetensors").status_code == 200
     asked = prompts(3, seed=91)
     for top_k in (2, 12):
         extra = {"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": top_k}}
-        responses = [ask(client, "m", prompt, extra_body=extra) for prompt in asked]
+        responses = [ask(client, NAME, prompt, extra_body=extra) for prompt in asked]
     shown = trace_of(responses[0])
     before = finds()
     in_pool = {"gone payload torch.float32", "kept payload torch.float32", "gone key torch.float32"}
     in_state_folder = {"gone payload torch.float16", "kept payload torch.float16", "gone key torch.float16"}
     assert before.keys() == in_pool | in_state_folder, "the search finds what is there"
 
-    assert bundles.load("m", tmp_path / "after.safetensors", replace=True).status_code == 200
+    assert bundles.load(NAME, tmp_path / "after.safetensors", replace=True).status_code == 200
     bundles.wait_until_drained()
     assert (folder / STATE / f"{whole.digest}.safetensors").exists(), "the version before is kept for a rollback"
     assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 200
 
-    response = forget(bundles, "m", expected_digest=after.digest)
+    response = forget(bundles, NAME, expected_digest=after.digest)
     assert response.status_code == 200, response.text
-    assert response.json() == {"name": "m", "digest": after.digest, "forgotten": [whole.digest], "in_use": []}
+    assert response.json() == {"name": NAME, "digest": after.digest, "forgotten": [whole.digest], "in_use": []}
     left = finds()
     assert not [name for name in left if name.startswith("gone")], left
     assert [name for name in left if name.startswith("kept")]
@@ -108,18 +109,18 @@ def test_nothing_of_a_forgotten_entry_is_left(
     assert not (folder / STATE / f"{whole.digest}.safetensors").exists()
     assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 404
     url = f"{bundles.url}/v1/rollback_memory_bundle"
-    response = httpx.post(url, json={"name": "m"}, headers={ADMIN_HEADER: ADMIN_KEY}, timeout=60)
+    response = httpx.post(url, json={"name": NAME}, headers={ADMIN_HEADER: ADMIN_KEY}, timeout=60)
     assert response.status_code == 400
     assert "has no earlier version" in response.json()["error"]["message"]
-    assert bundles.unload("m").status_code == 200
+    assert bundles.unload(NAME).status_code == 200
     wait_until(lambda: finds() == {})
 
     verify(folder / AUDIT_LOG)
     records = [json.loads(line) for line in (folder / AUDIT_LOG).read_text().splitlines()]
-    of_m = [(record["event"], record.get("digest")) for record in records if record.get("name") == "m"]
+    of_name = [(record["event"], record.get("digest")) for record in records if record.get("name") == NAME]
     answers = [("answer", whole.digest)] * 6
     changes = [("replace", after.digest), ("forget", None), ("refusal", None), ("unload", after.digest)]
-    assert of_m == [("load", whole.digest), *answers, *changes]
+    assert of_name == [("load", whole.digest), *answers, *changes]
     assert {record["by"] for record in records if record["event"] in ("load", "forget")} >= {"admin at 127.0.0.1"}
     (answer,) = (record for record in records if record.get("request") == responses[0].id)
     assert answer["entries"] == {entry["id"]: entry["weight"] for entry in shown["entries"]}

@@ -64,7 +64,7 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted)
     """vLLM's own LoRA on CPUs would mix adapters up with requests that have none."""
     config = SimpleNamespace(lora_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False))
     client: Any = SimpleNamespace(vllm_config=config)
-    registry = BundleRegistry(client, SimpleNamespace(), adapted.bundle.metadata.backbone)  # type: ignore[arg-type]
+    registry = BundleRegistry(client, SimpleNamespace(lora_requests={}), adapted.bundle.metadata.backbone)  # type: ignore[arg-type]
     memory = MemoryIndex.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
         registry._check_adapter("n", memory)

@@ -145,7 +145,7 @@ def test_servers_that_cannot_route(routed: Path, lora: Any, eager: bool, problem
     config = SimpleNamespace(lora_config=lora, model_config=SimpleNamespace(enforce_eager=eager))
     client: Any = SimpleNamespace(vllm_config=config)
     bundle = read_bundle(routed)
-    registry = BundleRegistry(client, SimpleNamespace(), bundle.metadata.backbone)  # type: ignore[arg-type]
+    registry = BundleRegistry(client, SimpleNamespace(lora_requests={}), bundle.metadata.backbone)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModel, match=problem):
         registry._check_adapter("routed", MemoryIndex.from_bundle(bundle, str(routed)))
 
