@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 START_SECONDS = 600.0  # the first start compiles the model
 STOP_SECONDS = 30.0
@@ -67,6 +69,16 @@ def starting(
         finally:
             _stop(process)
             signal.signal(signal.SIGTERM, before)
+
+
+def processes_of(url: str) -> list[int]:
+    """The process that this one has started and that listens at an address, and its engine and workers."""
+    port = urlsplit(url).port
+    for process in psutil.Process().children(recursive=True):
+        listening = [each for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+        if port in {each.laddr.port for each in listening}:
+            return [process.pid, *(child.pid for child in process.children(recursive=True))]
+    raise AssertionError(f"no process listens at {url}")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

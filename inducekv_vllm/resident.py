@@ -19,7 +19,7 @@ class ResidentBundles:
         """`load` reads the bundle at a path, checks that it has a digest, and stores it in the pool."""
         self._load = load
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
-        self._leaving: dict[str, Future[ResidentBundle]] = {}  # unloaded, and perhaps still in the pool
+        self._leaving: dict[str, list[Future[ResidentBundle]]] = {}  # unloaded, and perhaps still in the pool
         self._thread = ThreadPoolExecutor(1, "inducekv-load")
 
     def __getitem__(self, digest: str) -> ResidentBundle:
@@ -53,23 +53,34 @@ class ResidentBundles:
         future = self._bundles.pop(digest, None)
         if future is None:
             return False
-        if not future.cancel():
+        # A load that failed has left nothing, and its error would keep what it had read.
+        if not future.cancel() and not _has_failed(future):
             # Erasing its pages takes the time of writing them. Later loads wait for it, steps do not.
-            self._leaving[digest] = future
+            self._forget_what_has_left()
+            self._leaving.setdefault(digest, []).append(future)
             self._thread.submit(_release, future)
         return True
 
     def is_erased(self, digest: str) -> bool:
         """Whether nothing is left in the pool of a bundle that was unloaded; ask until it is."""
-        future = self._leaving.get(digest)
-        if future is not None and not (future.done() and (future.exception() or future.result().region.is_free)):
-            return False
-        self._leaving.pop(digest, None)
-        return True
+        self._forget_what_has_left()
+        return digest not in self._leaving
+
+    def _forget_what_has_left(self) -> None:
+        staying = {digest: [each for each in of if not _has_left(each)] for digest, of in self._leaving.items()}
+        self._leaving = {digest: of for digest, of in staying.items() if of}
 
     def close(self) -> None:
         """Wait for the running load, and begin no other."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _has_failed(future: Future[ResidentBundle]) -> bool:
+    return future.done() and future.exception() is not None
+
+
+def _has_left(future: Future[ResidentBundle]) -> bool:
+    return future.done() and (future.exception() is not None or future.result().region.is_free)
 
 
 def _release(future: Future[ResidentBundle]) -> None:

@@ -36,6 +36,7 @@ from .access import Access, OwnerMiddleware, SagemakerMiddleware
 from .audit import AuditLog
 from .metrics import POOL_BYTES
 from .openapi import TAG, describe_routes
+from .pins import PIN
 from .registry import BundleRegistry
 from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
 from .schemas import (
@@ -126,6 +127,8 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
     """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
 
     def refusal(lora_name: str) -> str | None:
+        if PIN.fullmatch(lora_name):
+            return f"{lora_name!r} cannot name an adapter: names that end so are pinned to a version of a bundle"
         if lora_name in registry:
             return f"{lora_name!r} is a memory bundle; use /v1/load_memory_bundle and /v1/unload_memory_bundle"
         if users := registry.users_of_adapter(lora_name):

@@ -116,6 +116,7 @@ class BundleRegistry:
             (served, *_) = self._history.of(name)
             if served.by == START:
                 if name not in self._config.bundles:
+                    self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
                 await self._restore(name, served)
@@ -336,8 +337,8 @@ class BundleRegistry:
         began = time.monotonic()
         try:
             yield
-        except InduceKVError as error:
-            seconds, reason = time.monotonic() - began, " ".join(str(error).split())
+        except Exception as error:
+            seconds, reason = time.monotonic() - began, " ".join(str(error).split()) or repr(error)
             logger.warning(
                 "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
             )

@@ -113,7 +113,7 @@ class MemoryBundleCard(BaseModel):
 class MemoryFailure(BaseModel):
     """A change that was refused or has failed."""
 
-    change: str = Field(description="`load`, `rollback`, `unload` or `restore`.", examples=["load"])
+    change: str = Field(description="`load`, `rollback`, `unload`, `forget` or `restore`.", examples=["load"])
     reason: str | None = Field(description="What was wrong; shown to the admin only.")
     at: datetime = Field(description="When.")
 

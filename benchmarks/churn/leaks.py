@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.server_process import processes_of
 from inducekv_vllm.config import ADMIN_HEADER
 
 DRAIN_SECONDS = 60.0
@@ -24,15 +25,7 @@ class Held:
     @classmethod
     def by(cls, url: str) -> Held:
         """The server that listens at this address, with its children."""
-        port = int(url.rpartition(":")[2])
-        of_port = {
-            connection.pid
-            for connection in psutil.net_connections("tcp")
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-        }
-        (pid,) = of_port
-        server = psutil.Process(pid)
-        processes = [server, *server.children(recursive=True)]
+        processes = [psutil.Process(pid) for pid in processes_of(url)]
         return cls(
             resident_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
             open_files=sum(process.num_fds() for process in processes),

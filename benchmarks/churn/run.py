@@ -124,7 +124,11 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         "resident_mib": {"before": before.resident_mib, "after": after.resident_mib},
         "open_files": {"before": before.open_files, "after": after.open_files},
         "ms_between_tokens": times,
-        "passed": not verdicts.faults and grown < MIB_THAT_MAY_GROW and after.open_files <= before.open_files,
+        "passed": not verdicts.faults
+        and verdicts.counts["right"] > 0
+        and preempted > 0
+        and grown < MIB_THAT_MAY_GROW
+        and after.open_files <= before.open_files,
     }
 
 

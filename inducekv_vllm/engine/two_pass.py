@@ -190,9 +190,9 @@ class TwoPassEngine:
             spec = make_injection_spec(
                 memory, lookup, self._config.remainder, prompt_token_ids(prompt), self._placeholders
             )
-            with self._invalidating_mm_cache(prompt):
-                self._record(request_id, held.owner, name, memory, spec, lookup.gate_decision)
             observed.looked_up(lookup)
+            with self._invalidating_mm_cache(prompt):
+                self._record(request_id, held.owner, metrics.bundle, memory, spec, lookup.gate_decision)
 
             if key_lookup.source == "computed":
                 self._sync_mm_lru(prompt)
@@ -208,7 +208,7 @@ class TwoPassEngine:
                     if output.finished:
                         observed.finished(output)
                     if output.finished and memory_options.trace:
-                        trace = describe_injection(name, memory, spec, lookup.gate_decision)
+                        trace = describe_injection(metrics.bundle, memory, spec, lookup.gate_decision)
                         trace["timings"] = observed.timings
                         self.traces.put(held.owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}

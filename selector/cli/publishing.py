@@ -16,6 +16,16 @@ from inducekv_vllm.errors import ConfigError
 API_KEY_VARIABLE: Final = "INDUCEKV_API_KEY"
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The keys are for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Let the answer be an error."""
+
+
+_OPENER: Final = urllib.request.build_opener(_NoRedirects)
+
+
 def require_address(url: str, flag: str = "--publish") -> None:
     """Raises ConfigError: it is not the address of a server."""
     if not url.startswith(("http://", "https://")):
@@ -75,13 +85,13 @@ def ask(url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, A
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(API_KEY_VARIABLE):
         headers["Authorization"] = f"Bearer {key}"
-    if key := os.environ.get(ADMIN_KEY_VARIABLE):
+    if body is not None and (key := os.environ.get(ADMIN_KEY_VARIABLE)):
         headers[ADMIN_HEADER] = key
     address = f"{url.rstrip('/')}/v1/{route}"
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(address, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        with _OPENER.open(request, timeout=600) as answer:
             found: dict[str, Any] = json.loads(answer.read())
             return found
     except urllib.error.HTTPError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -111,3 +113,31 @@ def test_pages_that_a_request_still_holds_are_not_erased(bundles: ResidentBundle
     assert bundles.is_erased("A")
     assert bundles.is_erased("A")
     assert bundles.is_erased("never loaded")
+
+
+def test_a_load_that_failed_leaves_nothing_behind(bundles: ResidentBundles, loader: Loader) -> None:
+    """Its error holds what had been read."""
+    loader.let_go.set()
+    bundles.begin("bad", "A")
+    assert isinstance(wait(bundles, "A"), BundleError)
+    failed = weakref.ref(bundles._bundles["A"])
+    assert bundles.unload("A")
+    assert bundles.is_erased("A")
+    gc.collect()
+    assert failed() is None
+
+
+def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:
+    """It was loaded again, and unloaded again, while a request still read the first copy's pages."""
+    loader.let_go.set()
+    bundles.begin("a", "A")
+    first = wait(bundles, "A")
+    first.region.retain()
+    bundles.unload("A")
+    bundles.begin("a", "A")
+    wait(bundles, "A")
+    bundles.unload("A")
+    bundles._thread.submit(lambda: None).result(30)  # behind the releases
+    assert not bundles.is_erased("A")
+    first.region.release()
+    assert bundles.is_erased("A")

@@ -8,24 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
-import psutil
 
 CHUNK_PAGES = 2**14
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) [0-9a-f]+ \S+ \d+ *(.*)")
 _IN_MEMORY = np.uint64(3 << 62)  # of <linux/pagemap>: present or in swap
-
-
-def processes_of(url: str) -> list[int]:
-    """The process that this one has started and that listens at an address, and its engine and workers."""
-    port = urlsplit(url).port
-    for process in psutil.Process().children(recursive=True):
-        listening = [each for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
-        if port in {each.laddr.port for each in listening}:
-            return [process.pid, *(child.pid for child in process.children(recursive=True))]
-    raise AssertionError(f"no process listens at {url}")
 
 
 def search(pids: Iterable[int], patterns: Mapping[str, bytes]) -> Counter[str]:

@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 
+from benchmarks.server_process import processes_of
 from inducekv_vllm.audit_chain import verify
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.config import ADMIN_HEADER
@@ -18,7 +19,7 @@ from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import World, prompts
 from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
 from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
-from tests.server.memory_scan import processes_of, search
+from tests.server.memory_scan import search
 
 GONE, KEPT = 3, 5  # rows
 MARKS = {"gone": 0.7178, "kept": 0.6182}  # the numbers that their payloads consist of

@@ -13,21 +13,13 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.server_process import serving
+from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import read_bundle
 from tests.inducekv_vllm.parity import World
-from tests.server.http import Bundles
+from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 pytestmark = pytest.mark.slow
-
-
-def processes_of(url: str) -> tuple[psutil.Process, list[psutil.Process]]:
-    """The server that listens at this address, and its engine with its workers."""
-    port = int(url.rpartition(":")[2])
-    listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port)
-    server = psutil.Process(next(listening).pid)
-    return server, server.children(recursive=True)
 
 
 @pytest.mark.parametrize("victim", ["server", "engine"])
@@ -54,11 +46,11 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
             return
 
     with serving(arguments, tmp_path / "first.log", ENVIRONMENT) as url:
-        server, others = processes_of(url)
+        server, *others = map(psutil.Process, processes_of(url))
         swapping = threading.Thread(target=swap, args=(url,))
         swapping.start()
-        while len(acknowledged) < 4:
-            time.sleep(0.01)
+        wait_until(lambda: len(acknowledged) >= 4 or not swapping.is_alive())
+        assert len(acknowledged) >= 4
         time.sleep(random.Random(seed).uniform(0, 0.5))
         killed = [server] if victim == "server" else others
         for process in killed:

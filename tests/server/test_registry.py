@@ -291,7 +291,7 @@ class TestAdapters:
     async def test_loras_routes_leave_bundles_and_their_adapters_alone(self, styled: Registered) -> None:
         await styled.load("m", "other")
         before = dict(styled.models.lora_requests)
-        for name in ("m", "style"):
+        for name in ("m", "style", "m@0123456789ab"):
             body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
             for change in (styled.models.load_lora_adapter, styled.models.unload_lora_adapter):
                 answer = await change(body)

@@ -25,15 +25,22 @@ class FakeServer:
 
     def __init__(self, served: str | None) -> None:
         self.served, self.loads = served, list[dict[str, Any]]()
+        self.elsewhere: str | None = None  # where it redirects to
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                assert ADMIN_HEADER not in self.headers
                 cards = [{"name": "m", "digest": server.served}] if server.served else []
                 self.answer(200, {"data": cards})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if server.elsewhere is not None:
+                    self.send_response(307)
+                    self.send_header("Location", f"{server.elsewhere}{self.path}")
+                    self.end_headers()
+                    return
                 if self.headers[ADMIN_HEADER] != "key":
                     self.answer(401, {"error": {"message": "needs the admin key"}})
                     return
@@ -122,6 +129,15 @@ def test_without_the_key_the_server_says_why(
     monkeypatch.delenv(ADMIN_KEY_VARIABLE)
     assert main(["publish", str(path), *to(servers[0])]) == 1
     assert "refused it (401): " in capsys.readouterr().err
+
+
+def test_keys_do_not_follow_a_redirect(
+    servers: list[FakeServer], path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers[0].elsewhere = servers[2].url
+    assert main(["publish", str(path), *to(servers[0])]) == 1
+    assert servers[2].loads == []
+    assert "refused it (307)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
