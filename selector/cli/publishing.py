@@ -59,7 +59,9 @@ def load(url: str, name: str, path: Path, expected_digest: str | None = None) ->
     Raises:
         ConfigError: the server cannot be reached or refuses.
     """
-    body = {"name": name, "path": str(path.resolve()), "replace": True, "expected_digest": expected_digest}
+    body: dict[str, Any] = {"name": name, "path": str(path.resolve()), "replace": True}
+    if expected_digest is not None:
+        body["expected_digest"] = expected_digest
     return ask(url, "load_memory_bundle", body)
 
 
