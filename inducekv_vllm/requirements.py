@@ -128,6 +128,7 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
                 f"merged memory cannot be served: layer {name} uses {type(impl).__name__}, which does not give the "
                 "log-sum-exp of its self-attention; on a GPU, start with --attention-backend FLASH_ATTN"
             )
+        lse_refusal = getattr(impl, "lse_refusal", None)
         refusals = [
             (
                 impl.sliding_window not in (-1, (-1, -1), None),
@@ -138,7 +139,7 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
             (impl.logits_soft_cap not in (0, None), "a soft cap on attention logits"),
             (is_quantized_kv_cache(impl.kv_cache_dtype), "a quantised KV cache"),
             (impl.kv_sharing_target_layer_name is not None, "a KV cache shared between layers"),
-            (getattr(impl, "lse_refusal", None) is not None, getattr(impl, "lse_refusal", None)),
+            (lse_refusal is not None, lse_refusal),
         ]
         for refused, reason in refusals:
             if refused:

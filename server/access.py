@@ -38,14 +38,14 @@ class Access:
 
     def __init__(self, roots: Sequence[str] = (), admin_key: str | None = None) -> None:
         self._roots = tuple(os.path.realpath(root) for root in roots)
-        self._admin = None if not admin_key else _digest(admin_key)
+        self._admin = None if not admin_key else key_digest(admin_key)
 
     @classmethod
     def from_environment(cls, roots: Sequence[str], environment: Mapping[str, str]) -> Access:
         return cls(roots, environment.get(ADMIN_KEY_VARIABLE))
 
     def is_admin(self, key: str | None) -> bool:
-        return self._admin is not None and key is not None and secrets.compare_digest(_digest(key), self._admin)
+        return self._admin is not None and key is not None and secrets.compare_digest(key_digest(key), self._admin)
 
     def require_admin(self, key: str | None) -> None:
         """Raises ChangeRefused: with 403 if the server takes no changes, with 401 for a wrong or missing key."""
@@ -100,7 +100,8 @@ class Access:
         return real
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """Of a key, SHA-256: keys are compared and told apart by it."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 

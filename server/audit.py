@@ -8,7 +8,6 @@ loses power the last ones.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,6 +16,8 @@ from inducekv_vllm.audit_chain import AuditWriter
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.logs import logger_of
+
+from .access import key_digest
 
 logger = logger_of(__name__)
 SYNC_S: Final = 1.0
@@ -104,4 +105,4 @@ def _report(done: asyncio.Future[None]) -> None:
 
 def _digest(key: str | None) -> str | None:
     """The beginning of a key's SHA-256: it tells keys apart."""
-    return None if key is None else hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:KEY_DIGITS]
+    return None if key is None else key_digest(key).hex()[:KEY_DIGITS]

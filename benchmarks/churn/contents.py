@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,5 +74,4 @@ async def ask_alone(
             response = await client.post("/v1/chat/completions", json=body(name, question))
             response.raise_for_status()
             found[content, number] = answer_of(response.json())
-            await asyncio.sleep(0)
     return found

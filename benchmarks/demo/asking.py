@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
+from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.chat import Message, same_answer
+from benchmarks.server_process import serving
 
 SHOWN_ENTRIES = 3
 MAX_TOKENS = 16
@@ -21,6 +26,16 @@ class Reply:
     text: str
     seconds: float
     trace: dict[str, Any] | None  # the server's report on retrieval, for a request that used memory
+
+
+@contextmanager
+def served(model: Path, bundle: Path, arguments: Sequence[str], console: Console) -> Iterator[openai.OpenAI]:
+    """A client of a server of `arguments`. Raises ServerFailed: it does not start."""
+    console.print(f"starting inducekv-serve on {model} with {bundle} ...")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder) / "server.log") as url:
+        console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def ask(client: openai.OpenAI, model: str, messages: Sequence[Message], *, trace: bool) -> Reply:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import openai
@@ -19,9 +17,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from benchmarks.chat import question_of, same_answer, user_turn
-from benchmarks.demo.asking import ask, base_model, entries, marked, times
+from benchmarks.demo.asking import ask, base_model, entries, marked, served, times
 from benchmarks.demo.world import TASKS, examples
-from benchmarks.server_process import ServerFailed, serving
+from benchmarks.server_process import ServerFailed
 from server.demo import BUNDLE, CHECKPOINT
 
 MEMORY = "demo-memory"
@@ -73,20 +71,15 @@ def main() -> int:
     for path in (args.model, args.bundle):
         if not path.exists():
             parser.error(f"{path}: not found")
-    with tempfile.TemporaryDirectory() as folder:
-        console.print(f"starting inducekv-serve on {args.model} with {args.bundle} ...")
-        start = time.perf_counter()
-        try:
-            with serving(server_arguments(args.model, args.bundle), Path(folder) / "server.log") as url:
-                console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
-                client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-                run(client, list(args.tasks), args.questions, console)
-        except ServerFailed as error:
-            console.print(f"[red]error:[/] {error}", markup=True)
-            return 1
-        except KeyboardInterrupt:
-            console.print("stopped")
-            return 130
+    try:
+        with served(args.model, args.bundle, server_arguments(args.model, args.bundle), console) as client:
+            run(client, list(args.tasks), args.questions, console)
+    except ServerFailed as error:
+        console.print(f"[red]error:[/] {error}", markup=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return 130
     return 0
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,10 @@ from rich.table import Column, Table
 
 from benchmarks.chat import messages_of, same_answer
 from benchmarks.continual.answering.plans import plan
-from benchmarks.demo.asking import ask, base_model, gate_is_open, marked
+from benchmarks.demo.asking import ask, base_model, gate_is_open, marked, served
 from benchmarks.demo_real.teaching import Taught, teach
 from benchmarks.real.model import cache_folder
-from benchmarks.server_process import ServerFailed, serving
+from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import InduceKVError
 from selector.data.examples import Example
 
@@ -89,14 +87,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         taught = teach(options.cache, console=console)
-        console.print(f"starting inducekv-serve on {taught.model} with {taught.bundle} ...")
-        start = time.perf_counter()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            serving(server_arguments(taught.model, taught.bundle), Path(folder) / "server.log") as url,
-        ):
-            console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with served(taught.model, taught.bundle, server_arguments(taught.model, taught.bundle), console) as client:
             run(client, taught, options.questions, console)
     except (InduceKVError, ServerFailed) as error:
         console.print(f"[red]error:[/] {escape(str(error))}")

@@ -67,17 +67,19 @@ def _with_memory(base: Any) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Tensor:
-            lse: Tensor | None = None
-            self.keeps_lse = attn_metadata is not None and self.memory.needs_lse(len(query))
+            is_profiling = attn_metadata is None
+            self.keeps_lse = not is_profiling and self.memory.needs_lse(len(query))
             result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if is_profiling:
+                return result
+            lse: Tensor | None = None
             if self.keeps_lse:
                 lse, self.self_lse = self.self_lse, None
                 assert lse is not None
                 query, output = query[: len(lse)], output[: len(lse)]
             if query.dtype != output.dtype:  # quantised for the KV cache
                 query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
-            if attn_metadata is not None:  # None: a profiling run
-                self.memory.add(self.layer_index, query, output, lse, self.scale)
+            self.memory.add(self.layer_index, query, output, lse, self.scale)
             return result
 
     MemoryImpl.__name__ = MemoryImpl.__qualname__ = f"Memory{base.__name__}"
