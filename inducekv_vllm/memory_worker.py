@@ -214,7 +214,10 @@ class MemoryWorker(Worker):
             if not isinstance(outcome, InduceKVError | OSError | MemoryError):
                 logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
             return {"ok": False, "error": str(outcome) or repr(outcome)}
-        return None if outcome is None else {"ok": True, "bytes": outcome.nbytes}
+        if outcome is None:
+            return None
+        pages = {"pages": outcome.pages.tolist(), "page_bytes": outcome.page_bytes}
+        return {"ok": True, **pages, "shared_entries": outcome.num_shared}
 
     @cached_property
     def _backbone(self) -> BackboneFingerprint:
@@ -222,14 +225,23 @@ class MemoryWorker(Worker):
         return backbone_fingerprint(self.model_config.model)
 
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
-        """Read and check a bundle, and copy it into the pool; runs in a thread."""
-        bundle = read_bundle(path, backbone=self._backbone)
+        """Read and check what the pool does not have of a bundle, and copy it there; runs in a thread."""
+        region = self.pool.allocator.region()
         try:
-            return self._store(bundle, path, digest)
-        finally:
-            bundle.erase()
+            bundle = read_bundle(path, backbone=self._backbone, known=region.share)
+            try:
+                self._check(bundle, path, digest)
+                rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+                heads = kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks)
+                return self.pool.store(bundle, heads, region)
+            finally:
+                bundle.erase()
+        except BaseException:
+            region.release()
+            raise
 
-    def _store(self, bundle: Bundle, path: str, digest: str) -> ResidentBundle:
+    def _check(self, bundle: Bundle, path: str, digest: str) -> None:
+        """Refuse another content than the API process has read, and what this engine cannot do."""
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
@@ -238,8 +250,6 @@ class MemoryWorker(Worker):
             check_late_activation(self.vllm_config)
         if bundle.metadata.output_map is not None:
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return self.pool.store(bundle, kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks))
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its pages until they end."""

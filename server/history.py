@@ -82,6 +82,11 @@ class History:
         """The file to read a version from."""
         return Path(record.file) if self._folder is None else self._folder / record.file
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether `store` needs bundles that were read whole."""
+        return self._folder is not None
+
     def store(self, bundle: Bundle, source: str) -> str:
         """Copy a bundle that has been read and checked into the state folder; return the path to load it from.
 

@@ -100,7 +100,7 @@ class RegistryMetrics:
         BUNDLE_INFO.labels(name, digest).set(1)
         LOADED_AT.labels(name).set(time.time())
         ENTRIES.labels(name).set(version.memory.num_entries)
-        RESIDENT_BYTES.labels(name).set(version.resident_bytes)
+        RESIDENT_BYTES.labels(name).set(version.resident.nbytes)
 
     def unloaded(self, name: str) -> None:
         self._requests.pop(name).end()
@@ -121,7 +121,9 @@ class RegistryMetrics:
         """These versions are resident."""
         held = list(versions)
         draining = [version for version in held if not version.names]
-        POOL_USED_BYTES.set(sum(version.resident_bytes for version in held))
+        # Versions share pages.
+        pages = {page: version.resident.page_bytes for version in held for page in version.resident.pages}
+        POOL_USED_BYTES.set(sum(pages.values()))
         DRAINING_VERSIONS.set(len(draining))
         DRAINING_REQUESTS.set(sum(version.active for version in draining))
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -208,9 +208,11 @@ class BundleRegistry:
         """Make a checked memory resident, record it, point `name` to it and log it."""
         self._check_adapter(name, memory)
         version = self._versions.get(memory.digest)
+        copied = 0
         if version is None:
             version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
             self._versions[memory.digest] = version
+            copied = memory.num_entries - version.resident.shared_entries
         # From here on without an await: an adapter may have taken the name in the meantime.
         try:
             self._check_name(name, replace)
@@ -223,14 +225,17 @@ class BundleRegistry:
         previous = self._named.get(name)
         self._point(name, version, source)
         logger.info(
-            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries (%d shared, %d copied), %d bytes a rank, "
+            "from %s",
             name,
             done if previous is None else f"{_CHANGED.get(done, done)} (digest before {previous.memory.digest})",
             who,
             time.monotonic() - began,
             memory.digest,
             memory.num_entries,
-            version.resident_bytes,
+            memory.num_entries - copied,
+            copied,
+            version.resident.nbytes,
             source,
         )
         if num_expired := memory.num_entries - len(memory.alive()):
@@ -394,7 +399,13 @@ class BundleRegistry:
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Read and check a file; runs in a thread."""
         source = f"bundle {name!r} ({path})"
-        bundle = read_bundle(path, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
+        bundle = read_bundle(
+            path,
+            backbone=self._backbone,
+            max_bytes=self._config.max_bundle_bytes,
+            name=source,
+            known=None if self._history.keeps_copies else self._resident_payloads,
+        )
         try:
             if self._signers:
                 # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
@@ -404,6 +415,14 @@ class BundleRegistry:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
         finally:
             bundle.erase()
+
+    def _resident_payloads(self, digests: Sequence[str]) -> set[str]:
+        """Those of the payloads that were read and checked with a version that is resident.
+
+        A worker that has one no longer reads and checks it itself.
+        """
+        held = {digest for version in self._versions.values() for digest in version.memory.metadata.payload_digests}
+        return held.intersection(digests)
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""

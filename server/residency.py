@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
     return Path(memory.path).parent / record.path
 
 
+@dataclass(frozen=True)
+class Resident:
+    """A bundle in the pool of a rank."""
+
+    pages: frozenset[int]  # other bundles may lie in them too
+    page_bytes: int
+    shared_entries: int  # that were in the pool already
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.page_bytes
+
+
 class EngineMemory:
     """What the workers of one engine hold. It belongs to the server's event loop."""
 
@@ -34,8 +48,8 @@ class EngineMemory:
         self._models = models
         self.background: set[asyncio.Task[Any]] = set()
 
-    async def load(self, memory: MemoryIndex) -> int:
-        """Load on every rank, while requests run; return the bytes on one.
+    async def load(self, memory: MemoryIndex) -> Resident:
+        """Load on every rank, while requests run; return what the first one has.
 
         If a rank fails, unload on all and raise CapacityError.
         """
@@ -51,7 +65,8 @@ class EngineMemory:
         if refusals:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
             raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
-        return int(answers[0]["bytes"])
+        first = answers[0]
+        return Resident(frozenset(first["pages"]), first["page_bytes"], first["shared_entries"])
 
     async def load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
         """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""

@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from inducekv_vllm.engine.memory_index import MemoryIndex
 
 from .history import VersionRecord
+from .residency import Resident
 from .schemas import MemoryBundleCard, MemoryVersion
 
 
@@ -20,7 +21,7 @@ class Version:
     """A version that is resident on the workers."""
 
     memory: MemoryIndex
-    resident_bytes: int  # on one worker rank
+    resident: Resident  # on one worker rank
     task_adapters: dict[str, LoRARequest]  # by task
     names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
     active: int = 0  # leases
@@ -41,7 +42,8 @@ class Version:
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
             file_bytes=memory.file_bytes,
-            resident_bytes=self.resident_bytes,
+            resident_bytes=self.resident.nbytes,
+            shared_entries=self.resident.shared_entries,
             active_requests=self.active,
             versions=[
                 MemoryVersion(

@@ -29,7 +29,7 @@ def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMe
 
 def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
     """Attend from one row of each of n requests, query [n, H, D], to its memory tokens."""
-    shared = isinstance(batch.tokens, slice)  # all requests read the same tokens
+    shared = isinstance(batch.tokens, slice) or batch.tokens.ndim == 1  # all requests read the same tokens
     if shared and batch.key_scale is None:
         mask = None if batch.log_weight is None else batch.log_weight[None, None]  # [1, 1, n G, S]
         keys, values = pages.keys[:, batch.tokens], pages.values[:, batch.tokens]  # [J, S, D]

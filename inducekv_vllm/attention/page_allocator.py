@@ -1,9 +1,14 @@
-"""Pages of the resident pool, given out in regions with reference counts. Addresses never move."""
+"""Pages of the resident pool, and which contents lie in them. Addresses never move.
+
+A *content* is what lies in some tokens of the pool: an entry's payload and maps, or the null token of a group. Those of
+a bundle form a *region*. Regions share contents: a content is overwritten when the last region that has it is released,
+and a page is free when nothing lies in it any more.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,13 +16,24 @@ from ..errors import CapacityError
 from ..page_terms import IntArray
 
 
-class Region:
-    """Pages of one bundle. They are free again after the last `release`."""
+class Content:
+    """What lies in some tokens. `key` is what others find it by, equal for equal bits; None: it is not shared."""
 
-    def __init__(self, allocator: PageAllocator, pages: IntArray) -> None:
-        self.pages = pages  # [n], in the order of the bundle's tokens
+    __slots__ = ("key", "regions", "tokens")
+
+    def __init__(self, tokens: IntArray, key: Hashable = None) -> None:
+        self.tokens = tokens  # [n] places in the pool
+        self.key = key
+        self.regions = 1  # how many have it
+
+
+class Region:
+    """The contents of one bundle. They are released together, after the last `release`."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
         self._references = 1
+        self.contents: dict[Content, None] = {}  # in order
 
     @property
     def references(self) -> int:
@@ -25,8 +41,27 @@ class Region:
 
     @property
     def is_free(self) -> bool:
-        """Whether its pages have been erased and given back."""
+        """Whether what it alone had has been erased, and its pages given back."""
         return not self._allocator.holds(self)
+
+    def share(self, keys: Iterable[Hashable]) -> Mapping[Hashable, Content]:
+        """Keep the contents of these keys that are in the pool already, and return them by key."""
+        return self._allocator.share(self, keys)
+
+    def allocate(self, count: int) -> IntArray:
+        """Take `count` free pages, and return them; until `divide`, all that lies in them is one content.
+
+        Raises:
+            CapacityError: fewer pages are free. Nothing changes.
+        """
+        return self._allocator.allocate(self, count)
+
+    def divide(self, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
+        """Call once what was allocated is written: these tokens of it are contents of their own, which may be shared.
+
+        The tokens that are in no piece remain one content.
+        """
+        self._allocator.divide(self, pieces)
 
     def retain(self) -> None:
         with self._allocator.lock:
@@ -43,33 +78,55 @@ class Region:
 
 
 class PageAllocator:
-    """Pages 0..capacity-1. Any thread may use it."""
+    """Pages 0..capacity-1 of `page_tokens` tokens. Any thread may use it."""
 
-    def __init__(self, capacity: int, erase: Callable[[IntArray], None] | None = None) -> None:
-        """`erase` overwrites the content of pages [n] before they are free again."""
+    def __init__(self, capacity: int, page_tokens: int = 1, erase: Callable[[IntArray], None] | None = None) -> None:
+        """`erase` overwrites tokens [n], ascending, before they belong to no content."""
         if capacity < 1:
             raise ValueError(f"a pool needs a capacity of at least 1 page, found {capacity}")
         self.lock = threading.Lock()
-        self._free = np.ones(capacity, dtype=bool)
+        self.page_tokens = page_tokens
+        self._tokens_in_use = np.zeros(capacity, dtype=np.int64)  # of each page
         self._regions: set[Region] = set()
+        self._by_key: dict[Hashable, Content] = {}
         self._erase = erase
 
     @property
     def capacity(self) -> int:
-        return len(self._free)
+        return len(self._tokens_in_use)
 
     @property
     def num_free(self) -> int:
-        return int(self._free.sum())
+        return int((self._tokens_in_use == 0).sum())
 
-    def allocate(self, count: int) -> Region:
-        """Take `count` pages, with one reference: the smallest run of free pages that holds them all.
+    def region(self) -> Region:
+        """An empty region, with one reference."""
+        region = Region(self)
+        with self.lock:
+            self._regions.add(region)
+        return region
 
-        If there is no such run, take the longest ones.
+    def holds(self, region: Region) -> bool:
+        with self.lock:
+            return region in self._regions
 
-        Raises:
-            CapacityError: fewer pages are free. Nothing changes.
-        """
+    def pages_of(self, tokens: IntArray) -> IntArray:
+        """The pages of tokens [n], each once."""
+        return np.unique(tokens // self.page_tokens)
+
+    # ---- what regions call -------------------------------------------------------------------------------------
+
+    def share(self, region: Region, keys: Iterable[Hashable]) -> dict[Hashable, Content]:
+        with self.lock:
+            found = {key: content for key in keys if (content := self._by_key.get(key)) is not None}
+            for content in found.values():
+                if content not in region.contents:
+                    region.contents[content] = None
+                    content.regions += 1
+            return found
+
+    def allocate(self, region: Region, count: int) -> IntArray:
+        """The smallest run of free pages that holds them all; if there is no such run, the longest ones."""
         with self.lock:
             if count > self.num_free:
                 raise CapacityError(f"{count} pages are needed, {self.num_free} of {self.capacity} are free")
@@ -82,32 +139,66 @@ class PageAllocator:
                 longest_first = np.argsort(-lengths, kind="stable")
                 runs = [np.arange(starts[run], starts[run] + lengths[run]) for run in longest_first]
                 pages = np.concatenate([np.empty(0, np.int64), *runs])[:count]
-            self._free[pages] = False
-            region = Region(self, pages)
-            self._regions.add(region)
-            return region
+            self._tokens_in_use[pages] = self.page_tokens
+            region.contents[Content(places(pages, self.page_tokens))] = None
+            return pages
 
     def _free_runs(self) -> tuple[IntArray, IntArray]:
         """The first page and the length of each run of free pages."""
-        edges = np.flatnonzero(np.diff(self._free.astype(np.int8), prepend=0, append=0))  # start, end, start, end ...
+        is_free = (self._tokens_in_use == 0).astype(np.int8)
+        edges = np.flatnonzero(np.diff(is_free, prepend=0, append=0))  # start, end, start, end ...
         starts, ends = edges[::2], edges[1::2]
         return starts, ends - starts
 
-    def holds(self, region: Region) -> bool:
+    def divide(self, region: Region, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
         with self.lock:
-            return region in self._regions
+            (whole,) = (content for content in region.contents if content.key is None)
+            del region.contents[whole]
+            tokens = [tokens for _, tokens in pieces]
+            rest = np.setdiff1d(whole.tokens, np.concatenate([np.empty(0, np.int64), *tokens]))
+            assert len(rest) + sum(map(len, tokens)) == len(whole.tokens), "pieces overlap, or lie elsewhere"
+            for key, piece in (*pieces, (None, rest)):
+                content = Content(piece, None if key in self._by_key else key)
+                region.contents[content] = None
+                if content.key is not None:
+                    self._by_key[content.key] = content
 
     def take_back(self, region: Region) -> None:
-        """Erase a region's pages and free them; `Region.release` calls this for the last reference."""
+        """Erase what no other region has, and free the pages in which nothing is left.
+
+        `Region.release` calls this for the last reference.
+        """
+        with self.lock:
+            for content in region.contents:
+                content.regions -= 1
+            gone = [content for content in region.contents if not content.regions]
+            for content in gone:
+                self._by_key.pop(content.key, None)  # from here on nobody shares it
+        tokens = np.sort(np.concatenate([np.empty(0, np.int64), *(content.tokens for content in gone)]))
         if self._erase is not None:
-            self._erase(region.pages)
+            self._erase(tokens)
         with self.lock:
             self._regions.remove(region)
-            self._free[region.pages] = True
+            self._tokens_in_use -= np.bincount(tokens // self.page_tokens, minlength=self.capacity)
+
+    # ---- tests -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert every invariant; tests call this after each change."""
-        taken = np.concatenate([np.empty(0, np.int64), *(region.pages for region in self._regions)])
-        assert len(np.unique(taken)) == len(taken)
-        assert np.array_equal(np.sort(taken), np.flatnonzero(~self._free))
-        assert all(region.references > 0 for region in self._regions)
+        """Assert every invariant; tests call this after each change, while nothing is erased."""
+        counted: dict[Content, int] = {}
+        for region in self._regions:
+            assert region.references > 0
+            for content in region.contents:
+                counted[content] = counted.get(content, 0) + 1
+        assert all(content.regions == count for content, count in counted.items())
+        tokens = np.concatenate([np.empty(0, np.int64), *(content.tokens for content in counted)])
+        assert len(np.unique(tokens)) == len(tokens), "a token belongs to two contents"
+        in_use = np.bincount(tokens // self.page_tokens, minlength=self.capacity)
+        assert np.array_equal(in_use, self._tokens_in_use)
+        assert all(content in counted and content.key == key for key, content in self._by_key.items())
+        assert self._by_key.keys() == {content.key for content in counted} - {None}
+
+
+def places(pages: IntArray, unit: int) -> IntArray:
+    """The places of these pages of `unit` places each."""
+    return (pages[:, None] * unit + np.arange(unit)).reshape(-1)

@@ -40,11 +40,18 @@ class ResidentBundle:
     form: Form
     layers: tuple[LayerPages, ...]  # [L]
     map_rank: int  # r; 0: no maps
-    nbytes: int  # of its pages
+    pages: IntArray  # [n] that it lies in; others may lie in them too
+    page_bytes: int
+    num_shared: int  # entries that were in the pool when it was loaded, and were not copied
     region: Region
     tokens: IntArray  # [B, m] places in the pool
     null_tokens: IntArray  # [B] place of a token with key and value 0; decoupled memory alone
     map_rows: IntArray  # [B, r] places among the rows of maps
+
+    @property
+    def nbytes(self) -> int:
+        """Of its pages."""
+        return len(self.pages) * self.page_bytes
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
@@ -84,6 +91,7 @@ class RequestMemory:
     map_weight: Tensor | None  # [k r] float32
     slot: int
     entries: bytes  # of the bundle, in the order of the tokens
+    first_entry: int | None  # if they are adjacent in the bundle; in the pool they need not be
 
     @property
     def has_remainder(self) -> bool:

@@ -2,20 +2,20 @@
 
 It is allocated once, before vLLM measures how much memory is left for the KV cache. Loading and unloading a bundle
 writes its pages and never moves an address, so a captured CUDA graph stays valid. Pages are overwritten with zeros
-before they are free again: of a bundle that is gone, the pool holds nothing.
+before they are free again: of a bundle that is gone, the pool holds nothing that no other bundle has.
+
+Bundles whose entries have equal payload digests share them: an entry that is in the pool already is not copied again.
 
 A row of a map is as long as G tokens, so maps lie in the same pages: their inner halves among the keys, their outer
 ones among the values.
 
-Shapes: see the package; P tokens of the pool, r rank of a map.
+Shapes: see the package; P tokens of the pool, r rank of a map, N entries that are copied.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from ..errors import CapacityError, UnsupportedModel
 from ..page_terms import IntArray
 from .page_allocator import PageAllocator, Region
 from .pages import LayerPages, ResidentBundle, span_of
+from .placement import Placement, map_rank, runs_of
 
 ENTRY_TOKENS = 8  # what the size of a pool counts as one entry: the paper's payload
 
@@ -61,12 +62,6 @@ class PoolShape:
     def nbytes(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.num_tokens * self.head_size * dtype.itemsize
 
-    def pages_of(self, bundle: Bundle) -> tuple[int, int]:
-        """The pages of a bundle's tokens and of its maps."""
-        tokens = bundle.num_entries * bundle.payload_tokens + len(set(null_groups(bundle)))
-        map_rows = bundle.num_entries * map_rank(bundle)
-        return -(-tokens // self.page_tokens), -(-map_rows * self.heads_per_kv_head // self.page_tokens)
-
 
 class PagePool:
     """See the module docstring."""
@@ -80,7 +75,7 @@ class PagePool:
                 f"({needed // shape.entries} bytes an entry), and {free / 2**20:.1f} MiB are free"
             )
         self.shape = shape
-        self.allocator = PageAllocator(shape.num_pages, self._erase)
+        self.allocator = PageAllocator(shape.num_pages, shape.page_tokens, self._erase)
         self._device = device
         size = (shape.num_layers, shape.num_kv_heads, shape.num_tokens, shape.head_size)
         self.keys = torch.zeros(size, dtype=dtype, device=device.torch_device)  # [L, J, P, D]
@@ -90,33 +85,42 @@ class PagePool:
     def page_bytes(self) -> int:
         return 2 * self.keys[:, :, : self.shape.page_tokens].nbytes
 
-    def store(self, bundle: Bundle, heads: slice) -> ResidentBundle:
-        """Copy a bundle's KV heads `heads` into free pages, beside the running steps. Any thread may call it.
+    def store(self, bundle: Bundle, heads: slice, region: Region) -> ResidentBundle:
+        """Copy what the pool does not have of a bundle's KV heads `heads` into free pages, beside the running steps.
+
+        Any thread may call it.
+
+        Args:
+            region: has the payloads that were not read with the bundle: `read_bundle(known=region.share)`. The bundle
+                keeps it; after an error the caller releases it.
 
         Raises:
-            CapacityError: it does not fit. The pool does not change.
+            CapacityError: it does not fit.
         """
         self._check_geometry(bundle, heads)
-        token_pages, map_pages = self.shape.pages_of(bundle)
+        placement = Placement.of(bundle, region, self.shape.page_tokens, self.shape.heads_per_kv_head)
+        self._allocate(bundle, placement, region)
+        resident = self._resident(bundle, placement, region)
+        with torch.inference_mode(), self._device.beside_steps():
+            for layer in range(self.shape.num_layers):
+                self._fill(resident, placement, bundle, layer, heads)
+        region.divide(placement.pieces(bundle))
+        return resident
+
+    def _allocate(self, bundle: Bundle, placement: Placement, region: Region) -> None:
+        """Find pages for what is not shared. Raises CapacityError."""
         try:
-            region = self.allocator.allocate(token_pages + map_pages)
+            placement.lie_in(region.allocate(placement.token_pages + placement.map_pages))
         except CapacityError as error:
-            page = self.shape.page_tokens
+            page, new = self.shape.page_tokens, f"{len(placement.new)} entries"
+            if placement.num_shared:
+                new += f" that are not there yet, of {bundle.num_entries},"
             raise CapacityError(
-                f"the bundle does not fit into the memory pool: its {bundle.num_entries} entries take "
-                f"{(token_pages + map_pages) * page} tokens, {self.allocator.num_free * page} of "
+                f"the bundle does not fit into the memory pool: its {new} take "
+                f"{(placement.token_pages + placement.map_pages) * page} tokens, {self.allocator.num_free * page} of "
                 f"{self.shape.num_tokens} are free; unload a bundle, or start the server with a larger "
                 f"--memory-pool-entries than {self.shape.entries}"
             ) from error
-        try:
-            resident = self._resident(bundle, region)
-            with torch.inference_mode(), self._device.beside_steps():
-                for layer in range(self.shape.num_layers):
-                    self._fill(resident, bundle, layer, heads)
-        except BaseException:
-            region.release()
-            raise
-        return resident
 
     def _check_geometry(self, bundle: Bundle, heads: slice) -> None:
         L, _, J, _, D = bundle.payload_keys.shape
@@ -127,62 +131,53 @@ class PagePool:
                 f"the bundle has {L} layers of {len(range(J)[heads])} KV heads of size {D}"
             )
 
-    def _resident(self, bundle: Bundle, region: Region) -> ResidentBundle:
-        shape, token_pages = self.shape, self.shape.pages_of(bundle)[0]
-        B, m, groups = bundle.num_entries, bundle.payload_tokens, np.array(null_groups(bundle), dtype=np.int64)
-        places = _places(region.pages[:token_pages], shape.page_tokens)
-        # A group's null token follows its entries.
-        entries_before = np.arange(B)[:, None] * m + (groups[:, None] if len(groups) else 0)  # [B, 1]
-        tokens = places[entries_before + np.arange(m)]  # [B, m]
-        null_tokens = places[(np.searchsorted(groups, groups, side="right")) * m + groups]
-        rows_of_page = shape.page_tokens // shape.heads_per_kv_head
-        r = map_rank(bundle)
-        map_rows = _places(region.pages[token_pages:], rows_of_page)[: B * r].reshape(B, r)
+    def _resident(self, bundle: Bundle, placement: Placement, region: Region) -> ResidentBundle:
+        shape, has_maps = self.shape, map_rank(bundle) > 0
         layers = [
             LayerPages(
                 keys=self.keys[layer],
                 values=self.values[layer],
                 gate=float(bundle.value_gates[layer]),
                 bias=float(bundle.layer_bias[layer]),
-                map_in=self.map_rows(self.keys[layer]) if map_rows.size else None,
-                map_out=self.map_rows(self.values[layer]) if map_rows.size else None,
+                map_in=self.map_rows(self.keys[layer]) if has_maps else None,
+                map_out=self.map_rows(self.values[layer]) if has_maps else None,
             )
             for layer in range(shape.num_layers)
         ]
         return ResidentBundle(
             digest=bundle.digest,
-            num_entries=B,
-            payload_tokens=m,
+            num_entries=bundle.num_entries,
+            payload_tokens=bundle.payload_tokens,
             weighting=bundle.metadata.weighting,
             form=bundle.metadata.form,
             layers=tuple(layers),
-            map_rank=r,
-            nbytes=len(region.pages) * self.page_bytes,
+            map_rank=map_rank(bundle),
+            pages=self.allocator.pages_of(placement.all_tokens()),
+            page_bytes=self.page_bytes,
+            num_shared=placement.num_shared,
             region=region,
-            tokens=tokens,
-            null_tokens=null_tokens,
-            map_rows=map_rows,
+            tokens=placement.tokens,
+            null_tokens=placement.null_tokens,
+            map_rows=placement.map_rows,
         )
 
-    def _erase(self, pages: IntArray) -> None:
-        """Overwrite pages with zeros. Any thread may call it."""
-        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)  # of adjacent pages
+    def _erase(self, tokens: IntArray) -> None:
+        """Overwrite tokens [n], ascending, with zeros. Any thread may call it."""
         with torch.inference_mode(), self._device.beside_steps():
-            for run in runs:
-                if len(run):
-                    tokens = slice(int(run[0]) * self.shape.page_tokens, (int(run[-1]) + 1) * self.shape.page_tokens)
-                    self.keys[:, :, tokens] = 0
-                    self.values[:, :, tokens] = 0
+            for first, end in runs_of(tokens):
+                span = slice(int(tokens[first]), int(tokens[end - 1]) + 1)
+                self.keys[:, :, span] = 0
+                self.values[:, :, span] = 0
 
     def map_rows(self, layer: Tensor) -> Tensor:
         """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]."""
         return layer.view(self.shape.num_kv_heads, self.shape.num_map_rows, -1)
 
-    def _fill(self, resident: ResidentBundle, bundle: Bundle, layer: int, heads: slice) -> None:
+    def _fill(self, resident: ResidentBundle, placement: Placement, bundle: Bundle, layer: int, heads: slice) -> None:
         pages = resident.layers[layer]
 
-        def write(target: Tensor, places: IntArray, source: Tensor) -> None:  # [J, x, y], [B, n], [B, J, n, y]
-            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, B, n, y]
+        def write(target: Tensor, places: IntArray, source: Tensor) -> None:  # [J, x, y], [n, k], [n, J, k, y]
+            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, n, k, y]
             where = span_of(places.reshape(-1))
             if isinstance(where, slice):
                 target[:, where].view(own.shape).copy_(own)
@@ -191,35 +186,16 @@ class PagePool:
                 target.index_copy_(1, self._device.upload(where), scattered)
                 scattered.zero_()  # freed memory keeps its content
 
-        write(pages.keys, resident.tokens, bundle.payload_keys[layer])
-        write(pages.values, resident.tokens, bundle.payload_values[layer])
-        for null in np.unique(resident.null_tokens).tolist():
+        sources = placement.sources(bundle)  # [N]
+        for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory
+            read, new = slice(int(sources[first]), int(sources[end - 1]) + 1), placement.new[first:end]
+            write(pages.keys, placement.tokens[new], bundle.payload_keys[layer, read])
+            write(pages.values, placement.tokens[new], bundle.payload_values[layer, read])
+            if bundle.map_in is not None and bundle.map_out is not None:
+                assert pages.map_in is not None
+                assert pages.map_out is not None
+                write(pages.map_in, placement.map_rows[new], bundle.map_in[layer, read])
+                write(pages.map_out, placement.map_rows[new], bundle.map_out[layer, read].transpose(-1, -2))
+        for null in placement.new_nulls.tolist():
             pages.keys[:, null] = 0
             pages.values[:, null] = 0
-        if bundle.map_in is not None and bundle.map_out is not None:
-            assert pages.map_in is not None
-            assert pages.map_out is not None
-            write(pages.map_in, resident.map_rows, bundle.map_in[layer])
-            write(pages.map_out, resident.map_rows, bundle.map_out[layer].transpose(-1, -2))
-
-
-def map_rank(bundle: Bundle) -> int:
-    return 0 if bundle.metadata.output_map is None else bundle.metadata.output_map.rank
-
-
-def null_groups(bundle: Bundle) -> list[int]:
-    """The group of each entry of decoupled memory: entries of one group are followed by one null token.
-
-    They are read together, and adjacent tokens without a copy: behind a gate the entries of a task, otherwise all
-    entries. Merged memory has no null tokens.
-    """
-    if bundle.metadata.form == "merged":
-        return []
-    tasks = [entry.task if bundle.gate is not None else "" for entry in bundle.metadata.entries]
-    changes = [previous != task for previous, task in itertools.pairwise(tasks)]
-    return list(itertools.accumulate(changes, initial=0))[: len(tasks)]
-
-
-def _places(pages: IntArray, unit: int) -> IntArray:
-    """The places of these pages of `unit` places each."""
-    return (pages[:, None] * unit + np.arange(unit)).reshape(-1)

@@ -47,7 +47,7 @@ class DecodeBatch:
 
     bundle: ResidentBundle
     rows: slice | Tensor  # [n] rows of the step's query tensor
-    tokens: slice | Tensor  # [S] places in the pool for all requests, or [n, S] for each
+    tokens: slice | Tensor  # [S] places in the pool for all requests, or [n, S] for each of them
     key_scale: Tensor | None  # [n, S]
     log_weight: Tensor | None  # [n G, S], each request's row repeated for the G query heads of a KV head
     value_scale: Tensor | None  # [n, S]
@@ -67,13 +67,15 @@ class StepMemory:
 def plan_step(step: ScheduledStep) -> StepMemory | None:
     """Group the step's rows with memory; None if there are none."""
     prefills: list[PrefillSpan] = []
-    decoding: dict[tuple[int, int, int | None], list[int]] = {}  # (bundle, S, where adjacent tokens begin) -> requests
+    # (bundle, S, where adjacent entries begin) -> requests. How requests are batched, and so what they compute to the
+    # last bit, must not depend on where the pool has had room.
+    decoding: dict[tuple[int, int, int | None], list[int]] = {}
     for request, memory in enumerate(step.memories):
         if memory is None or step.num_rows(request) == 0:
             continue
         if step.num_rows(request) == 1:
-            begin = memory.tokens.start if isinstance(memory.tokens, slice) else None
-            decoding.setdefault((id(memory.bundle), memory.num_tokens, begin), []).append(request)
+            key = id(memory.bundle), memory.num_tokens, memory.first_entry
+            decoding.setdefault(key, []).append(request)
         else:
             prefills.append(_prefill_span(step, request, memory))
     if not prefills and not decoding:
@@ -107,7 +109,7 @@ def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
     return DecodeBatch(
         bundle=batch[0].bundle,
         rows=slice(rows[0], rows[0] + len(rows)) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows),
-        tokens=batch[0].tokens if isinstance(batch[0].tokens, slice) else torch.stack([_picked(m) for m in batch]),
+        tokens=_tokens_of(batch),
         key_scale=_stack([m.key_scale for m in batch], batch, neutral=1.0),
         log_weight=None if log_weight is None else log_weight.repeat_interleave(step.heads_per_kv_head, dim=0),
         value_scale=_stack([m.value_scale for m in batch], batch, neutral=1.0),
@@ -117,9 +119,15 @@ def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
     )
 
 
-def _picked(memory: RequestMemory) -> Tensor:
-    assert isinstance(memory.tokens, Tensor)
-    return memory.tokens
+def _tokens_of(batch: list[RequestMemory]) -> slice | Tensor:
+    """[S] for memories that read the same tokens, [n, S] for others."""
+    if batch[0].first_entry is not None:
+        return batch[0].tokens
+    return torch.stack([_as_tensor(memory.tokens) for memory in batch])
+
+
+def _as_tensor(tokens: slice | Tensor) -> Tensor:
+    return torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
 
 
 def _stack(per_request: list[Tensor | None], batch: list[RequestMemory], neutral: float) -> Tensor | None:

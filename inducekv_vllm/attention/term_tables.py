@@ -110,6 +110,7 @@ class TermTables:
             map_weight=map_weight if len(map_rows) and not bool((weight == 1).all()) else None,
             slot=slot,
             entries=entries.tobytes(),
+            first_entry=int(entries[0]) if bool((np.diff(entries) == 1).all()) else None,
         )
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> Tensor:

@@ -12,19 +12,30 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError
 from ..files import replacing
+from ..page_terms import IntArray
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .signature import SIGNATURE_KEY, Signature
-from .tensors import DTYPES, Bundle, check_bundle, check_structure, check_values, expected_shapes, require_backbone
+from .tensors import (
+    DTYPES,
+    PAYLOADS,
+    Bundle,
+    check_bundle,
+    check_structure,
+    check_values,
+    expected_shapes,
+    require_backbone,
+)
 
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 16 * 2**20
@@ -38,6 +49,7 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
         BundleError: the bundle is inconsistent, its digest is stale, or the file cannot be written (missing folder,
             full disk, ...). No temporary file is left behind.
     """
+    assert bundle.rows is None, "the bundle was read in part"
     target = Path(path)
     check_bundle(bundle, str(target))
     metadata = {METADATA_KEY: bundle.metadata.model_dump_json()}
@@ -88,6 +100,7 @@ def read_bundle(
     backbone: BackboneFingerprint | None = None,
     max_bytes: int | None = None,
     name: str | None = None,
+    known: Callable[[Sequence[str]], Container[Hashable]] | None = None,
 ) -> Bundle:
     """Read a bundle into memory; the file may be replaced or removed afterwards.
 
@@ -99,6 +112,8 @@ def read_bundle(
         backbone: refuse a bundle that was made for another one.
         max_bytes: refuse a larger file.
         name: what messages call the file (default: its path).
+        known: is called with the payload digests [B] of a file that has any, and tells which payloads the caller has
+            already. They are neither read nor checked: the bundle has the `rows` of the others alone.
 
     Raises:
         BundleError: names the file and the problem.
@@ -115,8 +130,9 @@ def read_bundle(
         starts = _check_layout(header, metadata, 8 + header_bytes, size, source)
         if backbone is not None:
             require_backbone(metadata, backbone, source)
-        tensors = _read_tensors(file, starts, expected_shapes(metadata), source)
-    bundle = Bundle(**tensors, metadata=metadata, signature=signature)
+        rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
+        tensors = _read_tensors(file, starts, metadata, rows, source)
+    bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
     check_structure(bundle, source)
     if verify:
         check_values(bundle, source)
@@ -153,23 +169,55 @@ def _opened(path: str | os.PathLike[str], source: str) -> Iterator[io.FileIO]:
             raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error
 
 
+def _unknown_rows(digests: Sequence[str], known: Callable[[Sequence[str]], Container[Hashable]]) -> IntArray | None:
+    """The entries whose payloads are to be read; None for all."""
+    if not digests:
+        return None
+    there = known(digests)
+    rows = [row for row, digest in enumerate(digests) if digest not in there]
+    return None if len(rows) == len(digests) else np.array(rows, dtype=np.int64)
+
+
 def _read_tensors(
-    file: io.FileIO, starts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], source: str
+    file: io.FileIO, starts: Mapping[str, int], metadata: BundleMetadata, rows: IntArray | None, source: str
 ) -> dict[str, Tensor]:
     """Read each tensor into its own memory and nowhere else, so that `Bundle.erase` leaves nothing of it."""
     tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
+    for name, shape in expected_shapes(metadata, rows).items():
         try:
             tensors[name] = torch.empty(shape, dtype=DTYPES[name])
         except (MemoryError, RuntimeError) as error:
             raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
-        file.seek(starts[name])
-        rest = tensors[name].reshape(-1).view(torch.uint8).numpy().data
-        while rest.nbytes:
-            if not (count := file.readinto(rest)):
-                raise BundleError(f"{source}: the file became shorter while it was read")
-            rest = rest[count:]
+        content = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        if rows is None or name not in PAYLOADS:
+            _read_span(file, starts[name], content, source)
+        elif len(rows):
+            _read_rows(file, starts[name], content, rows, shape[0], len(metadata.entries), source)
     return tensors
+
+
+def _read_rows(
+    file: io.FileIO, start: int, content: memoryview, rows: IntArray, layers: int, num_entries: int, source: str
+) -> None:
+    """Read the rows of a tensor [L, B, ...] that begins at `start`; adjacent rows at once."""
+    row_bytes = content.nbytes // (layers * len(rows))
+    ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows))
+    for layer in range(layers):
+        first = 0
+        for end in ends.tolist():
+            begin = layer * len(rows)
+            span = content[(begin + first) * row_bytes : (begin + end) * row_bytes]
+            _read_span(file, start + (layer * num_entries + int(rows[first])) * row_bytes, span, source)
+            first = end
+
+
+def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) -> None:
+    """Fill `content` from byte `start` of the file on."""
+    file.seek(start)
+    while content.nbytes:
+        if not (count := file.readinto(content)):
+            raise BundleError(f"{source}: the file became shorter while it was read")
+        content = content[count:]
 
 
 def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:

@@ -1,8 +1,8 @@
 """The part of a bundle that is not tensors, and what must hold in it.
 
 Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
-each task, version 4 maps of the attention output, version 5 dates of entries; each version is written only for a bundle
-that needs it.
+each task, version 4 maps of the attention output, version 5 dates of entries. Version 6 has a digest for each entry's
+payload; `Bundle.create` makes it of every bundle with entries. Earlier ones are read, and written again as they were.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..activation import Activation, earliest
 from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
-FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5)
-FormatVersion = Literal[1, 2, 3, 4, 5]
+FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6)
+FormatVersion = Literal[1, 2, 3, 4, 5, 6]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
@@ -40,6 +40,10 @@ def _in_utc(moment: datetime) -> datetime:
 Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
 
 
+def _is_missing(value: object) -> bool:
+    return value is None
+
+
 class EntryRecord(BaseModel):
     """The training example that an entry was made from."""
 
@@ -48,8 +52,10 @@ class EntryRecord(BaseModel):
     id: str = Field(min_length=1)
     task: str = Field(min_length=1)
     source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
-    created_at: Moment | None = None  # None: not recorded
-    expires_at: Moment | None = None  # from then on it is not used in answers; None: never
+    # Before format version 5, entries have no dates.
+    created_at: Moment | None = Field(default=None, exclude_if=_is_missing)  # None: not recorded
+    # From then on it is not used in answers; None: never.
+    expires_at: Moment | None = Field(default=None, exclude_if=_is_missing)
 
     @property
     def is_dated(self) -> bool:
@@ -57,12 +63,6 @@ class EntryRecord(BaseModel):
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires_at is not None and self.expires_at <= now
-
-    @model_serializer(mode="wrap")
-    def _without_missing_dates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Before format version 5, entries have no dates."""
-        fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if value is not None}
 
 
 class AdapterRecord(BaseModel):
@@ -108,6 +108,17 @@ class BackboneFingerprint(BaseModel):
         ]
 
 
+# The format version that a field came with.
+_LATER_FIELDS: Final = {
+    "gate_tasks": 2,
+    "form": 3,
+    "activations": 3,
+    "task_adapters": 3,
+    "output_map": 4,
+    "payload_digests": 6,
+}
+
+
 class BundleMetadata(BaseModel):
     """The part of a bundle that is not tensors."""
 
@@ -128,14 +139,14 @@ class BundleMetadata(BaseModel):
     activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
     task_adapters: tuple[AdapterRecord, ...] = ()  # of the tasks that have no entries; decoupled form only
     output_map: OutputMap | None = None  # decoupled form only
+    payload_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()  # [B], see `payload_digests`
     digest: str = ""  # see `bundle_digest`
 
     @model_serializer(mode="wrap")
     def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit the fields that a format version does not have, so that its files and digests do not change."""
         fields: dict[str, Any] = serialize(self)
-        later = ((2, "gate_tasks"), (3, "form"), (3, "activations"), (3, "task_adapters"), (4, "output_map"))
-        for version, name in later:
+        for name, version in _LATER_FIELDS.items():
             if self.format_version < version:
                 fields.pop(name, None)
         return fields
@@ -156,8 +167,10 @@ class BundleMetadata(BaseModel):
         return next((record for record in self.task_adapters if record.task == task), None)
 
 
-def format_version_of(form: Form, gated: bool, mapped: bool, dated: bool) -> FormatVersion:
-    """The lowest format version that holds such a bundle."""
+def format_version_of(form: Form, gated: bool, mapped: bool, dated: bool, digested: bool) -> FormatVersion:
+    """The lowest format version that holds such a bundle; `digested`: with a digest for each entry's payload."""
+    if digested:
+        return 6
     if dated:
         return 5
     if mapped:
@@ -165,6 +178,17 @@ def format_version_of(form: Form, gated: bool, mapped: bool, dated: bool) -> For
     if form == "decoupled":
         return 3
     return 2 if gated else 1
+
+
+def format_version_for(metadata: BundleMetadata, entries: Sequence[EntryRecord]) -> FormatVersion:
+    """The lowest format version that holds a bundle with these entries and otherwise this metadata."""
+    return format_version_of(
+        metadata.form,
+        bool(metadata.gate_tasks),
+        metadata.output_map is not None,
+        any(entry.is_dated for entry in entries),
+        bool(metadata.payload_digests),
+    )
 
 
 def check_metadata(metadata: BundleMetadata, name: str) -> None:
@@ -192,11 +216,17 @@ def _duplicate(names: Sequence[str]) -> str | None:
 
 
 def _check_form(metadata: BundleMetadata, name: str) -> None:
+    if metadata.payload_digests and len(metadata.payload_digests) != len(metadata.entries):
+        raise BundleError(
+            f"{name}: expected a payload digest for each of {len(metadata.entries)} entries, "
+            f"found {len(metadata.payload_digests)}"
+        )
     is_dated = any(entry.is_dated for entry in metadata.entries)
-    expected = format_version_of(metadata.form, bool(metadata.gate_tasks), metadata.output_map is not None, is_dated)
+    expected = format_version_for(metadata, metadata.entries)
     if metadata.format_version != expected:
         maps = "no map" if metadata.output_map is None else "maps"
         dates = ", with dates of entries," if is_dated else ""
+        dates += ", with digests of payloads," if metadata.payload_digests else ""
         raise BundleError(
             f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks and {maps}{dates} is format "
             f"version {expected}, found {metadata.format_version}"

@@ -1,23 +1,25 @@
 """A bundle's tensors, their digest and their checks.
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
-C tasks of a relevance gate, r rank of a map.
+Shapes: B entries, N of them with their payloads, m payload tokens, L layers, J KV heads, G query heads of a KV head,
+D head size, d hidden size, C tasks of a relevance gate, r rank of a map. N is B unless a bundle was read in part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from ..activation import Activation
 from ..errors import BundleError, FingerprintMismatch
-from ..page_terms import Form, Weighting
+from ..page_terms import Form, IntArray, Weighting
 from .metadata import (
     AdapterRecord,
     BackboneFingerprint,
@@ -26,7 +28,7 @@ from .metadata import (
     OutputMap,
     check_metadata,
     first_problem,
-    format_version_of,
+    format_version_for,
 )
 from .signature import Signature
 
@@ -45,6 +47,7 @@ DTYPES = {
     "map_in": torch.float16,
     "map_out": torch.float16,
 }
+PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")  # what an entry's payload digest covers
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Bundle:
     """One memory. `Bundle.create` computes its digest, so the tensors must not change afterwards."""
 
     retrieval_keys: Tensor  # [B, d] float16, unit norm
-    payload_keys: Tensor  # [L, B, J, m, D] float16, before RoPE
-    payload_values: Tensor  # [L, B, J, m, D] float16
+    payload_keys: Tensor  # [L, N, J, m, D] float16, before RoPE
+    payload_values: Tensor  # [L, N, J, m, D] float16
     temperature: Tensor  # [] float32, tau > 0
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
@@ -73,9 +76,10 @@ class Bundle:
     gate_keys: Tensor | None = None  # [C, 2, d] float16, see `Gate`
     gate_thresholds: Tensor | None = None  # [C] float32
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
-    map_in: Tensor | None = None  # [L, B, J, r, G D] float16
-    map_out: Tensor | None = None  # [L, B, J, G D, r] float16
+    map_in: Tensor | None = None  # [L, N, J, r, G D] float16
+    map_out: Tensor | None = None  # [L, N, J, G D, r] float16
     signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
+    rows: IntArray | None = None  # [N], ascending: the entries that the payloads and maps are of; None: of all B
 
     @classmethod
     def create(
@@ -114,9 +118,6 @@ class Bundle:
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
-                format_version=format_version_of(
-                    form, gate is not None, bool(maps), any(entry.is_dated for entry in entries)
-                ),
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -146,10 +147,10 @@ class Bundle:
         if gate is not None:
             tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        bundle = cls(**stored, metadata=metadata, signature=None)
-        bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
-        check_bundle(bundle, "bundle")
-        return bundle
+        metadata = metadata.model_copy(update={"format_version": format_version_for(metadata, entries)})
+        bundle = cls(**stored, metadata=metadata, signature=None, rows=None)
+        check_structure(bundle, "bundle")
+        return with_payload_digests(bundle)
 
     @property
     def num_entries(self) -> int:
@@ -204,15 +205,21 @@ def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     Raises:
         BundleError: the records do not fit the bundle.
     """
-    metadata = bundle.metadata
-    version = format_version_of(
-        metadata.form,
-        bool(metadata.gate_tasks),
-        metadata.output_map is not None,
-        any(entry.is_dated for entry in entries),
-    )
-    metadata = metadata.model_copy(update={"entries": entries, "format_version": version})
-    bundle = replace(bundle, metadata=metadata, signature=None)
+    return _sealed(replace(bundle, signature=None), entries)
+
+
+def with_payload_digests(bundle: Bundle) -> Bundle:
+    """The same bundle in the current format version; it has another digest, and is not signed."""
+    digests = payload_digests([tensor for name, tensor in bundle.tensors().items() if name in PAYLOADS])
+    metadata = bundle.metadata.model_copy(update={"payload_digests": digests})
+    return _sealed(replace(bundle, metadata=metadata, signature=None), metadata.entries)
+
+
+def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
+    """The bundle with these records of its entries, and the version and digest that they give it; checked."""
+    version = format_version_for(bundle.metadata, entries)
+    metadata = bundle.metadata.model_copy(update={"entries": entries, "format_version": version})
+    bundle = replace(bundle, metadata=metadata)
     bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
     check_bundle(bundle, "bundle")
     return bundle
@@ -221,15 +228,49 @@ def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
+    From format version 6 on, the payload digests in the metadata stand for the tensors that they cover, so that a
+    reader who has some of the payloads need not read them again.
+
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
+    covered = PAYLOADS if bundle.metadata.payload_digests else ()
     sha = hashlib.sha256()
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     for name, tensor in sorted(bundle.tensors().items()):
+        if name in covered:
+            continue
         sha.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def payload_digests(payloads: Sequence[Tensor]) -> tuple[str, ...]:
+    """For each of N entries the sha256 over its part of every tensor (shape, bytes).
+
+    Entries of one digest have equal payloads and maps, to the bit; their keys, weights and dates may differ.
+
+    Args:
+        payloads: [L, N, J, ...] float16 each: payload keys, payload values, and the maps if there are any.
+    """
+    entries = [tensor.contiguous().flatten(2).view(torch.uint8).numpy() for tensor in payloads]  # [L, N, bytes]
+    head = "".join(f"{[len(tensor), *tensor.shape[2:]]}\n" for tensor in payloads).encode()
+    starts = np.cumsum([0, *(len(entry) * entry.shape[2] for entry in entries)])
+    # One call for all layers: hashing them one by one would take and give Python's lock for each.
+    joined = np.empty(starts[-1], np.uint8)
+    parts = [
+        joined[first:end].reshape(len(entry), -1)
+        for entry, first, end in zip(entries, starts[:-1], starts[1:], strict=True)
+    ]
+    digests = []
+    for row in range(entries[0].shape[1]):
+        for part, entry in zip(parts, entries, strict=True):
+            part[:] = entry[:, row]
+        sha = hashlib.sha256(head)
+        sha.update(joined.data)
+        digests.append(sha.hexdigest())
+    joined.fill(0)  # freed memory keeps its content
+    return tuple(digests)
 
 
 def _output_map(map_in: Tensor | None) -> OutputMap | None:
@@ -241,15 +282,16 @@ def _output_map(map_in: Tensor | None) -> OutputMap | None:
     return OutputMap(rank=map_in.shape[3], width=map_in.shape[4])
 
 
-def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each tensor must have according to the metadata."""
+def expected_shapes(metadata: BundleMetadata, rows: IntArray | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each tensor must have according to the metadata; `rows` [N] as in `Bundle`."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
-    payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
+    N = B if rows is None else len(rows)
+    payload = (backbone.num_layers, N, backbone.num_kv_heads, m, backbone.head_dim)
     C = len(metadata.gate_tasks)
     gate = {"gate_keys": (C, 2, backbone.hidden_size), "gate_thresholds": (C,)}
     maps = {}
     if (shape := metadata.output_map) is not None:
-        each = (backbone.num_layers, B, backbone.num_kv_heads)
+        each = (backbone.num_layers, N, backbone.num_kv_heads)
         maps = {"map_in": (*each, shape.rank, shape.width), "map_out": (*each, shape.width, shape.rank)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
@@ -275,7 +317,7 @@ def check_bundle(bundle: Bundle, name: str) -> None:
 
 def check_structure(bundle: Bundle, name: str) -> None:
     check_metadata(bundle.metadata, name)
-    shapes, tensors = expected_shapes(bundle.metadata), bundle.tensors()
+    shapes, tensors = expected_shapes(bundle.metadata, bundle.rows), bundle.tensors()
     if wrong := set(tensors) ^ set(shapes):
         if wrong & {"map_in", "map_out"}:
             raise BundleError(f"{name}: maps need both map_in and map_out, or neither")
@@ -305,3 +347,18 @@ def check_values(bundle: Bundle, name: str) -> None:
         raise BundleError(f"{name}: value_gates must be above 0 and at most 1")
     if bundle_digest(bundle) != bundle.digest:
         raise BundleError(f"{name}: the content does not match its digest: the file is damaged or was altered")
+    if bundle.metadata.payload_digests:
+        _check_payloads(bundle, name)
+
+
+def _check_payloads(bundle: Bundle, name: str) -> None:
+    """Check the payloads that are there against their digests."""
+    metadata = bundle.metadata
+    found = payload_digests([tensor for part, tensor in bundle.tensors().items() if part in PAYLOADS])
+    rows = range(bundle.num_entries) if bundle.rows is None else bundle.rows.tolist()
+    for row, digest in zip(rows, found, strict=True):
+        if digest != metadata.payload_digests[row]:
+            raise BundleError(
+                f"{name}: the content does not match its digest: the payload of entry {metadata.entries[row].id!r} is "
+                "damaged or was altered"
+            )

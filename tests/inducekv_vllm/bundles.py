@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inducekv_vllm.activation import Activation
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate, with_entries
 
 L, J, G, D, d = 3, 2, 2, 8, 16
 FINGERPRINT = BackboneFingerprint(
@@ -46,6 +47,12 @@ def random_bundle(num_entries: int = 5, payload_tokens: int = 4, seed: int = 0, 
         "settings": {"seed": seed, "policy": "random"},
     }
     return Bundle.create(**(arguments | changes))
+
+
+def older(bundle: Bundle) -> Bundle:
+    """The bundle as it was written before format version 6."""
+    metadata = bundle.metadata.model_copy(update={"payload_digests": ()})
+    return with_entries(replace(bundle, metadata=metadata), metadata.entries)
 
 
 def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:

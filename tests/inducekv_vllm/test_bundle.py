@@ -23,7 +23,7 @@ import torch
 from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, Gate, bundle_digest, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.footprint import footprint_bytes, gate_bytes
-from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, older, random_bundle, random_gated_bundle
 
 PLAIN, GATED = random_bundle(), random_gated_bundle()  # not to be changed
 GATE = Gate(GATED.gate_keys, GATED.gate_thresholds, ("a", "b"))
@@ -91,13 +91,13 @@ def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Path) -> None:
-    bundle = random_gated_bundle()
+    bundle = older(random_gated_bundle())
     assert bundle.metadata.format_version == 2
     assert bundle.gate is not None
     assert bundle.gate.tasks == ("a", "b")
     assert (bundle.gate.keys.dtype, bundle.gate.thresholds.dtype) == (torch.float16, torch.float32)
 
-    plain = random_bundle()
+    plain = older(random_bundle())
     assert plain.gate is None
     write_bundle(plain, path)
     assert plain.metadata.format_version == read_bundle(path).metadata.format_version == 1
@@ -114,7 +114,7 @@ def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Pa
         ({"gate": replace(GATE, tasks=("a", "a"))}, "gate task 'a' occurs more than once"),
         (
             {"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())},
-            "with 0 gate_tasks and no map is format version 1, found 2",
+            "a relevance gate needs keys, thresholds and at least one task",
         ),
         ({"gate": replace(GATE, keys=with_one(GATE.keys, NAN))}, "gate_keys contains NaN"),
         ({"gate": replace(GATE, keys=GATE.keys.float() * 1e6)}, "contains NaN or inf"),  # beyond float16
@@ -302,10 +302,11 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
         "entries": [{"id": f"e{i}", "task": tasks[i], "source_digest": "a"} for i in numbers],
     }
     if gated:
-        many |= {"format_version": 3, "form": "decoupled", "weighting": "uniform", "gate_tasks": tasks}
+        many |= {"form": "decoupled", "weighting": "uniform", "gate_tasks": tasks}
         many |= {"entries": many["entries"][:half], "activations": dict.fromkeys(tasks[:half], "text")}
         records = [{"task": task, "path": "p", "digest": task, "rank": 1} for task in tasks[half:]]
         many |= {"task_adapters": records}
+    many |= {"payload_digests": ["0" * 64] * len(many["entries"])}
     save_raw(path, {"retrieval_keys": torch.zeros(1)}, many)
     began = time.process_time()
     with pytest.raises(BundleError, match="tensors are missing"):
@@ -340,9 +341,13 @@ def test_random_damage_is_a_bundle_error_or_nothing(path: Path) -> None:
 
 
 def test_metadata_that_cannot_be_used(path: Path) -> None:
-    tensors, good = raw(random_bundle())
+    tensors, good = raw(older(random_bundle()))
     for change, problem in [
-        ({"format_version": 6}, "format version 6 is not supported, expected one of 1, 2, 3, 4, 5"),
+        ({"format_version": 7}, "format version 7 is not supported, expected one of 1, 2, 3, 4, 5, 6"),
+        ({"format_version": 6}, "with 0 gate_tasks and no map is format version 1, found 6"),
+        ({"payload_digests": ["0" * 64] * 5}, "no map, with digests of payloads, is format version 6, found 1"),
+        ({"payload_digests": ["0" * 64] * 4}, "expected a payload digest for each of 5 entries, found 4"),
+        ({"payload_digests": ["x" * 64] * 5}, "payload_digests.0"),
         ({"format_version": 2}, "with 0 gate_tasks and no map is format version 1, found 2"),
         ({"gate_tasks": ["t"]}, "with 1 gate_tasks and no map is format version 2, found 1"),
         ({"format_version": None}, "format version None"),

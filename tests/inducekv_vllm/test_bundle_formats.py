@@ -11,8 +11,9 @@ import safetensors
 import torch
 
 from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, read_bundle, write_bundle
+from inducekv_vllm.bundle.tensors import PAYLOADS
 from inducekv_vllm.errors import BundleError
-from tests.inducekv_vllm.bundles import D, G, J, L, random_bundle, random_gated_bundle, random_maps
+from tests.inducekv_vllm.bundles import D, G, J, L, older, random_bundle, random_gated_bundle, random_maps
 
 DECOUPLED: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "text"}}
 
@@ -47,13 +48,15 @@ def metadata_of(path: Path) -> dict[str, Any]:
 )
 def test_each_version_has_its_own_fields(bundle: Bundle, version: int, later_fields: set[str], tmp_path: Path) -> None:
     path = tmp_path / "bundle.safetensors"
-    write_bundle(bundle, path)
-    stored = metadata_of(path)
-    assert stored["format_version"] == version
-    assert stored.keys() & {"gate_tasks", "form", "activations", "output_map"} == later_fields
-    read = read_bundle(path)
-    assert read.metadata == bundle.metadata
-    assert all(torch.equal(t, bundle.tensors()[name]) for name, t in read.tensors().items())
+    fields = {"gate_tasks", "form", "activations", "output_map", "payload_digests"}
+    for each, number, expected in ((older(bundle), version, later_fields), (bundle, 6, fields)):
+        write_bundle(each, path)
+        stored = metadata_of(path)
+        assert stored["format_version"] == number
+        assert stored.keys() & fields == expected
+        read = read_bundle(path)
+        assert read.metadata == each.metadata
+        assert all(torch.equal(t, bundle.tensors()[name]) for name, t in read.tensors().items())
 
 
 def test_gates_of_decoupled_memory_are_any_finite_numbers() -> None:
@@ -128,8 +131,83 @@ def test_the_digest_covers_form_and_activation() -> None:
 
 def test_a_version_that_does_not_fit_its_content(tmp_path: Path) -> None:
     gate = Gate(torch.zeros(1, 2, 16), torch.zeros(1), ("t",))
-    bundle = decoupled_bundle(gate=gate)
-    older = bundle.metadata.model_copy(update={"format_version": 2})
+    bundle = older(decoupled_bundle(gate=gate))
+    wrong = bundle.metadata.model_copy(update={"format_version": 2})
     with pytest.raises(BundleError, match="decoupled memory with 1 gate_tasks and no map is format version 3, found 2"):
-        write_bundle(Bundle(**bundle.tensors(), metadata=older), tmp_path / "bundle.safetensors")
+        write_bundle(Bundle(**bundle.tensors(), metadata=wrong), tmp_path / "bundle.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+class TestPayloadDigests:
+    """Format version 6: what is in a digest, and reading a bundle in part."""
+
+    def test_equal_payloads_have_equal_digests(self) -> None:
+        """Whatever the rest of the bundle is, and wherever in it they are."""
+        bundle = random_bundle(weighting="prior")
+        payload = {name: bundle.tensors()[name].clone() for name in ("payload_keys", "payload_values")}
+        for tensor in payload.values():
+            tensor[:, [0, 1]] = tensor[:, [1, 0]]
+        payload["payload_values"][-1, 3, -1, -1, -1] += 1
+        found = random_bundle(seed=7, value_gates=torch.full((L,), 0.25), **payload).metadata.payload_digests
+        own = bundle.metadata.payload_digests
+        assert (found[0], found[1], found[2], found[4]) == (own[1], own[0], own[2], own[4])
+        assert found[3] != own[3]
+        assert decoupled_bundle(**payload).metadata.payload_digests == found
+        assert len({*found, *own}) == 6
+
+    def test_maps_and_shapes_are_covered(self) -> None:
+        payload = {"payload_keys": torch.zeros(L, 1, J, 4, D), "payload_values": torch.zeros(L, 1, J, 4, D)}
+        wide = {name: torch.zeros(L, 1, J, 2, D) for name in payload}
+        maps = random_maps((L, 1, J, 4, D), 2, G)
+        entries = {"entries": random_bundle().metadata.entries[:1]}
+        bundles = [
+            random_bundle(1, 4, **payload, **entries),
+            random_bundle(1, 2, **wide, **entries),
+            random_bundle(1, 4, **payload, **DECOUPLED, **entries, **maps),
+            random_bundle(1, 4, **payload, **DECOUPLED, **entries, **maps | {"map_in": -maps["map_in"]}),
+        ]
+        assert len({bundle.metadata.payload_digests for bundle in bundles}) == 4
+
+    @pytest.mark.parametrize("known", [set(), {0}, {1, 2}, {0, 2, 4}, {0, 1, 2, 3, 4}])
+    def test_known_payloads_are_not_read(self, known: set[int], tmp_path: Path) -> None:
+        bundle, path = mapped_bundle(), tmp_path / "bundle.safetensors"
+        write_bundle(bundle, path)
+        digests = bundle.metadata.payload_digests
+        asked: list[Any] = []
+        part = read_bundle(path, known=lambda each: asked.append(each) or {digests[row] for row in known})
+        assert asked == [digests]
+        rows = [row for row in range(5) if row not in known]
+        assert (part.rows is None) == (not known)
+        assert part.rows is None or part.rows.tolist() == rows
+        assert (part.digest, part.num_entries, part.payload_tokens) == (bundle.digest, 5, 4)
+        for name, tensor in part.tensors().items():
+            whole = bundle.tensors()[name]
+            assert torch.equal(tensor, whole[:, rows] if name in PAYLOADS else whole)
+
+    def test_a_version_without_digests_is_read_whole(self, tmp_path: Path) -> None:
+        bundle = older(random_bundle())
+        write_bundle(bundle, tmp_path / "bundle.safetensors")
+        part = read_bundle(tmp_path / "bundle.safetensors", known=lambda digests: pytest.fail("it has none"))
+        assert part.rows is None
+
+    def test_damage_in_what_is_read_is_found(self, tmp_path: Path) -> None:
+        """And damage in what is not read does no harm: the reader has the right content."""
+        bundle, path = random_bundle(), tmp_path / "bundle.safetensors"
+        write_bundle(bundle, path)
+        content = bytearray(path.read_bytes())
+        start = content.index(bundle.payload_values[1, 3].numpy().tobytes())
+        content[start + 4] ^= 1
+        path.write_bytes(content)
+        digests = bundle.metadata.payload_digests
+        for known in ((), digests[:3]):
+            with pytest.raises(BundleError, match="does not match its digest: the payload of entry 'e3' is damaged"):
+                read_bundle(path, known=lambda _, known=known: known)  # type: ignore[misc]
+        assert read_bundle(path, known=lambda _: digests[2:4]).rows is not None
+
+    def test_a_changed_digest_is_found(self, tmp_path: Path) -> None:
+        bundle, path = random_bundle(), tmp_path / "bundle.safetensors"
+        write_bundle(bundle, path)
+        digest = bundle.metadata.payload_digests[2]
+        path.write_bytes(path.read_bytes().replace(digest.encode(), digest[::-1].encode()))
+        with pytest.raises(BundleError, match="the content does not match its digest: the file"):
+            read_bundle(path, known=lambda digests: digests)

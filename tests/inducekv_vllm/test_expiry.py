@@ -16,7 +16,7 @@ from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.passes import make_injection_spec
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.page_terms import Retrieval, page_terms
-from tests.inducekv_vllm.bundles import d, random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
@@ -36,7 +36,7 @@ def index(bundle: Bundle, tmp_path: Path) -> MemoryIndex:
 class TestFormat:
     def test_dates_come_back(self, tmp_path: Path) -> None:
         record = EntryRecord(id="x", task="t", source_digest="ab", created_at=MADE, expires_at=LATE)
-        bundle = random_bundle(1, entries=(record,))
+        bundle = older(random_bundle(1, entries=(record,)))
         write_bundle(bundle, tmp_path / "b.safetensors")
         assert read_bundle(tmp_path / "b.safetensors").metadata.entries == (record,)
         stored = json.loads(bundle.metadata.model_dump_json())
@@ -52,7 +52,7 @@ class TestFormat:
         ]
 
     def test_a_bundle_without_dates_is_as_it_was(self) -> None:
-        bundle = random_bundle()
+        bundle = older(random_bundle())
         assert bundle.metadata.format_version == 1
         assert json.loads(bundle.metadata.model_dump_json())["entries"][0].keys() == {"id", "task", "source_digest"}
         dated = expiring(bundle, {"e1": LATE})
@@ -85,7 +85,7 @@ class TestFormat:
             type(bundle.metadata).model_validate_json(text)
 
     def test_dates_need_version_5_and_the_other_way_round(self) -> None:
-        bundle = random_bundle()
+        bundle = older(random_bundle())
         dated = expiring(bundle, {"e0": LATE})
         for wrong, found in ((bundle, 5), (dated, 1)):
             metadata = wrong.metadata.model_copy(update={"format_version": found})

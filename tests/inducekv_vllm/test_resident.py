@@ -30,7 +30,9 @@ class Loader:
         assert self.let_go.wait(30)
         if path == "bad":
             raise BundleError("bad: no such file")
-        return SimpleNamespace(digest=digest, region=self.allocator.allocate(2), nbytes=7)
+        region = self.allocator.region()
+        region.allocate(2)
+        return SimpleNamespace(digest=digest, region=region, nbytes=7)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Workers:
         else:
             assert method == "inducekv_load_outcome"
             assert args[0] in self.resident
-        return [{"ok": True, "bytes": 1}]
+        return [{"ok": True, "pages": [0], "page_bytes": 1, "shared_entries": 0}]
 
 
 def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:

@@ -48,8 +48,22 @@ def fitting_bundle(
     return random_bundle(num_entries, payload_tokens, seed, **(arguments | changes))
 
 
+def scatter(pool: PagePool) -> None:
+    """Leave every other page of an empty pool."""
+    regions = [pool.allocator.region() for _ in range(pool.allocator.capacity)]
+    for region in regions:
+        region.allocate(1)
+    for region in regions[::2]:
+        region.release()
+
+
 def store(pool: PagePool, bundle: Bundle) -> ResidentBundle:
-    return pool.store(bundle, slice(0, pool.shape.num_kv_heads))
+    region = pool.allocator.region()
+    try:
+        return pool.store(bundle, slice(0, pool.shape.num_kv_heads), region)
+    except BaseException:
+        region.release()
+        raise
 
 
 def random_memory(

@@ -23,7 +23,7 @@ from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.page_terms import Weighting
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, scatter, store
 
 current_platform.import_kernels()
 
@@ -40,10 +40,8 @@ class _Memories:
 
     def __init__(self, dtype: torch.dtype, scattered: bool = False) -> None:
         self.pool, self.tables, self.used = poisoned_pool(SHAPE, dtype), TermTables.allocate(16, SHAPE, CPU), 0
-        if scattered:  # leave every other page
-            pages = [self.pool.allocator.allocate(1) for _ in range(self.pool.allocator.capacity)]
-            for region in pages[::2]:
-                region.release()
+        if scattered:
+            scatter(self.pool)
 
     def bundle(self, weighting: Weighting, seed: int, **changes: Any) -> ResidentBundle:
         return store(self.pool, fitting_bundle(SHAPE, B, m, seed, weighting=weighting, **changes))
@@ -187,8 +185,7 @@ def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k:
     shape = replace(SHAPE, entries=32)
     pool, tables = poisoned_pool(shape, dtype), TermTables.allocate(1, shape, CPU)
     if scattered:
-        for region in [pool.allocator.allocate(1) for _ in range(pool.allocator.capacity)][::2]:
-            region.release()
+        scatter(pool)
     bundle = store(pool, fitting_bundle(shape, 3, m, map_rank=2))
     memory, pages = random_memory(tables, 1, bundle, top_k, False, 1), bundle.layers[0]
     rng = torch.Generator().manual_seed(3)

@@ -21,41 +21,50 @@ from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_po
 SHAPE = PoolShape(entries=20, num_layers=3, num_kv_heads=2, heads_per_kv_head=3, head_size=8)  # pages of 9 tokens
 
 
+def take(allocator: PageAllocator, count: int) -> tuple[Region, list[int]]:
+    region = allocator.region()
+    try:
+        return region, region.allocate(count).tolist()
+    except CapacityError:
+        region.release()
+        raise
+
+
 class TestPageAllocator:
     def test_the_smallest_run_that_fits(self) -> None:
         allocator = PageAllocator(10)
-        regions = [allocator.allocate(count) for count in (2, 1, 3, 1)]  # 0-1, 2, 3-5, 6; 7-9 are free
+        regions = [take(allocator, count)[0] for count in (2, 1, 3, 1)]  # 0-1, 2, 3-5, 6; 7-9 are free
         regions[0].release()
         allocator.check()
-        assert allocator.allocate(2).pages.tolist() == [0, 1]
-        assert allocator.allocate(2).pages.tolist() == [7, 8]
+        assert take(allocator, 2)[1] == [0, 1]
+        assert take(allocator, 2)[1] == [7, 8]
 
     def test_without_one_the_longest_runs(self) -> None:
         allocator = PageAllocator(7)
-        regions = [allocator.allocate(1) for _ in range(7)]
+        regions = [take(allocator, 1)[0] for _ in range(7)]
         for page in (0, 2, 3, 6):
             regions[page].release()
-        region = allocator.allocate(3)
+        _, pages = take(allocator, 3)
         allocator.check()
-        assert region.pages.tolist() == [2, 3, 0]
+        assert pages == [2, 3, 0]
 
     def test_a_full_pool_still_has_room_for_no_page(self) -> None:
         allocator = PageAllocator(2)
-        allocator.allocate(2)
-        assert allocator.allocate(0).pages.tolist() == []
+        take(allocator, 2)
+        assert take(allocator, 0)[1] == []
         allocator.check()
 
     def test_what_does_not_fit_changes_nothing(self) -> None:
         allocator = PageAllocator(3)
-        allocator.allocate(2)
+        take(allocator, 2)
         with pytest.raises(CapacityError, match="2 pages are needed, 1 of 3 are free"):
-            allocator.allocate(2)
+            take(allocator, 2)
         allocator.check()
         assert allocator.num_free == 1
 
     def test_pages_are_free_after_the_last_release(self) -> None:
         allocator = PageAllocator(3)
-        region = allocator.allocate(3)
+        region, _ = take(allocator, 3)
         region.retain()
         region.release()
         assert allocator.num_free == 0
@@ -80,8 +89,9 @@ class TestPageAllocator:
             else:
                 count, free = rng.randrange(6), allocator.num_free
                 try:
-                    held.append(allocator.allocate(count))
-                    assert len(held[-1].pages) == count
+                    region, pages = take(allocator, count)
+                    held.append(region)
+                    assert len(pages) == count
                 except CapacityError:
                     assert count > free
             allocator.check()
