@@ -291,7 +291,7 @@ def test_serving_lists_every_setting_and_route() -> None:
 def test_the_bundle_format_lists_every_tensor_and_field() -> None:
     page = DOCS / "bundle-format.md"
     tensors, _, rest = page.read_text().partition("\n## Metadata\n")
-    assert names(tensors) == set(Bundle.__dataclass_fields__) - {"metadata", "signature"}
+    assert names(tensors) == set(Bundle.__dataclass_fields__) - {"metadata", "signature", "rows"}
     assert names(rest.partition("\n## ")[0]) == set(BundleMetadata.model_fields)
 
 

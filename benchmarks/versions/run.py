@@ -61,6 +61,7 @@ def run(entries: int, rounds: int) -> dict[str, Any]:
         for mode, more in (("no_state_folder", []), ("state_folder", ["--memory-state", str(work / "state")])):
             with serving([*flags, *more], work / "server.log", environment) as url:
                 loads[mode] = measure(url, key, pairs, rounds)
+                print(f"{mode}: {loads[mode]}", file=sys.stderr)
         parts = measure_parts(pairs[0], entries, rounds)
         megabytes = pairs[0][0].path.stat().st_size / 1e6
     return {

@@ -57,9 +57,9 @@ class Region:
         return self._allocator.allocate(self, count)
 
     def divide(self, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
-        """Call once what was allocated is written: these tokens of it are contents of their own, which may be shared.
+        """Call once, when what was allocated is written: from now on others may share these pieces of it, by their keys.
 
-        The tokens that are in no piece remain one content.
+        What is in no piece remains one content.
         """
         self._allocator.divide(self, pieces)
 
@@ -151,17 +151,18 @@ class PageAllocator:
         return starts, ends - starts
 
     def divide(self, region: Region, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
-        with self.lock:
-            (whole,) = (content for content in region.contents if content.key is None)
+        (whole,) = (content for content in region.contents if content.key is None)
+        tokens = [tokens for _, tokens in pieces]
+        rest = np.setdiff1d(whole.tokens, np.concatenate([np.empty(0, np.int64), *tokens]))
+        assert len(rest) + sum(map(len, tokens)) == len(whole.tokens), "pieces overlap, or lie elsewhere"
+        contents = [Content(piece, key) for key, piece in (*pieces, (None, rest))]
+        with self.lock:  # running steps wait for it
             del region.contents[whole]
-            tokens = [tokens for _, tokens in pieces]
-            rest = np.setdiff1d(whole.tokens, np.concatenate([np.empty(0, np.int64), *tokens]))
-            assert len(rest) + sum(map(len, tokens)) == len(whole.tokens), "pieces overlap, or lie elsewhere"
-            for key, piece in (*pieces, (None, rest)):
-                content = Content(piece, None if key in self._by_key else key)
-                region.contents[content] = None
-                if content.key is not None:
-                    self._by_key[content.key] = content
+            region.contents |= dict.fromkeys(contents)
+            for content in contents:
+                # Of equal entries of one bundle, one is found.
+                if content.key is not None and self._by_key.setdefault(content.key, content) is not content:
+                    content.key = None
 
     def take_back(self, region: Region) -> None:
         """Erase what no other region has, and free the pages in which nothing is left.
