@@ -57,7 +57,7 @@ class Region:
         return self._allocator.allocate(self, count)
 
     def divide(self, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
-        """Call once, when what was allocated is written: from now on others may share these pieces of it, by their keys.
+        """Call once, when what was allocated is written: from now on others may share these pieces by their keys.
 
         What is in no piece remains one content.
         """

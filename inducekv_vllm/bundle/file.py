@@ -31,7 +31,7 @@ from .tensors import (
     PAYLOADS,
     Bundle,
     check_bundle,
-    check_structure,
+    check_shapes,
     check_values,
     expected_shapes,
     require_backbone,
@@ -133,7 +133,7 @@ def read_bundle(
         rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
         tensors = _read_tensors(file, starts, metadata, rows, source)
     bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
-    check_structure(bundle, source)
+    check_shapes(bundle, source)  # the metadata was checked with the header
     if verify:
         check_values(bundle, source)
     return bundle

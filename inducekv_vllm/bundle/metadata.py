@@ -124,7 +124,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: FormatVersion = 1  # see `format_version_of`
+    format_version: FormatVersion = 1  # see `format_version_for`
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
@@ -167,28 +167,17 @@ class BundleMetadata(BaseModel):
         return next((record for record in self.task_adapters if record.task == task), None)
 
 
-def format_version_of(form: Form, gated: bool, mapped: bool, dated: bool, digested: bool) -> FormatVersion:
-    """The lowest format version that holds such a bundle; `digested`: with a digest for each entry's payload."""
-    if digested:
-        return 6
-    if dated:
-        return 5
-    if mapped:
-        return 4
-    if form == "decoupled":
-        return 3
-    return 2 if gated else 1
-
-
 def format_version_for(metadata: BundleMetadata, entries: Sequence[EntryRecord]) -> FormatVersion:
     """The lowest format version that holds a bundle with these entries and otherwise this metadata."""
-    return format_version_of(
-        metadata.form,
-        bool(metadata.gate_tasks),
-        metadata.output_map is not None,
-        any(entry.is_dated for entry in entries),
-        bool(metadata.payload_digests),
-    )
+    if metadata.payload_digests:
+        return 6
+    if any(entry.is_dated for entry in entries):
+        return 5
+    if metadata.output_map is not None:
+        return 4
+    if metadata.form == "decoupled":
+        return 3
+    return 2 if metadata.gate_tasks else 1
 
 
 def check_metadata(metadata: BundleMetadata, name: str) -> None:
@@ -221,9 +210,9 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
             f"{name}: expected a payload digest for each of {len(metadata.entries)} entries, "
             f"found {len(metadata.payload_digests)}"
         )
-    is_dated = any(entry.is_dated for entry in metadata.entries)
     expected = format_version_for(metadata, metadata.entries)
     if metadata.format_version != expected:
+        is_dated = any(entry.is_dated for entry in metadata.entries)
         maps = "no map" if metadata.output_map is None else "maps"
         dates = ", with dates of entries," if is_dated else ""
         dates += ", with digests of payloads," if metadata.payload_digests else ""

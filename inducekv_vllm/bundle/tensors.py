@@ -317,6 +317,11 @@ def check_bundle(bundle: Bundle, name: str) -> None:
 
 def check_structure(bundle: Bundle, name: str) -> None:
     check_metadata(bundle.metadata, name)
+    check_shapes(bundle, name)
+
+
+def check_shapes(bundle: Bundle, name: str) -> None:
+    """Check that the tensors are those of the metadata."""
     shapes, tensors = expected_shapes(bundle.metadata, bundle.rows), bundle.tensors()
     if wrong := set(tensors) ^ set(shapes):
         if wrong & {"map_in", "map_out"}:
