@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE, NO_DATA_PARALLEL, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import (
@@ -115,12 +115,11 @@ class InduceKVEndpoint:
 async def check_server(client: EngineClient) -> None:
     """Raise UnsupportedModel if the bundles of this engine cannot be managed; export its pool's size."""
     parallel = client.vllm_config.parallel_config
-    for size, flag in (
-        (parallel.data_parallel_size, "--data-parallel-size"),
-        (parallel.pipeline_parallel_size, "--pipeline-parallel-size"),
-    ):
-        if size > 1:
-            raise UnsupportedModel(f"memory bundles cannot be served with {flag} {size}")
+    if parallel.data_parallel_size > 1:  # a dense model's workers do not see it
+        raise UnsupportedModel(f"{NO_DATA_PARALLEL}, found --data-parallel-size {parallel.data_parallel_size}")
+    if parallel.pipeline_parallel_size > 1:
+        size = parallel.pipeline_parallel_size
+        raise UnsupportedModel(f"memory bundles cannot be served with --pipeline-parallel-size {size}")
     multimodal = client.model_config.multimodal_config
     if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
         raise UnsupportedModel(
