@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -386,8 +387,15 @@ async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(files:
     assert found == [("start", None), ("answer", "r1"), ("answer", "r0"), ("refusal", None), ("answer", "r2")]
 
 
-async def test_all_restart_from_one_state_folder(files: Path) -> None:
-    state = str(files / "state")
+async def test_all_restart_from_one_state_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no start leaves the folder in which the processes have met."""
+    state, made, make = str(files / "state"), list[Path](), tempfile.mkdtemp
+
+    def noted(**options: str) -> str:
+        made.append(Path(make(**options)))
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
     async with started(files, state=state) as processes:
         await processes.load("a", 1)
         await processes.load("b", 2)
@@ -395,7 +403,8 @@ async def test_all_restart_from_one_state_folder(files: Path) -> None:
         assert processes.served() == ["b", "b", "b"]
         await processes.all[2].rollback("m", who="admin")
         assert processes.served() == ["a", "a", "a"]
-    assert not list(Path("/tmp").glob("inducekv-*/first"))
+    assert len(made) == 2
+    assert not any(folder.exists() for folder in made)
 
 
 class TestRanks:
