@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.errors import LoadTimeout
 from inducekv_vllm.logs import logger_of
@@ -163,7 +164,11 @@ class Followers:
     # ---- questions ---------------------------------------------------------------------------------------------
 
     async def active(self) -> Counter[str]:
-        """How many requests of other processes use each version, by digest."""
+        """How many requests of other processes use each version, by digest.
+
+        Raises:
+            RetryableRequestError: one of them does not answer; so do `traces`.
+        """
         found: Counter[str] = Counter()
         for answer in await self._ask("active"):
             found.update(answer)
@@ -175,4 +180,8 @@ class Followers:
 
     async def _ask(self, method: str, *, but: int | None = None, **arguments: Any) -> Iterable[Any]:
         links = [link for rank, link in self._links.items() if rank != but and link.is_open]
-        return await asyncio.gather(*(link.call(method, **arguments) for link in links))
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                return await asyncio.gather(*(link.call(method, **arguments) for link in links))
+        except TimeoutError as error:
+            raise RetryableRequestError(f"an API process has not answered within {PAUSE_S:g} s") from error

@@ -95,7 +95,9 @@ class FollowingRegistry:
             task: LoRARequest(lora_name=lora_name, lora_int_id=number, lora_path=folder)
             for task, (lora_name, number, folder) in adapters.items()
         }
-        self._names.versions.setdefault(digest, Version(memory, resident_bytes, requests))
+        version = Version(memory, resident_bytes, requests)
+        if self._names.versions.setdefault(digest, version) is not version:
+            memory.erase()  # it was given up, and asked for again before it was read
 
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Runs in a thread. The first process has checked all but what the file is now."""

@@ -140,3 +140,12 @@ def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, w
     recorded = [json.loads(line) for line in (running.folder / "audit.jsonl").read_text().splitlines()]
     of_versions = [record for record in recorded if record["event"] == "answer" and record["digest"] in number_of]
     assert len(of_versions) == len(answers)
+
+
+def test_a_server_without_one_of_its_processes_ends(running: Running) -> None:
+    """The last test: what is left of it would know nothing of later changes."""
+    main, other = (psutil.Process(process_of(running.folder / "log", each)) for each in ("MainProcess", "ApiServer_1"))
+    other.kill()
+    wait_until(lambda: not main.is_running() or main.status() == psutil.STATUS_ZOMBIE, seconds=300)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{running.url}/health")

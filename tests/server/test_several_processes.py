@@ -281,6 +281,9 @@ async def test_a_process_that_hangs_lets_the_change_fail_and_then_goes_on(
         with pytest.raises(LoadTimeout, match=r"API process 1 has not answered within 0\.2 s; nothing has changed"):
             await processes.load("b", 0)
         assert processes.served() == ["a", "a", "a"]
+        patch.setitem(processes.followers[0]._first.handlers, "active", hangs)  # type: ignore[arg-type]
+        with pytest.raises(RetryableRequestError, match=r"has not answered within 0\.2 s"):
+            await processes.all[2].show()
         goes_on.set()
     await processes.load("b", 1)
     assert processes.served() == ["b", "b", "b"]
