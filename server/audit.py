@@ -68,7 +68,7 @@ class AuditLog:
     def refusal(self, change: str, name: str | None, by: str, reason: str) -> None:
         self.note("refusal", change=change, name=name and f"{name:.200}", by=by, reason=f"{reason:.1000}")
 
-    def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
+    async def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
         """Record an answer that is about to begin.
 
         Args:

@@ -19,6 +19,7 @@ from inducekv_vllm.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,
+    NO_DATA_PARALLEL,
     SCHEDULER_CLS,
     WORKER_CLS,
     InduceKVConfig,
@@ -137,6 +138,7 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
     additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
     refuse_misspelt(rest)
+    refuse_data_parallel(rest, from_file)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
     elif "model" in from_file or has_flag(rest, "--model"):
@@ -315,6 +317,17 @@ def refuse_misspelt(rest: list[str]) -> None:
         flag = normal(argument.partition("=")[0])
         if flag.startswith("--") and (near := difflib.get_close_matches(flag, own, 1, SIMILAR)):
             raise UsageError(f"unknown flag {flag}; did you mean {near[0]}?")
+
+
+def refuse_data_parallel(rest: list[str], from_file: dict[str, Any]) -> None:
+    """`endpoint.check_server` refuses it too, when two engines have been started."""
+    sizes = [str(from_file.get("data-parallel-size", 1))]
+    for position, argument in enumerate(rest):
+        name, separator, value = argument.partition("=")
+        if normal(name) in ("--data-parallel-size", "-dp"):
+            sizes.append(value if separator else "".join(rest[position + 1 : position + 2]))
+    if sizes[-1].isdecimal() and int(sizes[-1]) > 1:
+        raise UsageError(f"{NO_DATA_PARALLEL}, found --data-parallel-size {sizes[-1]}")
 
 
 def has_flag(rest: list[str], flag: str) -> bool:

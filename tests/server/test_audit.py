@@ -130,7 +130,7 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
             with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
                 await change
         with pytest.raises(ConfigError):
-            server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
+            await server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
     await server.released()
     assert (server.registry.list(), server.copies()) == (before, copies)
     assert set(server.workers.resident) == {DIGEST["a"]}
@@ -291,7 +291,7 @@ async def test_answers_are_recorded_only_if_asked_for(files: Path) -> None:
     }
     for answers, expected in ((False, ["start"]), (True, ["start", "answer"])):
         log = AuditLog(str(files / f"{answers}.jsonl"), answers=answers)
-        log.answer("chatcmpl-1", "f" * 64, trace)
+        await log.answer("chatcmpl-1", "f" * 64, trace)
         records = [json.loads(line) for line in (files / f"{answers}.jsonl").read_text().splitlines()]
         assert [record["event"] for record in records] == expected
     del records[1]["time"], records[1]["previous"]
