@@ -30,7 +30,6 @@ from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
     ConfigError,
-    InduceKVError,
     LoadTimeout,
     TooManyChanges,
     UnknownBundle,
@@ -116,7 +115,7 @@ class BundleRegistry:
             (served, *_) = self._history.of(name)
             if served.by == START:
                 if name not in self._config.bundles:
-                    self._audit.change("unload", name=name, digest=served.digest, by=START)
+                    await self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
                 await self._restore(name, served)
@@ -211,13 +210,14 @@ class BundleRegistry:
         if version is None:
             version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
             self._versions[memory.digest] = version
-        # From here on without an await: an adapter may have taken the name in the meantime.
         try:
             self._check_name(name, replace)
             record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
-            self._record_change(name, memory, source, who, done)
+            await self._record_change(name, memory, source, who, done)
+            # From here on without an await: an adapter may have taken the name in the meantime.
+            self._check_name(name, replace)
             self._history.push(name, record)
-        except InduceKVError:
+        except BaseException:
             self._release_if_unused(version)
             raise
         previous = self._named.get(name)
@@ -243,9 +243,9 @@ class BundleRegistry:
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
 
-    def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
+    async def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
         before = self._named[name].memory.digest if name in self._named else None
-        self._audit.change(
+        await self._audit.change(
             _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
             name=name,
             digest=memory.digest,
@@ -275,7 +275,7 @@ class BundleRegistry:
             if digest is not None and not gone:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
-            self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
+            await self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
             self._history.forget(name, gone)
             self._drop_what_is_gone()
             in_use = [each for each in gone if each in self._history.digests or each in self._versions]
@@ -303,7 +303,7 @@ class BundleRegistry:
         async with self._timed("unload", name, who):
             version = self._version(name)
             self._check_expected(name, expected_digest)
-            self._audit.change("unload", name=name, digest=version.memory.digest, by=who)
+            await self._audit.change("unload", name=name, digest=version.memory.digest, by=who)
             self._history.drop(name)
             del self._named[name]
             del self._models.lora_requests[name]
