@@ -21,7 +21,6 @@ import psutil
 
 START_SECONDS = 600.0  # the first start compiles the model
 STOP_SECONDS = 30.0
-INDUCEKV_SERVE = "server.launcher"
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec a child must load nothing
 
@@ -37,25 +36,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(
-    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, module: str = INDUCEKV_SERVE
-) -> Iterator[str]:
+def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[str]:
     """Run `inducekv-serve *arguments` and yield its base URL, "http://127.0.0.1:PORT", once it is healthy."""
-    with starting(arguments, log, environment, module) as wait_until_healthy:
+    with starting(arguments, log, environment) as wait_until_healthy:
         yield wait_until_healthy()
 
 
 @contextmanager
 def starting(
-    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, module: str = INDUCEKV_SERVE
+    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None
 ) -> Iterator[Callable[[], str]]:
     """Start `inducekv-serve *arguments` and yield a function that waits until it is healthy and returns its base URL.
 
-    If another `module` is given, it is run instead. That function raises ServerFailed if the server never becomes
-    healthy.
+    That function raises ServerFailed if the server never becomes healthy.
     """
     port = free_port()
-    command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
         before = signal.signal(signal.SIGTERM, _exit)
         # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server and its engine.

@@ -6,7 +6,7 @@
 Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
 is compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
 fails that should not, or if something is left in the server. The server's cache of oneDNN primitives is small: with its
-usual size it alone grows by more than what is allowed here (`memory.py`).
+usual size it alone grows by more than what is allowed here (`primitives.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "re
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
-# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `memory.py`.
+# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `primitives.py`.
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", **FEW_PRIMITIVES}
 PREEMPTIONS = "vllm:num_preemptions_total{"
