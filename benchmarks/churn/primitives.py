@@ -27,7 +27,7 @@ from benchmarks.machine import describe_machine
 
 from .run import FEW_PRIMITIVES
 
-WEIGHTS = ((768, 256), (256, 256), (1280, 256), (256, 640))  # [out, in] of one layer of the demo model
+WEIGHTS = ((768, 256), (256, 256), (1280, 256), (256, 640))  # [out, in]: the sizes of a small model
 TOKENS = 400  # of the longest step; 1600 primitives in all
 KEPT_BY_VLLM = 32  # primitives for each shape of weights, as vLLM's linear layers ask for
 
