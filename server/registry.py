@@ -130,7 +130,7 @@ class BundleRegistry:
             (served, *_) = self._history.of(name)
             if served.by == START:
                 if name not in self._config.bundles:
-                    self._audit.change("unload", name=name, digest=served.digest, by=START)
+                    await self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
                 await self._restore(name, served)
@@ -233,8 +233,11 @@ class BundleRegistry:
         previous = self._names.by_name.get(name)
         try:
             await self._followers.prepare(name, version, memory.path)
+            self._check_name(name, replace)
+            record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
+            await self._record_change(name, memory, source, who, done)
             async with self._followers.paused():
-                self._take_effect(name, version, memory.path, source, replace, who, done)
+                self._take_effect(name, version, source, record, replace)
         except BaseException:
             self._followers.discard(memory.digest)
             self._names.versions.setdefault(memory.digest, version)
@@ -261,17 +264,12 @@ class BundleRegistry:
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
 
-    def _take_effect(
-        self, name: str, version: Version, path: str, source: str, replace: bool, who: str, done: str
-    ) -> None:
-        """Record a change, then point the name. Without an await: an adapter may have taken the name before."""
+    def _take_effect(self, name: str, version: Version, source: str, record: VersionRecord, replace: bool) -> None:
+        """Point the name to a recorded version. Without an await: an adapter may have taken the name before."""
         self._ends_in_time()
-        memory = version.memory
         self._check_name(name, replace)
-        record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, path)
-        self._record_change(name, memory, source, who, done)
         self._history.push(name, record)
-        self._names.versions[memory.digest] = version
+        self._names.versions[version.memory.digest] = version
         handle_id = self._models.lora_id_counter.inc(1)
         self._names.point(name, version, source, handle_id)
         self._followers.point(name, version, source, handle_id)
@@ -283,9 +281,9 @@ class BundleRegistry:
             raise TimeoutError
         self._limit.reschedule(None)
 
-    def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
+    async def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
         before = self._names.of(name).memory.digest if name in self._names else None
-        self._audit.change(
+        await self._audit.change(
             _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
             name=name,
             digest=memory.digest,
@@ -315,9 +313,9 @@ class BundleRegistry:
             if digest is not None and not gone:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
+            await self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
             async with self._followers.paused():
                 self._ends_in_time()
-                self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
                 self._history.forget(name, gone)
                 self._drop_what_is_gone()
             in_use = [each for each in gone if each in self._history.digests or each in self._names.versions]
@@ -345,9 +343,9 @@ class BundleRegistry:
         async with self._timed("unload", name, who):
             digest = self._names.of(name).memory.digest
             self._check_expected(name, expected_digest)
+            await self._audit.change("unload", name=name, digest=digest, by=who)
             async with self._followers.paused():
                 self._ends_in_time()
-                self._audit.change("unload", name=name, digest=digest, by=who)
                 self._history.drop(name)
                 self._readiness.unloaded(name, digest)
                 active = self._names.remove(name).active
