@@ -24,7 +24,7 @@ from inducekv_vllm.config import (
     WORKER_CLS,
     InduceKVConfig,
 )
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
 
 from .demo import BUNDLE, CHECKPOINT
 
@@ -132,7 +132,8 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
 
     Raises:
         UsageError: a memory is not NAME=PATH or does not exist, an allowed folder does not exist, a name is duplicate,
-            a setting is out of range, a flag is misspelt, or the demo model is missing.
+            a setting is out of range, a flag is misspelt, the model's folder is of a kind that cannot have a memory,
+            or the demo model is missing.
     """
     from_file = config_file(rest)
     additional_flag, rest = take(rest, "--additional-config")
@@ -149,6 +150,7 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
             settings["bundles"] = {"demo": str(BUNDLE)}
 
     additional = merged(additional_config(additional_flag, from_file), settings)
+    check_model(model or take(rest, "--model")[0] or str(from_file.get("model")))
     arguments = [] if model is None else [model]
     if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
         arguments += ["--host", DEFAULT_HOST]
@@ -242,6 +244,21 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
             require_signature(bundle.signature, bundle.digest, signers, path)
     except BundleError as error:
         raise UsageError(f"--memory {name}: {error}") from error
+
+
+def check_model(model: str) -> None:
+    """Look at a model's folder before the engine starts, which would fail later and with vLLM's reasons first.
+
+    An id of the hub is left to the engine, which fetches it.
+    """
+    if not Path(model).is_dir():
+        return
+    from inducekv_vllm.fingerprint import backbone_fingerprint
+
+    try:
+        backbone_fingerprint(model)
+    except UnsupportedModel as error:
+        raise UsageError(str(error)) from error
 
 
 def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
