@@ -68,22 +68,24 @@ def read_task(path: str | Path) -> list[Example]:
         TaskDataError: naming the file, the line or item, and the problem.
     """
     source = Path(path)
-    examples: dict[str, Example] = {}
     try:
-        with source.open("rb") as file:
+        file = source.open("rb")
+    except OSError as error:
+        raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
+    except ValueError as error:
+        raise TaskDataError(f"{str(source)!r}: not the name of a file: {error}") from error
+    examples: dict[str, Example] = {}
+    with file:
+        try:
             for place, record in _records(file, source):
                 example = _example(record, source.parent, place)
                 if example.id in examples:
                     raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
                 examples[example.id] = example
-    except OSError as error:
-        raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
-    except TaskDataError:
-        raise
-    except ValueError as error:
-        raise TaskDataError(f"{str(source)!r}: not the name of a file: {error}") from error
+        except OSError as error:
+            raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
     if not examples:
         raise TaskDataError(f"{source}: the file holds no examples")
     return list(examples.values())

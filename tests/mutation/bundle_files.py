@@ -271,14 +271,15 @@ def _places(draw: st.DrawFn, file: BundleFile) -> Mutated:
     header = copy.deepcopy(file.header)
     names = sorted(header.keys() - {"__metadata__"})
     for _ in range(draw(st.integers(1, 2))):
-        entry, other = header[draw(st.sampled_from(names))], header[draw(st.sampled_from(names))]
-        begin, end = entry["data_offsets"]
+        name = draw(st.sampled_from(names))
+        entry, other = header[name], header[draw(st.sampled_from(names))]
+        shape, (begin, end) = file.header[name]["shape"], file.header[name]["data_offsets"]
         match draw(st.sampled_from(("dtype", "shape", "exchange", "same", "shift", "grow", "float", "huge"))):
             case "dtype":
                 entry["dtype"] = draw(st.sampled_from(DTYPES))
             case "shape":
                 sizes = st.sampled_from((-1, 0, 1, 2, 3, 2**31, 2**63, 10**30, 1.0, True, "3", None))
-                entry["shape"] = draw(st.lists(sizes, max_size=6) | st.permutations(entry["shape"]))
+                entry["shape"] = draw(st.lists(sizes, max_size=6) | st.permutations(shape))
             case "exchange":
                 entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
             case "same":
