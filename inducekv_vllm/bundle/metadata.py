@@ -271,6 +271,6 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
 
 
 def first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     return f"{place or 'metadata'}: {problem['msg']}"
