@@ -266,7 +266,8 @@ def _check_layout(
         entry = header[name] if isinstance(header[name], dict) else {}
         dtype = _SAFETENSORS_DTYPES[DTYPES[name]]
         if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
-            found = f"{shown(entry.get('dtype'))} {shown(entry.get('shape'))}"
+            named = entry.get("dtype")
+            found = f"{f'{named:.20}' if isinstance(named, str) else shown(named)} {shown(entry.get('shape'))}"
             raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found}")
         nbytes = math.prod(shape) * DTYPES[name].itemsize
         offsets = entry.get("data_offsets")

@@ -162,7 +162,7 @@ async def test_a_change_waits_for_the_disk_and_requests_do_not(files: Path, monk
     disk = Disk(monkeypatch)
     change = asyncio.create_task(server.load("b"))
     await disk.is_asked()
-    server.audit.answer("r", "", {"bundle": "m", "digest": DIGEST["a"], "gate": None, "entries": []})
+    await server.audit.answer("r", "", {"bundle": "m", "digest": DIGEST["a"], "gate": None, "entries": []})
     await asyncio.sleep(0.05)
     assert not change.done()
     assert server.registry.list().data[0].digest == DIGEST["a"]
