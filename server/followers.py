@@ -4,8 +4,9 @@ With `--api-server-count N`, N processes answer requests in front of one engine.
 checks, loads and records every change, and alone decides when the engine unloads a version. The others follow it:
 
     prepare    each reads the bundle and compares its digest; if one fails, nothing has changed anywhere
+    record     the first one has the change on the disk, in the audit log
     pause      each lets new HTTP requests wait
-    point      the first one records the change and points its name; then the others are told
+    point      the first one keeps the version and points its name; then the others are told
     resume     each has pointed its name, and lets requests go on; only now the change is acknowledged
 
 So no request that begins after another one was answered by the new version is answered by the old one, whichever

@@ -236,8 +236,14 @@ class BundleRegistry:
             self._check_name(name, replace)
             record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
             await self._record_change(name, memory, source, who, done)
-            async with self._followers.paused():
-                self._take_effect(name, version, source, record, replace)
+            async with self._taking_effect():
+                # Without an await: an adapter may have taken the name before.
+                self._check_name(name, replace)
+                self._history.push(name, record)
+                self._names.versions[memory.digest] = version
+                handle_id = self._models.lora_id_counter.inc(1)
+                self._names.point(name, version, source, handle_id)
+                self._followers.point(name, version, source, handle_id)
         except BaseException:
             self._followers.discard(memory.digest)
             self._names.versions.setdefault(memory.digest, version)
@@ -264,22 +270,17 @@ class BundleRegistry:
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
 
-    def _take_effect(self, name: str, version: Version, source: str, record: VersionRecord, replace: bool) -> None:
-        """Point the name to a recorded version. Without an await: an adapter may have taken the name before."""
-        self._ends_in_time()
-        self._check_name(name, replace)
-        self._history.push(name, record)
-        self._names.versions[version.memory.digest] = version
-        handle_id = self._models.lora_id_counter.inc(1)
-        self._names.point(name, version, source, handle_id)
-        self._followers.point(name, version, source, handle_id)
-
-    def _ends_in_time(self) -> None:
-        """What follows is the change itself: its time limit must not end it any more."""
-        assert self._limit is not None
-        if self._limit.expired():
-            raise TimeoutError
-        self._limit.reschedule(None)
+    @contextlib.asynccontextmanager
+    async def _taking_effect(self) -> AsyncIterator[None]:
+        """In the block, which must not wait, a change takes effect: no other process begins with a request meanwhile,
+        and the change's time limit does not end it any more.
+        """
+        async with self._followers.paused():
+            assert self._limit is not None
+            if self._limit.expired():
+                raise TimeoutError
+            self._limit.reschedule(None)
+            yield
 
     async def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
         before = self._names.of(name).memory.digest if name in self._names else None
@@ -314,8 +315,7 @@ class BundleRegistry:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
             await self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
-            async with self._followers.paused():
-                self._ends_in_time()
+            async with self._taking_effect():
                 self._history.forget(name, gone)
                 self._drop_what_is_gone()
             in_use = [each for each in gone if each in self._history.digests or each in self._names.versions]
@@ -344,8 +344,7 @@ class BundleRegistry:
             digest = self._names.of(name).memory.digest
             self._check_expected(name, expected_digest)
             await self._audit.change("unload", name=name, digest=digest, by=who)
-            async with self._followers.paused():
-                self._ends_in_time()
+            async with self._taking_effect():
                 self._history.drop(name)
                 self._readiness.unloaded(name, digest)
                 active = self._names.remove(name).active

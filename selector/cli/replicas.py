@@ -36,10 +36,10 @@ def publish(options: argparse.Namespace) -> int:
 def _published(url: str, name: str, digest: str, options: argparse.Namespace) -> bool:
     """Load the bundle into one server, unless it serves it or is only asked; print what it serves before and after."""
     try:
-        before = served_digest(url, name)
+        before = after = served_digest(url, name)
         if before != digest and not options.check:
             _try_to_load(url, name, options)
-        after = served_digest(url, name)
+            after = served_digest(url, name)
     except ConfigError as error:
         print(f"{url}: what it serves is unknown: {error}", file=sys.stderr)
         return False

@@ -32,7 +32,7 @@ from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.injection import Memory
+from selector.backbone.injection import Memory, Terms
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.backbone.routing import routing
@@ -41,7 +41,6 @@ from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example
 
 SOURCE = 'paper, "Ablation Study": weighting, temperature, value gates; position and content are not in the paper'
-BATCH_SIZE: Final = 16
 UNTOUCHED, LEARNED = "no memory", "as learned"
 
 
@@ -122,8 +121,8 @@ def by_variant(
     backbone: Backbone, bundle: Bundle, examples: Sequence[Example], query_keys: Tensor
 ) -> dict[str, tuple[float, float]]:
     """Mean NLL and accuracy on n examples with query keys [n, 2, d], by the name of each variant."""
-    scorer = Scorer(backbone, batch_size=BATCH_SIZE)
-    untouched = [_scores(scorer, [example]) for example in examples]
+    scorer = Scorer(backbone)
+    untouched = [_scores(scorer, example) for example in examples]
     scores = {UNTOUCHED: untouched}
     opened, log_prior = routing(bundle, query_keys)
     rows = opened.nonzero()[:, 0].tolist()
@@ -133,15 +132,17 @@ def by_variant(
             scores[name] = list(untouched)
             for row in rows:
                 terms = memory.terms(query_keys[[row], 0], top_k=variant.top_k, log_prior=log_prior[[row]])
-                scores[name][row] = _scores(scorer, [examples[row]], memory, terms)
+                scores[name][row] = _scores(scorer, examples[row], memory, terms)
     return {name: (mean(nll for nll, _ in of), mean(right for _, right in of)) for name, of in scores.items()}
 
 
-def _scores(scorer: Scorer, examples: Sequence[Example], *memory_and_terms: Any) -> tuple[float, bool]:
-    """NLL of one example's answer, and whether it is the greedy one."""
-    predicted = scorer.predicted(examples, *memory_and_terms)
-    right = predicted[0].argmax(dim=-1).tolist() == scorer.answer_tokens(examples[0])
-    return float(scorer.losses_of(examples, predicted)), right
+def _scores(
+    scorer: Scorer, example: Example, memory: Memory | None = None, terms: Terms | None = None
+) -> tuple[float, bool]:
+    """NLL of an example's answer, and whether it is the greedy one."""
+    predicted = scorer.predicted([example], memory, terms)
+    right = predicted[0].argmax(dim=-1).tolist() == scorer.answer_tokens(example)
+    return float(scorer.losses_of([example], predicted)), right
 
 
 def plot(measured: dict[str, Any]) -> Figure:
