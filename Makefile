@@ -16,6 +16,7 @@ MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+COMPAT_ARGS ?=
 # Processes that share the tests; each runs on one thread.
 TEST_WORKERS ?= 2
 
@@ -24,7 +25,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo demo-real serve lint test test-families test-wheel bench-serving clean
+.PHONY: setup setup-real demo demo-real serve lint test test-families test-mutations test-wheel compat bench-serving clean
 
 setup: $(STAMP)
 
@@ -71,6 +72,15 @@ test: lint
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py $(PYTEST_ARGS)
+
+# 10,000 mutated bundles and 2,000 mutated task files.
+test-mutations: export OMP_NUM_THREADS := 1
+test-mutations: setup
+	$(BIN)/python -m pytest -m slow tests/mutation $(PYTEST_ARGS)
+
+# Parity, isolation and start-up on several versions of vLLM, each in an environment of its own below .cache/compat.
+compat: setup
+	$(BIN)/python -m tests.compat --index $(TORCH_CPU_INDEX) $(COMPAT_ARGS)
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
 test-wheel: setup

@@ -72,8 +72,8 @@ class AuditWriter:
     def head(self) -> str:
         return self._previous
 
-    def append(self, event: str, facts: Mapping[str, Any], *, sync: bool) -> None:
-        """Write one record; with `sync`, it is on the disk when this returns.
+    def append(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Write one record. It is on the disk after the next `sync`.
 
         Raises:
             ConfigError: it cannot be written.
@@ -88,14 +88,19 @@ class AuditWriter:
             try:
                 self._flush()
                 self._write(line)
-                if sync:
-                    os.fsync(self._file)
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot write the audit log: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Wait until all records are on the disk. Raises OSError: the disk has failed."""
-        os.fsync(self._file)
+        """Wait until all records are on the disk, without keeping others from writing.
+
+        Raises:
+            ConfigError: the disk has failed.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot write the audit log: {error.strerror}") from error
 
     def _write(self, line: bytes) -> None:
         """Write a record. Raises OSError: what could be written of it, if anything, is a torn line."""

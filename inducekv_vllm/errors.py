@@ -3,9 +3,24 @@
 They derive from `ValueError`, so callers that only know vLLM or the standard library treat them as bad input.
 """
 
+from typing import Final
+
+MAX_MESSAGE: Final = 2000  # characters; what is longer quotes bad input at length
+
 
 class InduceKVError(ValueError):
-    """Base class of all errors raised for bad input."""
+    """Base class of all errors raised for bad input.
+
+    Its message can be printed, logged and sent as it is: what it quotes of the input, lone surrogates and line breaks
+    among it, is escaped, and cut to `MAX_MESSAGE`.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("".join(_printable(character) for character in message[:MAX_MESSAGE])[:MAX_MESSAGE])
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class BundleError(InduceKVError):

@@ -56,7 +56,8 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
             tokenizer_digest=tokenizer_digest(tokenizer),
         )
     except (AttributeError, IndexError, TypeError) as error:
-        raise UnsupportedModel(f"{config.model_type}: the configuration lacks a required setting: {error}") from error
+        name = config.name_or_path or config.model_type
+        raise UnsupportedModel(f"{name}: the configuration lacks a required setting: {error}") from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

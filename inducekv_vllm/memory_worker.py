@@ -58,6 +58,7 @@ class MemoryWorker(Worker):
         self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
         self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
         self.resident = ResidentBundles(self._load_bundle)
+        self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known and the model is loaded.
         self.pool: PagePool
@@ -202,6 +203,11 @@ class MemoryWorker(Worker):
                 self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
+
+    def inducekv_meet(self, address: str | None) -> str | None:
+        """Where the server's first API process listens for the others. It says so; None asks."""
+        self._meeting = address or self._meeting
+        return self._meeting
 
     def inducekv_load_bundle(self, path: str, digest: str) -> None:
         """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""

@@ -25,7 +25,10 @@ def check_engine(config: VllmConfig) -> None:
     refusals = [
         (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
-        (parallel.data_parallel_size > 1, "data parallelism: run one server per replica behind a load balancer"),
+        (
+            parallel.data_parallel_size > 1,
+            "data parallelism: a request's two passes could reach two engines; run one server for each instead",
+        ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),

@@ -123,6 +123,18 @@ class OwnerMiddleware:
         await self._app(scope, receive, send)
 
 
+class TurnMiddleware:
+    """Lets a request wait while a change takes effect in all API processes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await scope["app"].state.inducekv_registry.may_begin()
+        await self._app(scope, receive, send)
+
+
 class SagemakerMiddleware:
     """Routes `POST /invocations` by its `"model"`, which vLLM drops: the base model would answer for a bundle."""
 

@@ -2,13 +2,14 @@
 
 A change is on the disk before it takes effect and before it is acknowledged. Answers reach the operating system before
 their first token leaves the server, and the disk within `SYNC_S`: a server that is killed loses none, a machine that
-loses power the last ones.
+loses power the last ones. A thread waits for the disk, so that requests go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from inducekv_vllm import __version__
@@ -40,35 +41,46 @@ class AuditLog:
         self._writer = None if path is None else AuditWriter(path)
         self.records_answers = answers and path is not None
         self._sync: asyncio.TimerHandle | None = None
-        self.change("start", version=__version__, admin_key=_digest(admin_key))
+        self._disk = ThreadPoolExecutor(1, "audit-log")  # of its own: a disk that hangs takes no thread from others
+        if self._writer is not None:
+            self._writer.append("start", {"version": __version__, "admin_key": _digest(admin_key)})
+            self._writer.sync()
 
     @classmethod
     def of(cls, config: InduceKVConfig, admin_key: str | None) -> AuditLog:
         return cls(config.audit_log, answers=config.audit_answers, admin_key=admin_key)
 
     def close(self) -> None:
+        self._disk.shutdown()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def change(self, event: str, **facts: Any) -> None:
-        """Record a change that is about to take effect. Raises ConfigError: it cannot be recorded."""
+    async def change(self, event: str, **facts: Any) -> None:
+        """Record a change that is about to take effect; it is on the disk when this returns.
+
+        If the disk fails or hangs until the change is given up, the record stays, and a refusal follows it.
+
+        Raises:
+            ConfigError: it cannot be recorded.
+        """
         if self._writer is not None:
-            self._writer.append(event, facts, sync=True)
+            self._writer.append(event, facts)
+            await asyncio.get_running_loop().run_in_executor(self._disk, self._writer.sync)
 
     def note(self, event: str, **facts: Any) -> None:
         """Record what has happened already. It is not synced: whoever is refused should not make the disk work."""
         if self._writer is None:
             return
         try:
-            self._writer.append(event, facts, sync=False)
+            self._writer.append(event, facts)
         except ConfigError as error:
             logger.error("the event %r could not be recorded: %s", event, error)
 
     def refusal(self, change: str, name: str | None, by: str, reason: str) -> None:
         self.note("refusal", change=change, name=name and f"{name:.200}", by=by, reason=f"{reason:.1000}")
 
-    def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
+    async def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
         """Record an answer that is about to begin.
 
         Args:
@@ -88,13 +100,13 @@ class AuditLog:
             "task": trace["gate"] and trace["gate"]["task"],
             "entries": {entry["id"]: entry["weight"] for entry in trace["entries"]},
         }
-        self._writer.append("answer", facts, sync=False)
+        self._writer.append("answer", facts)
         if self._sync is None:
             self._sync = asyncio.get_running_loop().call_later(SYNC_S, self._sync_later, self._writer)
 
     def _sync_later(self, writer: AuditWriter) -> None:
         self._sync = None
-        done = asyncio.get_running_loop().run_in_executor(None, writer.sync)
+        done = asyncio.get_running_loop().run_in_executor(self._disk, writer.sync)
         done.add_done_callback(_report)
 
 

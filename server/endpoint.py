@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.config import ADMIN_KEY_VARIABLE, NO_DATA_PARALLEL, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import (
@@ -32,8 +32,11 @@ from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.logs import logger_of
 
 from . import inspection
-from .access import Access, OwnerMiddleware, SagemakerMiddleware
+from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
 from .audit import AuditLog
+from .first import handlers
+from .followers import Followers
+from .following import FollowingRegistry
 from .metrics import POOL_BYTES
 from .openapi import TAG, describe_routes
 from .pins import PIN
@@ -65,6 +68,7 @@ class InduceKVEndpoint:
         describe_routes(app)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
+        app.add_middleware(TurnMiddleware)
         app.add_exception_handler(InduceKVError, refused)
         app.add_exception_handler(HTTPException, unrouted)
         for kind in (aiohttp.ClientError, OSError, RuntimeError):
@@ -84,32 +88,38 @@ class InduceKVEndpoint:
         models: OpenAIServingModels = state.openai_serving_models
         stop = EngineStop(engine_client)
         stop.install()
-        audit = AuditLog.of(config, os.environ.get(ADMIN_KEY_VARIABLE))
-        registry = BundleRegistry(engine_client, models, backbone, config, stop, audit)
-        await registry.start()
-        engine = TwoPassEngine(engine_client, registry, config, stop, audit.answer if audit.records_answers else None)
-        registry.on_gone = engine.forget
+        access = Access.from_environment(config.roots, os.environ)
+        parallel = engine_client.vllm_config.parallel_config
+        registry: BundleRegistry | FollowingRegistry
+        audit: AuditLog | FollowingRegistry
+        if parallel._api_process_rank == 0:
+            audit = AuditLog.of(config, os.environ.get(ADMIN_KEY_VARIABLE))
+            followers = Followers(parallel._api_process_count - 1)
+            stop.others_run = lambda: followers.any_left
+            registry = BundleRegistry(engine_client, models, backbone, config, stop, audit, followers)
+            await registry.start(handlers(registry, access, audit))
+        else:
+            registry = audit = FollowingRegistry(
+                engine_client, models, backbone, parallel._api_process_rank, config, stop
+            )
+            await registry.start()
+        engine = TwoPassEngine(engine_client, registry, config, stop, audit.answer if config.audit_answers else None)
+        registry.on_gone, registry.own_traces = engine.forget, engine.traces.of_response
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_audit = registry, engine, audit
-        state.inducekv_access = Access.from_environment(config.roots, os.environ)
+        state.inducekv_access = access
 
 
 async def check_server(client: EngineClient) -> None:
-    """Raise UnsupportedModel if this API server cannot manage the bundles of its engine; export its pool's size."""
+    """Raise UnsupportedModel if the bundles of this engine cannot be managed; export its pool's size."""
     parallel = client.vllm_config.parallel_config
-    if parallel._api_process_count > 1:
-        raise UnsupportedModel(
-            f"memory bundles need one API server process, found --api-server-count {parallel._api_process_count}: "
-            "each would load and release bundles without the knowledge of the others"
-        )
-    for size, flag in (
-        (parallel.data_parallel_size, "--data-parallel-size"),
-        (parallel.pipeline_parallel_size, "--pipeline-parallel-size"),
-    ):
-        if size > 1:
-            raise UnsupportedModel(f"memory bundles cannot be served with {flag} {size}")
+    if parallel.data_parallel_size > 1:  # a dense model's workers do not see it
+        raise UnsupportedModel(f"{NO_DATA_PARALLEL}, found --data-parallel-size {parallel.data_parallel_size}")
+    if parallel.pipeline_parallel_size > 1:
+        size = parallel.pipeline_parallel_size
+        raise UnsupportedModel(f"memory bundles cannot be served with --pipeline-parallel-size {size}")
     multimodal = client.model_config.multimodal_config
     if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
         raise UnsupportedModel(
@@ -123,7 +133,7 @@ async def check_server(client: EngineClient) -> None:
     POOL_BYTES.set(stats["pool_bytes"])
 
 
-def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
+def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry | FollowingRegistry) -> None:
     """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
 
     def refusal(lora_name: str) -> str | None:

@@ -13,7 +13,6 @@ from vllm.entrypoints.serve.engine.protocol import ModelCard
 import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSIONS
 from inducekv_vllm.engine.owner import OWNER
-from inducekv_vllm.engine.two_pass import TwoPassEngine
 
 from .openapi import TAG
 from .requests import AdminKey, access_of, error_answer, errors, registry_of
@@ -26,7 +25,7 @@ Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild
 @router.get("/v1/memory_bundles", summary="List the loaded bundles")
 async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
     """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
-    return registry_of(request).list(is_admin=access_of(request).is_admin(key))
+    return await registry_of(request).show(is_admin=access_of(request).is_admin(key))
 
 
 @router.get(
@@ -51,7 +50,7 @@ async def memory_bundle(
 
     The admin also sees paths and reasons.
     """
-    detail = registry_of(request).detail(name, is_admin=access_of(request).is_admin(key))
+    detail = await registry_of(request).show_one(name, is_admin=access_of(request).is_admin(key))
     if state is not None and state != detail.state:
         return error_answer(f"memory bundle {name!r:.200} is {detail.state}, not {state}", HTTPStatus.NOT_FOUND)
     return detail
@@ -75,8 +74,7 @@ async def memory_trace(
     The request must have had `"vllm_xargs": {"inducekv_trace": 1}`. A trace belongs to the API key that asked, and if
     the request had a `cache_salt`, to that salt.
     """
-    engine: TwoPassEngine = request.app.state.inducekv_engine
-    if not (traces := engine.traces.of_response(OWNER.get(), cache_salt, response_id)):
+    if not (traces := await registry_of(request).traces(OWNER.get(), cache_salt, response_id)):
         return error_answer(
             f"no memory trace of response {response_id!r:.200}: it was not traced, is not finished, is too old, or "
             "belongs to another API key or cache salt",

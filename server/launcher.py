@@ -19,11 +19,12 @@ from inducekv_vllm.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,
+    NO_DATA_PARALLEL,
     SCHEDULER_CLS,
     WORKER_CLS,
     InduceKVConfig,
 )
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
 
 from .demo import BUNDLE, CHECKPOINT
 
@@ -131,12 +132,14 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
 
     Raises:
         UsageError: a memory is not NAME=PATH or does not exist, an allowed folder does not exist, a name is duplicate,
-            a setting is out of range, a flag is misspelt, or the demo model is missing.
+            a setting is out of range, a flag is misspelt, the model's folder is of a kind that cannot have a memory,
+            or the demo model is missing.
     """
     from_file = config_file(rest)
     additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
     refuse_misspelt(rest)
+    refuse_data_parallel(rest, from_file)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
     elif "model" in from_file or has_flag(rest, "--model"):
@@ -147,6 +150,7 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
             settings["bundles"] = {"demo": str(BUNDLE)}
 
     additional = merged(additional_config(additional_flag, from_file), settings)
+    check_model(model or take(rest, "--model")[0] or str(from_file.get("model")))
     arguments = [] if model is None else [model]
     if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
         arguments += ["--host", DEFAULT_HOST]
@@ -242,6 +246,21 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
         raise UsageError(f"--memory {name}: {error}") from error
 
 
+def check_model(model: str) -> None:
+    """Look at a model's folder before the engine starts, which would fail later and with vLLM's reasons first.
+
+    An id of the hub is left to the engine, which fetches it.
+    """
+    if not Path(model).is_dir():
+        return
+    from inducekv_vllm.fingerprint import backbone_fingerprint
+
+    try:
+        backbone_fingerprint(model)
+    except UnsupportedModel as error:
+        raise UsageError(str(error)) from error
+
+
 def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Merge our settings into the user's additional config; they must not set the same thing."""
     config = additional.get(CONFIG_KEY, {})
@@ -315,6 +334,17 @@ def refuse_misspelt(rest: list[str]) -> None:
         flag = normal(argument.partition("=")[0])
         if flag.startswith("--") and (near := difflib.get_close_matches(flag, own, 1, SIMILAR)):
             raise UsageError(f"unknown flag {flag}; did you mean {near[0]}?")
+
+
+def refuse_data_parallel(rest: list[str], from_file: dict[str, Any]) -> None:
+    """`endpoint.check_server` refuses it too, when two engines have been started."""
+    sizes = [str(from_file.get("data-parallel-size", 1))]
+    for position, argument in enumerate(rest):
+        name, separator, value = argument.partition("=")
+        if normal(name) in ("--data-parallel-size", "-dp"):
+            sizes.append(value if separator else "".join(rest[position + 1 : position + 2]))
+    if sizes[-1].isdecimal() and int(sizes[-1]) > 1:
+        raise UsageError(f"{NO_DATA_PARALLEL}, found --data-parallel-size {sizes[-1]}")
 
 
 def has_flag(rest: list[str], flag: str) -> bool:

@@ -75,7 +75,9 @@ _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 class RegistryMetrics:
     """Keeps the metrics of one registry; it belongs to the server's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_first: bool = True) -> None:
+        """`is_first`: of the API process that counts for all what the workers hold."""
+        self._is_first = is_first
         self._digests: dict[str, str] = {}  # by name, of the exported series
         self._requests: dict[str, BundleMetrics] = {}  # by name
         BUILD_INFO.labels(inducekv_vllm.__version__, vllm.__version__).set(1)
@@ -121,10 +123,11 @@ class RegistryMetrics:
         """These versions are resident."""
         held = list(versions)
         draining = [version for version in held if not version.names]
-        # Versions share pages.
-        pages = {page: version.resident.page_bytes for version in held for page in version.resident.pages}
-        POOL_USED_BYTES.set(sum(pages.values()))
-        DRAINING_VERSIONS.set(len(draining))
+        if self._is_first:
+            # Versions share pages.
+            pages = {page: version.resident.page_bytes for version in held for page in version.resident.pages}
+            POOL_USED_BYTES.set(sum(pages.values()))
+            DRAINING_VERSIONS.set(len(draining))
         DRAINING_REQUESTS.set(sum(version.active for version in draining))
 
     @contextmanager

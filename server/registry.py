@@ -2,7 +2,7 @@
 
 A *version* is one content (digest). It is resident on the workers once, under any number of names. A request leases the
 version of its name when it begins and keeps it until it ends. A version without names is released with its last lease.
-Names are entries of vLLM's table of adapters, so every OpenAI route lists and accepts them.
+A server has one registry. Its other API processes, if it has any, follow it (`followers.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
@@ -25,12 +26,11 @@ from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
-from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
+from inducekv_vllm.engine.two_pass import Lease
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
     ConfigError,
-    InduceKVError,
     LoadTimeout,
     TooManyChanges,
     UnknownBundle,
@@ -41,9 +41,12 @@ from inducekv_vllm.logs import logger_of
 
 from .access import Access
 from .audit import AuditLog
+from .followers import Followers
 from .history import START, History, VersionRecord
 from .metrics import RegistryMetrics
-from .pins import PIN, ServedNames, unpinned
+from .named import NamedVersions
+from .peers import Handler
+from .pins import PIN
 from .readiness import Readiness
 from .residency import EngineMemory, adapter_folder
 from .schemas import (
@@ -66,6 +69,7 @@ PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio",
 RELEASE_DELAY_S = 0.05
 ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritten
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
+_NOBODY: Final[Mapping[str, int]] = {}
 # What changes are called in the audit log.
 _EVENTS = {"loaded": "load", "replaced": "replace", "rolled back": "rollback", "restored": "restore"}
 
@@ -81,33 +85,43 @@ class BundleRegistry:
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
         audit: AuditLog | None = None,
+        followers: Followers | None = None,
     ) -> None:
-        """Raises ConfigError: the state folder or a public key cannot be used."""
+        """`followers` are the server's other API processes.
+
+        Raises:
+            ConfigError: the state folder or a public key cannot be used.
+        """
         self._client = client
         self._config = config or InduceKVConfig()
         self._audit = audit or AuditLog()
         self._signers = [read_public_key(path) for path in self._config.require_signature]
         self._history = History(self._config.state, self._config.keep_versions)
         self._stop = stop or EngineStop(client)
+        self._followers = followers or Followers()
         self._models = models
-        models.lora_requests = ServedNames(models.lora_requests)
         self._engine = EngineMemory(client, models)
         self._backbone = backbone
-        self._versions: dict[str, Version] = {}  # by digest
-        self._named: dict[str, Version] = {}
-        self._change = asyncio.Lock()
-        self._known: set[str] = set()  # versions that are loaded or kept
-        self.on_gone: Callable[[str], None] | None = None  # called for a version that is neither any more
-        self._waiting = 0  # changes, the running one included
         self._metrics = RegistryMetrics()
+        self._names = NamedVersions(models, self._metrics, self._release_if_unused)
+        self._change = asyncio.Lock()
+        self._limit: asyncio.Timeout | None = None  # of the running change
+        self._known: set[str] = set()  # versions that are loaded or kept
+        self.on_gone: Callable[[str], None] = lambda digest: None  # called for a version that is neither any more
+        self.own_traces: Callable[..., list[dict[str, Any]]] = lambda *_: []  # of answers of this process
+        self._waiting = 0  # changes, the running one included
         self._readiness = Readiness()
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, handlers: Callable[[int], Mapping[str, Handler]] = lambda rank: {}) -> None:
         """Load the bundles of the settings, and those that an earlier server with this state folder has left.
 
-        A name that was changed while that server ran keeps its version, whatever the settings say.
+        A name that was changed while that server ran keeps its version, whatever the settings say. The server's other
+        API processes have all of them too when this returns.
+
+        Args:
+            handlers: what another API process may call here, by its rank.
 
         Raises:
             InduceKVError: a bundle cannot be loaded.
@@ -116,16 +130,22 @@ class BundleRegistry:
             (served, *_) = self._history.of(name)
             if served.by == START:
                 if name not in self._config.bundles:
-                    self._audit.change("unload", name=name, digest=served.digest, by=START)
+                    await self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
                 await self._restore(name, served)
         for name, path in self._config.bundles.items():
-            if name in self._named:
-                digest = self._named[name].memory.digest
+            if name in self._names:
+                digest = self._names.of(name).memory.digest
                 logger.warning("memory bundle %r stays at digest %s of the state folder, not %s", name, digest, path)
             else:
                 await self.load(name, path)
+        await self._followers.meet(self._client, handlers)
+        for name, version in self._names.by_name.items():
+            await self._followers.prepare(name, version, version.memory.path)
+            handle_id = self._models.lora_requests[name].lora_int_id
+            self._followers.point(name, version, version.names[name], handle_id)
+        await self._followers.begin()
 
     async def load(
         self,
@@ -183,7 +203,7 @@ class BundleRegistry:
         """
         async with self._timed("rollback", name, who):
             began = time.monotonic()
-            self._version(name)
+            self._names.of(name)
             self._check_expected(name, expected_digest)
             _, *earlier = self._history.of(name)
             wanted = earlier[:1] if digest is None else [each for each in earlier if each.digest == digest]
@@ -207,23 +227,30 @@ class BundleRegistry:
     ) -> MemoryBundleCard:
         """Make a checked memory resident, record it, point `name` to it and log it."""
         self._check_adapter(name, memory)
-        version = self._versions.get(memory.digest)
+        version = self._names.versions.get(memory.digest)
         copied = 0
         if version is None:
             version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
-            self._versions[memory.digest] = version
             copied = memory.num_entries - version.resident.shared_entries
-        # From here on without an await: an adapter may have taken the name in the meantime.
+        previous = self._names.by_name.get(name)
         try:
+            await self._followers.prepare(name, version, memory.path)
             self._check_name(name, replace)
             record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
-            self._record_change(name, memory, source, who, done)
-            self._history.push(name, record)
-        except InduceKVError:
+            await self._record_change(name, memory, source, who, done)
+            async with self._taking_effect():
+                # Without an await: an adapter may have taken the name before.
+                self._check_name(name, replace)
+                self._history.push(name, record)
+                self._names.versions[memory.digest] = version
+                handle_id = self._models.lora_id_counter.inc(1)
+                self._names.point(name, version, source, handle_id)
+                self._followers.point(name, version, source, handle_id)
+        except BaseException:
+            self._followers.discard(memory.digest)
+            self._names.versions.setdefault(memory.digest, version)
             self._release_if_unused(version)
             raise
-        previous = self._named.get(name)
-        self._point(name, version, source)
         logger.info(
             "memory bundle %r %s by %s in %.2f s: digest %s, %d entries (%d shared, %d copied), %d bytes a rank, "
             "from %s",
@@ -248,9 +275,21 @@ class BundleRegistry:
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
 
-    def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
-        before = self._named[name].memory.digest if name in self._named else None
-        self._audit.change(
+    @contextlib.asynccontextmanager
+    async def _taking_effect(self) -> AsyncIterator[None]:
+        """In the block, which must not wait, a change takes effect: no other process begins with a request meanwhile,
+        and the change's time limit does not end it any more.
+        """
+        async with self._followers.paused():
+            assert self._limit is not None
+            if self._limit.expired():
+                raise TimeoutError
+            self._limit.reschedule(None)
+            yield
+
+    async def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
+        before = self._names.of(name).memory.digest if name in self._names else None
+        await self._audit.change(
             _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
             name=name,
             digest=memory.digest,
@@ -271,7 +310,7 @@ class BundleRegistry:
             VersionConflict, TooManyChanges, RetryableRequestError: as for `load`.
         """
         async with self._timed("forget", name, who):
-            version = self._version(name)
+            version = self._names.of(name)
             self._check_expected(name, expected_digest)
             _, *earlier = self._history.of(name)
             if digest == version.memory.digest:
@@ -280,20 +319,21 @@ class BundleRegistry:
             if digest is not None and not gone:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
-            self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
-            self._history.forget(name, gone)
-            self._drop_what_is_gone()
-            in_use = [each for each in gone if each in self._history.digests or each in self._versions]
+            await self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
+            async with self._taking_effect():
+                self._history.forget(name, gone)
+                self._drop_what_is_gone()
+            in_use = [each for each in gone if each in self._history.digests or each in self._names.versions]
             logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
             return ForgottenVersions(name=name, digest=version.memory.digest, forgotten=gone, in_use=in_use)
 
     def _drop_what_is_gone(self) -> None:
         """Drop what is left of versions that are neither loaded nor kept."""
-        there = self._history.digests | self._versions.keys()
+        there = self._history.digests | self._names.versions.keys()
         gone, self._known = self._known - there, set(there)
         for digest in gone:
-            if self.on_gone is not None:
-                self.on_gone(digest)
+            self.on_gone(digest)
+            self._followers.gone(digest)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -306,18 +346,15 @@ class BundleRegistry:
             RetryableRequestError: the server is shutting down.
         """
         async with self._timed("unload", name, who):
-            version = self._version(name)
+            digest = self._names.of(name).memory.digest
             self._check_expected(name, expected_digest)
-            self._audit.change("unload", name=name, digest=version.memory.digest, by=who)
-            self._history.drop(name)
-            del self._named[name]
-            del self._models.lora_requests[name]
-            version.names.pop(name, None)
-            digest, active = version.memory.digest, version.active
-            self._metrics.unloaded(name)
-            self._readiness.unloaded(name, digest)
+            await self._audit.change("unload", name=name, digest=digest, by=who)
+            async with self._taking_effect():
+                self._history.drop(name)
+                self._readiness.unloaded(name, digest)
+                active = self._names.remove(name).active
+                self._followers.remove(name)
             logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
-            self._release_if_unused(version)
             self._drop_what_is_gone()
             return digest
 
@@ -327,7 +364,8 @@ class BundleRegistry:
         limit = self._config.load_timeout_s
         with self._logged(change, name, who), self._metrics.change(change), self._readiness.change(change, name):
             try:
-                async with asyncio.timeout(limit), self._changing():
+                async with asyncio.timeout(limit) as timer, self._changing():
+                    self._limit = timer
                     try:
                         yield
                     except BaseException:
@@ -366,24 +404,6 @@ class BundleRegistry:
                     yield
             finally:
                 self._waiting -= 1
-
-    def _point(self, name: str, version: Version, path: str) -> None:
-        """Point `name` to `version`. Without an await, so no request sees an intermediate state."""
-        previous = self._named.get(name)
-        handle = MemoryRequest(
-            lora_name=name,
-            lora_int_id=self._models.lora_id_counter.inc(1),  # never sent to the engine, but must be unique
-            lora_path=version.memory.digest,  # shown to everybody as the model's root
-            base_model_name=self._models.base_model_paths[0].name,
-        )
-        self._named[name] = version
-        self._models.lora_requests[name] = handle
-        version.names[name] = path
-        self._metrics.pointed(name, version)
-        if previous is not None and previous is not version:
-            previous.names.pop(name, None)
-            self._release_if_unused(previous)
-        self._metrics.holds(self._versions.values())
 
     def _read_version(self, name: str, record: VersionRecord) -> MemoryIndex:
         """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
@@ -452,15 +472,15 @@ class BundleRegistry:
             raise ConfigError(f"the name {name!r} is taken: requests that end so are pinned to a version")
         if self._models.is_base_model(name):
             raise ConfigError(f"the name {name!r} is taken by the served model")
-        if name in self._models.lora_requests and name not in self._named:
+        if name in self._models.lora_requests and name not in self._names:
             raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
-        if name in self._named and not replace:
+        if name in self._names and not replace:
             raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
-        if name not in self._named and len(self._named) >= self._config.max_bundles:
-            raise CapacityError(f"{len(self._named)} bundles are loaded, and no more are allowed (max_bundles)")
+        if name not in self._names and len(self._names.by_name) >= self._config.max_bundles:
+            raise CapacityError(f"{len(self._names.by_name)} bundles are loaded, and no more are allowed (max_bundles)")
 
     def _check_expected(self, name: str, expected: str | None) -> None:
-        found = self._named[name].memory.digest if name in self._named else "no bundle"
+        found = self._names.of(name).memory.digest if name in self._names else "no bundle"
         if expected is not None and found != expected:
             raise VersionConflict(f"memory bundle {name!r}: expected digest {expected:.100}, found {found}")
 
@@ -474,7 +494,7 @@ class BundleRegistry:
                 "without one"
             )
         if memory.adapter is not None:
-            self._adapter(name, memory.adapter)
+            self._names.adapter(name, memory.adapter)
 
     def _check_task_adapters(self, name: str, memory: MemoryIndex) -> None:
         config = self._client.vllm_config.lora_config
@@ -492,66 +512,38 @@ class BundleRegistry:
                     f"the server's --max-lora-rank is {config.max_lora_rank}"
                 )
 
-    def _adapter(self, name: str, adapter: str) -> LoRARequest:
-        request = self._models.lora_requests.get(adapter)
-        if request is None or isinstance(request, MemoryRequest):
-            loaded = sorted(n for n, r in self._models.lora_requests.items() if not isinstance(r, MemoryRequest))
-            raise UnsupportedModel(
-                f"bundle {name!r} needs the LoRA adapter {adapter!r}; loaded are: {', '.join(loaded) or 'none'}"
-            )
-        return request
-
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def lease(self, model: str) -> Iterator[Lease]:
-        """Keep the current version of a name resident until the context ends; the model may be pinned (`pins.py`).
+    def lease(self, model: str) -> AbstractContextManager[Lease]:
+        """`NamedVersions.lease`: keep the current version of a name resident until the context ends."""
+        return self._names.lease(model)
 
-        Raises:
-            UnknownBundle: no bundle of this name is loaded, or it does not stand for the version that is asked for.
-            UnsupportedModel: its adapter is no longer loaded.
-        """
-        name, digest = unpinned(model)
-        version = self._version(name)
-        if not version.memory.digest.startswith(digest):
-            raise UnknownBundle(f"memory bundle {name!r} stands for {version.memory.digest}, not for {digest}")
-        adapter = version.memory.adapter
-        lease = Lease(
-            version.memory,
-            self._adapter(name, adapter) if adapter is not None else None,
-            version.task_adapters,
-            self._metrics.of_requests(name),
-        )
-        version.active += 1
-        try:
-            yield lease
-        finally:
-            version.active -= 1
-            self._release_if_unused(version)
-
-    def _version(self, name: str) -> Version:
-        try:
-            return self._named[name]
-        except KeyError:
-            raise UnknownBundle(f"no memory bundle {name!r} is loaded") from None
+    async def may_begin(self) -> None:
+        """Return at once: the other API processes wait for this one, not it for them."""
 
     # ---- release -----------------------------------------------------------------------------------------------
 
     def _release_if_unused(self, version: Version) -> None:
         if not version.names:
-            self._metrics.holds(self._versions.values())
-            if not version.active:
-                self._engine.in_background(self._release(version))
+            self._metrics.holds(self._names.versions.values())
+        if version.is_unused:
+            self._engine.in_background(self._release(version))
+
+    def released_by(self, rank: int, digest: str) -> None:
+        """The API process of this rank does not have a version any more."""
+        if (version := self._names.versions.get(digest)) is not None:
+            version.holders.discard(rank)
+            self._release_if_unused(version)
 
     async def _release(self, version: Version) -> None:
         await asyncio.sleep(RELEASE_DELAY_S)
         async with self._change:
             digest = version.memory.digest
-            if version.names or version.active or self._versions.get(digest) is not version:
+            if not version.is_unused or self._names.versions.get(digest) is not version:
                 return  # loaded again in the meantime, or released by another task
-            del self._versions[digest]
+            del self._names.versions[digest]
             version.memory.erase()
-            self._metrics.holds(self._versions.values())
+            self._metrics.holds(self._names.versions.values())
             self._drop_what_is_gone()
             try:
                 await self._engine.unload(digest, version.task_adapters)
@@ -565,29 +557,50 @@ class BundleRegistry:
     # ---- reports -----------------------------------------------------------------------------------------------
 
     def __contains__(self, name: object) -> bool:
-        return name in self._named
+        return name in self._names
 
     def users_of_adapter(self, adapter: str) -> list[str]:
         """List the bundles that need this LoRA adapter."""
-        return sorted(name for name, version in self._named.items() if version.memory.adapter == adapter)
+        return self._names.users_of_adapter(adapter)
 
-    def list(self, *, is_admin: bool = False) -> MemoryBundleList:
-        draining = [v for v in self._versions.values() if not v.names]
+    async def show(self, *, is_admin: bool = False) -> MemoryBundleList:
+        """`list`, with the requests of all API processes."""
+        return self.list(is_admin=is_admin, elsewhere=await self._followers.active())
+
+    async def show_one(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
+        """`detail`, with the requests of all API processes."""
+        return self.detail(name, is_admin=is_admin, elsewhere=await self._followers.active())
+
+    async def traces(
+        self, owner: str, cache_salt: str | None, response_id: str, *, asker: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The traces of a response of any API process but the one that asks."""
+        asked = {"owner": owner, "cache_salt": cache_salt, "response_id": response_id}
+        return self.own_traces(*asked.values()) or await self._followers.traces(asker, **asked)
+
+    def list(self, *, is_admin: bool = False, elsewhere: Mapping[str, int] = _NOBODY) -> MemoryBundleList:
+        """What is loaded; `elsewhere` are the requests of other API processes, by digest."""
+        draining = [v for v in self._names.versions.values() if not v.names]
         return MemoryBundleList(
-            data=[self._card(name, is_admin) for name in self._named],
-            draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
+            data=[self._card(name, is_admin, elsewhere) for name in self._names.by_name],
+            draining=[
+                DrainingMemory(digest=v.memory.digest, active_requests=v.active + elsewhere.get(v.memory.digest, 0))
+                for v in draining
+            ],
         )
 
-    def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
-        """What is known of a name.
+    def detail(
+        self, name: str, *, is_admin: bool = False, elsewhere: Mapping[str, int] = _NOBODY
+    ) -> MemoryBundleDetail:
+        """What is known of a name; `elsewhere` are the requests of other API processes, by digest.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
         """
         loading, failure = self._readiness.is_loading(name), self._readiness.failure(name)
-        left = self._versions.get(self._readiness.last_digest(name) or "")
+        left = self._names.versions.get(self._readiness.last_digest(name) or "")
         state: BundleState
-        if name in self._named:
+        if name in self._names:
             state = "ready"
         elif loading:
             state = "loading"
@@ -604,8 +617,9 @@ class BundleRegistry:
             state=state,
             loading=loading,
             failure=failure,
-            bundle=self._card(name, is_admin) if name in self._named else None,
+            bundle=self._card(name, is_admin, elsewhere) if name in self._names else None,
         )
 
-    def _card(self, name: str, is_admin: bool) -> MemoryBundleCard:
-        return self._named[name].card(name, self._history.of(name), is_admin)
+    def _card(self, name: str, is_admin: bool, elsewhere: Mapping[str, int] = _NOBODY) -> MemoryBundleCard:
+        version = self._names.of(name)
+        return version.card(name, self._history.of(name), is_admin, elsewhere.get(version.memory.digest, 0))

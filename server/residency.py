@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,15 @@ class Resident:
     def nbytes(self) -> int:
         return len(self.pages) * self.page_bytes
 
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Resident:
+        """Read what a worker says, or `facts`."""
+        return cls(frozenset(facts["pages"]), facts["page_bytes"], facts["shared_entries"])
+
+    def facts(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return {"pages": sorted(self.pages), "page_bytes": self.page_bytes, "shared_entries": self.shared_entries}
+
 
 class EngineMemory:
     """What the workers of one engine hold. It belongs to the server's event loop."""
@@ -65,8 +74,7 @@ class EngineMemory:
         if refusals:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
             raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
-        first = answers[0]
-        return Resident(frozenset(first["pages"]), first["page_bytes"], first["shared_entries"])
+        return Resident.from_facts(answers[0])
 
     async def load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
         """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""

@@ -24,9 +24,17 @@ class Version:
     resident: Resident  # on one worker rank
     task_adapters: dict[str, LoRARequest]  # by task
     names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
-    active: int = 0  # leases
+    active: int = 0  # leases in this API process
+    holders: set[int] = field(default_factory=set)  # other API processes that have it: see `followers.py`
 
-    def card(self, name: str, records: Sequence[VersionRecord], is_admin: bool) -> MemoryBundleCard:
+    @property
+    def is_unused(self) -> bool:
+        """No name stands for it, and no request of any API process uses it."""
+        return not (self.names or self.active or self.holders)
+
+    def card(
+        self, name: str, records: Sequence[VersionRecord], is_admin: bool, active_elsewhere: int = 0
+    ) -> MemoryBundleCard:
         """What is shown of `name`, which stands for this version; `records` are those that are kept of the name."""
         memory = self.memory
         facts: dict[str, Any] = {
@@ -44,7 +52,7 @@ class Version:
             file_bytes=memory.file_bytes,
             resident_bytes=self.resident.nbytes,
             shared_entries=self.resident.shared_entries,
-            active_requests=self.active,
+            active_requests=self.active + active_elsewhere,
             versions=[
                 MemoryVersion(
                     digest=record.digest,

@@ -26,6 +26,7 @@ GROUPS = {
     "tests/benchmarks/test_continual_http.py": "servers",
     "tests/server/test_access.py": "servers",
     "tests/server/test_bundles.py": "servers",
+    "tests/server/test_churn.py": "servers",
     "tests/server/test_forgetting.py": "servers",
     "tests/server/test_gate.py": "servers",
     "tests/server/test_isolation.py": "servers",

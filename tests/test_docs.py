@@ -401,6 +401,34 @@ def test_what_the_real_model_knows_before_is_quoted() -> None:
         assert cells == [f"{row['first_half']:.3f}", f"{row['second_half']:.3f}", "yes" if row["chosen"] else "no"]
 
 
+def test_the_comparison_on_a_real_model_is_quoted() -> None:
+    results = {title(row["method"]): row for row in run("real_text_comparison.json")["results"]}
+    quoted = rows(section(DOCS / "results.md", "### Three tasks, one after the other"))
+    assert {name.strip("*").replace("(refined, merged)", "(refined)") for name, *_ in quoted} == set(results)
+    for name, *cells in quoted:
+        row = results[name.strip("*").replace("(refined, merged)", "(refined)")]
+        metrics, tasks = row["metrics"], row["tasks"]
+        values = (metrics["AP"], *(tasks[task] for task in ("valence", "airport", "language")))
+        assert cells == [mean(value) for value in (*values, metrics["AF"], metrics["base_final"])], name
+    text = section(DOCS / "results.md", "### Three tasks, one after the other")
+    found = run("real_text_perplexity_three.json")
+    assert f"from {found['untouched']:.2f} to {found['perplexity'][0]:.2f}" in " ".join(text.split())
+    assert f"lets {found['opened'][0] * found['paragraphs']:.0f} of {found['paragraphs']} paragraphs" in " ".join(
+        text.split()
+    )
+
+
+def test_the_parts_of_the_papers_memory_on_a_real_model_are_quoted() -> None:
+    measured: dict[str, dict[str, float]] = {}
+    for row in run("real_text_parts.json")["rows"]:
+        measured.setdefault(row["variant"], {})[row["task"]] = row["nll"]
+    quoted = rows(section(DOCS / "results.md", "### The paper's recipe on a real model"))
+    assert len(quoted) == len(measured)
+    for (name, *cells), values in zip(quoted, measured.values(), strict=True):
+        all_of_them = [values[task] for task in ("valence", "airport", "language")]
+        assert cells == [f"{value:.2f}" for value in (*all_of_them, sum(all_of_them) / 3)], name
+
+
 def test_the_real_data_stream_lists_its_tasks() -> None:
     listed = {
         task.strip("`"): cells for task, *cells in rows(section(DOCS / "benchmarks.md", "### Real data, a real model"))

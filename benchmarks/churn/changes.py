@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,3 +93,17 @@ class Admin:
             await self.unload(name)
             await asyncio.sleep(every_s / 4)
             await self.load(name, content)
+
+
+@asynccontextmanager
+async def meanwhile(*endless: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run these until the context ends. What has failed in one of them is raised then."""
+    tasks = [asyncio.create_task(each) for each in endless]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task

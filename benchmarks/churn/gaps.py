@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -15,7 +14,7 @@ import numpy as np
 from benchmarks.chat import Message
 from benchmarks.serving.load import chat_body
 
-from .changes import Admin
+from .changes import Admin, meanwhile
 from .contents import Content
 
 STREAMS = 4  # at a time
@@ -51,21 +50,16 @@ async def measure(
     gaps = {"quiet": Gaps(), "swaps": Gaps()}
     for turn in range(2 * turns):
         kind = ("quiet", "swaps")[turn % 2]
-        swapping = None
-        if kind == "swaps":
-            swapping = asyncio.create_task(admin.keep_replacing(swapped, contents, SWAP_EVERY_S))
+        swaps = [admin.keep_replacing(swapped, contents, SWAP_EVERY_S)] if kind == "swaps" else []
         until = time.monotonic() + turn_s
-        async with asyncio.TaskGroup() as group:
+        async with meanwhile(*swaps), asyncio.TaskGroup() as group:
             for number in range(STREAMS):
                 group.create_task(_stream_until(client, streamed, questions[number::STREAMS], until, gaps[kind]))
-        if swapping is not None:
-            swapping.cancel()
-            with suppress(asyncio.CancelledError):
-                await swapping
     found = {}
     for which in (50, 99):
-        quiet, swaps = (1000 * gaps[kind].percentile(which) for kind in ("quiet", "swaps"))
-        found[f"p{which}"] = {"quiet": round(quiet, 2), "swaps": round(swaps, 2), "ratio": round(swaps / quiet, 3)}
+        quiet, swapped_ms = (1000 * gaps[kind].percentile(which) for kind in ("quiet", "swaps"))
+        ratio = swapped_ms / quiet
+        found[f"p{which}"] = {"quiet": round(quiet, 2), "swaps": round(swapped_ms, 2), "ratio": round(ratio, 3)}
     return found
 
 

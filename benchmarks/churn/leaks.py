@@ -32,6 +32,13 @@ class Held:
         )
 
 
+async def follow(url: str, course: list[float], every_s: float) -> None:
+    """Append the server's resident memory (MiB) again and again, until cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        course.append(Held.by(url).resident_mib)
+
+
 async def drained(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
     """The list of bundles, once no request uses one and none waits for its last request."""
     for _ in range(int(DRAIN_SECONDS / 0.2)):

@@ -5,7 +5,8 @@
 
 Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
 is compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
-fails that should not, or if something is left in the server.
+fails that should not, or if something is left in the server. The server's cache of oneDNN primitives is small: with its
+usual size it alone grows by more than what is allowed here (`primitives.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import secrets
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from server.demo import CHECKPOINT
 
 from . import gaps
-from .changes import Admin
+from .changes import Admin, meanwhile
 from .contents import BASE, ask_alone, make_contents, make_questions
 from .crowd import Crowd, Verdicts
-from .leaks import Held, drained
+from .leaks import Held, drained, follow
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUESTIONS = 12
@@ -40,8 +40,12 @@ NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "re
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
+# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `primitives.py`.
+FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", **FEW_PRIMITIVES}
 PREEMPTIONS = "vllm:num_preemptions_total{"
 TURN_S = 10.0
+COURSE_EVERY_S = 60.0
 MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
 
 
@@ -67,11 +71,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         contents = make_contents(CHECKPOINT, write_exemplars(work, [64]), work)
         key = secrets.token_hex()
         flags = [str(CHECKPOINT), "--memory-root", str(work), *SERVER]
-        with serving(flags, work / "server.log", {ADMIN_KEY_VARIABLE: key, "VLLM_CPU_KVCACHE_SPACE": "1"}) as url:
+        with serving(flags, work / "server.log", ENVIRONMENT | {ADMIN_KEY_VARIABLE: key}) as url:
             measured = asyncio.run(measure(url, key, contents, args))
     return {
         "benchmark": "churn",
         "command": " ".join(["python -m benchmarks.churn.run", *sys.argv[1:]]),
+        "environment": ENVIRONMENT,
         **measured,
         "machine": describe_machine(),
     }
@@ -95,15 +100,11 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         await crowd.ask(min(args.requests, 500), args.concurrency, seed=1)  # what grows once has grown
         await drained(client, key)
         before = Held.by(url)
-        changing = [
-            asyncio.create_task(admin.keep_replacing(REPLACED, digests[4:6], 1.0)),
-            asyncio.create_task(admin.keep_reloading(RELOADED, digests[6:8], 2.0)),
-        ]
-        await crowd.ask(args.requests, args.concurrency, seed=2)
-        for task in changing:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        course: list[float] = []
+        replacing = admin.keep_replacing(REPLACED, digests[4:6], 1.0)
+        reloading = admin.keep_reloading(RELOADED, digests[6:8], 2.0)
+        async with meanwhile(replacing, reloading, follow(url, course, COURSE_EVERY_S)):
+            await crowd.ask(args.requests, args.concurrency, seed=2)
         await drained(client, key)
         after = Held.by(url)
         await admin.load(REPLACED, digests[4])
@@ -121,7 +122,7 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         "faults": verdicts.faults[:20],
         "changes": len(admin.seconds),
         "preemptions": preempted,
-        "resident_mib": {"before": before.resident_mib, "after": after.resident_mib},
+        "resident_mib": {"before": before.resident_mib, "after": after.resident_mib, "course": course},
         "open_files": {"before": before.open_files, "after": after.open_files},
         "ms_between_tokens": times,
         "passed": not verdicts.faults

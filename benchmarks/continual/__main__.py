@@ -77,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     add_stream_options(parser_of_run)
     add("--method", nargs="+", metavar="NAME", help=f"methods of benchmarks/continual/methods, or {ALL_METHODS}")
     add("--budget", nargs="+", type=int, default=[32], help="entries of memory; other methods get their bytes")
-    add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--results", type=Path, metavar="FILE", help="write everything but the predictions into one JSON file")
     add("--split", choices=("test", "validation"), default="test", help="what is asked; validation to choose settings")
     add("--test-limit", type=int, default=256, help="questions of each task (default 256)")

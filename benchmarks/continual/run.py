@@ -44,6 +44,7 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--suite", default="demo", metavar="demo|real-text|FILE", help="FILE.toml or FILE.json: data on disk")
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--seed", nargs="+", type=int, default=[0])
     add("--out", type=Path, required=True, help="the folder of the results")
     add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")

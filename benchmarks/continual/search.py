@@ -160,7 +160,7 @@ def command(options: argparse.Namespace) -> int:
     require_model_folder(options.model)
     if min([options.budget, options.jobs, options.threads]) < 1 or min(options.seed) < 0:
         raise ConfigError("the budget, jobs and threads must be positive, and seeds not negative")
-    whole = load_suite(options.suite, options.data or options.out / "data")
+    whole = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     limits = (options.train_limit, options.validation_limit, options.base_limit)
     suite = searched_suite(whole, options.tasks, *limits)
     configuration = {

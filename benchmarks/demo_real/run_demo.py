@@ -32,6 +32,11 @@ from selector.data.examples import Example
 MEMORY = "smollm2-memory"
 HEAD = ("task", "question", "expected", "no memory", "PromptReplay", "with memory", "gate", "time, ms")
 METHODS = HEAD[3:6]
+LEGEND = """\
+No question was taught. "base" are questions that the model answers well by itself.
+PromptReplay shows the model the nearest taught questions and answers in its prompt, for every question.
+The gate gives a question the memory of the task with the largest margin, if that is above 0; else it is closed, and the
+untouched model answers."""
 
 
 def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console) -> None:
@@ -43,20 +48,26 @@ def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console)
 
     columns = [Column(label, overflow="fold") for label in HEAD]
     table = Table(*columns, title="SmolLM2-135M-Instruct, frozen, without and with its memory", show_lines=True)
-    right: Counter[str] = Counter()
+    right: Counter[tuple[str, str]] = Counter()
     for example, shown in zip(examples, replayed, strict=True):
         plain = ask(client, base, messages_of(example), trace=False)
         replay = ask(client, base, messages_of(shown.conversation), trace=False)
         memory = ask(client, MEMORY, messages_of(example), trace=True)
         assert memory.trace is not None, "a request that used memory and asked for its trace came back without one"
         replies = (plain, replay, memory)
-        right.update(name for name, r in zip(METHODS, replies, strict=True) if same_answer(r.text, example.answer))
+        named = dict(zip(METHODS, replies, strict=True))
+        right.update((example.task, name) for name, r in named.items() if same_answer(r.text, example.answer))
         texts = [marked(reply.text, example.answer) for reply in replies]
-        seconds = "\n".join(f"{name} {1000 * r.seconds:.0f}" for name, r in zip(METHODS, replies, strict=True))
+        seconds = "\n".join(f"{name} {1000 * r.seconds:.0f}" for name, r in named.items())
         verdict = verdict_of(memory.trace, same=plain.text == memory.text)
         table.add_row(example.task, escape(question_of(example)), example.answer, *texts, verdict, seconds)
     console.print(table)
-    console.print("; ".join(f"{name}: {right[name]} of {len(examples)} right" for name in METHODS))
+    console.print(LEGEND)
+    asked = Counter(example.task for example in examples)
+    summary = Table("right answers", *METHODS)
+    for task, count in asked.items():
+        summary.add_row(task, *(f"{right[task, method]} of {count}" for method in METHODS))
+    console.print(summary)
 
 
 def question_of(example: Example) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from benchmarks.real.model import cache_folder, model_folder
 from inducekv_vllm.errors import InduceKVError
 
 TASKS: Final = ("valence", "airport", "language")
+MEMORY, REPLAY = "refined_decoupled", "prompt_replay"
+TITLES: Final = {MEMORY: "the memory", REPLAY: "PromptReplay"}
 BUDGET: Final = 12  # entries of 8 tokens, for all tasks
 TRAIN: Final = 128  # examples of each task
 # Memory that acts on the answer alone trains the answer's tokens alone: minutes on one core.
@@ -35,7 +38,6 @@ SETTINGS: Final = {
     "learning_rate": 0.1,
     "activation": "generation",
 }
-MEMORY, REPLAY = "refined_decoupled", "prompt_replay"
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,28 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
     claim(folder, "demo.json", {"data": suite.digest(), "tasks": TASKS, "budget": BUDGET, "train": TRAIN})
     prepare_process(threads=1)
     runs = [Run(suite, method, model, BUDGET, 0, folder) for method in methods()]
+    if not all(taught_already(run, number) for run in runs for number in range(len(TASKS))):
+        console.print(f"Teaching SmolLM2 once: what it learns is kept in {folder}, and goes on if it is stopped.")
     for run in runs:
         claim_stream(run)
         for number, task in enumerate(suite.tasks):
-            if not (run.task_folder(number) / "state").exists():
-                console.print(f"teaching {task.name} to {run.method.name} ...")
+            start, is_new = time.perf_counter(), not taught_already(run, number)
+            if is_new:
+                count = f"{number + 1} of {len(TASKS)}"
+                console.print(f"{TITLES[run.method.name]}, task {count}: {task.name}, {len(task.train)} examples ...")
             artifact = learn(run, number)
+            if is_new:
+                console.print(f"  learned in {time.perf_counter() - start:.0f} s")
     memory, replay = (run.task_folder(len(TASKS) - 1) / "state" for run in runs)
     return Taught(model, suite, memory / BUNDLE, artifact, replay)
 
 
-def methods() -> tuple[Method, Method]:
+def taught_already(run: Run, number: int) -> bool:
+    return (run.task_folder(number) / "state").exists()
 
+
+def methods() -> tuple[Method, Method]:
+    """The memory, and PromptReplay."""
     return apply_settings(METHODS[MEMORY], SETTINGS), METHODS[REPLAY]
 
 

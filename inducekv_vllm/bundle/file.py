@@ -21,6 +21,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ..bounded_json import TooManyValues, parse_json, require_few_values, shown
 from ..errors import BundleError
 from ..files import replacing
 from ..page_terms import IntArray
@@ -38,7 +39,8 @@ from .tensors import (
 )
 
 METADATA_KEY = "inducekv"
-MAX_HEADER_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 4 * 2**20
+MAX_SIGNATURE_LENGTH = 1000
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -46,25 +48,46 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
     """Write a bundle atomically: `path` holds either its old content or the complete new one.
 
     Raises:
-        BundleError: the bundle is inconsistent, its digest is stale, or the file cannot be written (missing folder,
-            full disk, ...). No temporary file is left behind.
+        BundleError: the bundle is inconsistent, its digest is stale, it has more metadata than `read_bundle` takes, or
+            the file cannot be written (missing folder, full disk, ...). No temporary file is left behind.
     """
     assert bundle.rows is None, "the bundle was read in part"
     target = Path(path)
     check_bundle(bundle, str(target))
     metadata = {METADATA_KEY: bundle.metadata.model_dump_json()}
-    if len(metadata[METADATA_KEY]) > MAX_HEADER_BYTES // 2:  # JSON inside JSON at most doubles by escaping quotes
-        raise BundleError(f"{target}: the metadata is too large for the header: {len(metadata[METADATA_KEY])} bytes")
     if bundle.signature is not None:
         metadata[SIGNATURE_KEY] = bundle.signature.model_dump_json()
+    header = _header(bundle.tensors(), metadata)
+    if len(header) > MAX_HEADER_BYTES:
+        raise BundleError(f"{target}: the metadata is too large: a header of {len(header)} bytes")
+    try:
+        require_few_values(metadata[METADATA_KEY].encode())
+    except TooManyValues as error:
+        raise BundleError(f"{target}: the metadata is too large: {error}") from error
     try:
         with replacing(target) as temporary:
-            save_tensors(bundle.tensors(), metadata, temporary)
+            save_tensors(bundle.tensors(), header, temporary)
     except OSError as error:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
 
 
-def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+def _names_in_file(tensors: Mapping[str, Tensor]) -> list[str]:
+    """As in the library, larger types first: each tensor begins at a multiple of its type's size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in _names_in_file(tensors):
+        tensor = tensors[name]
+        span = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], header: bytes, path: Path) -> None:
     """Write a safetensors file [https://github.com/huggingface/safetensors#format], from the tensors' own memory.
 
     The library's writer has buffers, and leaves what went through them in freed memory.
@@ -72,19 +95,9 @@ def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pat
     Raises:
         OSError: it cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # As in the library, larger types first: each tensor begins at a multiple of its type's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        span = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     with io.FileIO(path, "w") as file:
-        _write_whole(file, memoryview(len(text).to_bytes(8, "little") + text))
-        for name in names:
+        _write_whole(file, memoryview(len(header).to_bytes(8, "little") + header))
+        for name in _names_in_file(tensors):
             _write_whole(file, tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -237,8 +250,10 @@ def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any
     if 8 + length > size:
         raise BundleError(f"{source}: truncated: the header is longer than the file, which has {size} bytes")
     try:
-        header = json.loads(file.read(length))
-    except (ValueError, RecursionError) as error:
+        header = parse_json(file.read(length))
+    except TooManyValues as error:
+        raise BundleError(f"{source}: the header is too large: {error}") from error
+    except ValueError as error:
         raise BundleError(f"{source}: the header is not JSON, this is no safetensors file") from error
     if not isinstance(header, dict):
         raise BundleError(f"{source}: the header is not a JSON object, this is no safetensors file")
@@ -251,13 +266,15 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     if not isinstance(text, str):
         raise BundleError(f"{source}: no {METADATA_KEY!r} metadata: a safetensors file, but not a memory bundle")
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text.encode())
+    except TooManyValues as error:
+        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is too large: {error}") from error
+    except ValueError as error:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in FORMAT_VERSIONS:
         supported = ", ".join(map(str, FORMAT_VERSIONS))
-        raise BundleError(f"{source}: format version {version!r:.40} is not supported, expected one of {supported}")
+        raise BundleError(f"{source}: format version {shown(version)} is not supported, expected one of {supported}")
     try:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
@@ -270,8 +287,8 @@ def _parse_signature(header: dict[str, Any], source: str) -> Signature | None:
     """The signature, not yet checked; None without one."""
     if (text := header["__metadata__"].get(SIGNATURE_KEY)) is None:
         return None
-    if not isinstance(text, str):
-        raise BundleError(f"{source}: the signature is not text")
+    if not (isinstance(text, str) and len(text) <= MAX_SIGNATURE_LENGTH):
+        raise BundleError(f"{source}: the signature is not a text of at most {MAX_SIGNATURE_LENGTH} characters")
     try:
         return Signature.model_validate_json(text)
     except ValidationError as error:
@@ -297,8 +314,9 @@ def _check_layout(
         entry = header[name] if isinstance(header[name], dict) else {}
         dtype = _SAFETENSORS_DTYPES[DTYPES[name]]
         if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
-            found = f"{entry.get('dtype')} {entry.get('shape')}"
-            raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found:.80}")
+            named = entry.get("dtype")
+            found = f"{f'{named:.20}' if isinstance(named, str) else shown(named)} {shown(entry.get('shape'))}"
+            raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found}")
         nbytes = math.prod(shape) * DTYPES[name].itemsize
         offsets = entry.get("data_offsets")
         if not (isinstance(offsets, list) and list(map(type, offsets)) == [int, int]):

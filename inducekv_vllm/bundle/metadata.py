@@ -16,6 +16,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -128,16 +129,18 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
-    entries: tuple[EntryRecord, ...]  # [B]; at least one, unless there are task adapters
+    # [B]; at least one, unless there are task adapters. Only the first wrong one is told: all would take seconds.
+    entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     weighting: Weighting
     recipe: str  # the recipe that made the memory; "build" is extraction only
     settings: dict[str, Any]  # the recipe's settings, JSON values only
     adapter: str | None = None  # the LoRA adapter that the memory was made with and requires
     parent_digest: str | None = None  # the memory this one was made from
-    gate_tasks: tuple[str, ...] = ()  # [C], the tasks of the relevance gate; empty without a gate
+    gate_tasks: Annotated[tuple[str, ...], FailFast()] = ()  # [C], the gate's tasks; empty without a gate
     form: Form = "merged"
     activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
-    task_adapters: tuple[AdapterRecord, ...] = ()  # of the tasks that have no entries; decoupled form only
+    # Of the tasks that have no entries; decoupled form only.
+    task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     payload_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()  # [B], see `payload_digests`
     digest: str = ""  # see `bundle_digest`
@@ -290,6 +293,6 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
 
 
 def first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     return f"{place or 'metadata'}: {problem['msg']}"

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from vllm.engine.protocol import EngineClient
@@ -42,6 +42,7 @@ class EngineStop:
         self._running = 0
         self._calls: set[asyncio.Future[Any]] = set()
         self.requested = False
+        self.others_run: Callable[[], bool] = lambda: False  # a shutdown with a time-out waits for them too
 
     def install(self) -> None:
         """Replace the client's `shutdown` and `collective_rpc`. Call it on the event loop."""
@@ -99,7 +100,8 @@ class EngineStop:
         self._end_on_loop()
 
     def _busy(self) -> bool:
-        return bool(self._running or cast(AsyncLLM, self._client).get_num_unfinished_requests())
+        unfinished = cast(AsyncLLM, self._client).get_num_unfinished_requests()
+        return bool(self._running or unfinished or self.others_run())
 
     def _end_on_loop(self) -> None:
         """Run `_end_what_waits` where streams and calls live; give up if the event loop is stuck."""

@@ -121,7 +121,7 @@ class TwoPassEngine:
         memories: MemorySource,
         config: InduceKVConfig,
         stop: EngineStop | None = None,
-        record_answer: Callable[[str, str, dict[str, Any]], None] | None = None,
+        record_answer: Callable[[str, str, dict[str, Any]], Awaitable[None]] | None = None,
     ) -> None:
         """`record_answer` is called before each answer with its request id, its owner and what it is answered with."""
         self._client = client
@@ -192,7 +192,7 @@ class TwoPassEngine:
             )
             observed.looked_up(lookup)
             with self._invalidating_mm_cache(prompt):
-                self._record(request_id, held.owner, metrics.bundle, memory, spec, lookup.gate_decision)
+                await self._record(request_id, held.owner, metrics.bundle, memory, spec, lookup.gate_decision)
 
             if key_lookup.source == "computed":
                 self._sync_mm_lru(prompt)
@@ -239,7 +239,7 @@ class TwoPassEngine:
         identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache, held.owner)
         return await self._keys.get(identity, compute, lease.memory.digest)
 
-    def _record(
+    async def _record(
         self,
         request_id: str,
         owner: str,
@@ -251,7 +251,7 @@ class TwoPassEngine:
         if self._record_answer is None:
             return
         try:
-            self._record_answer(request_id, owner, describe_injection(name, memory, spec, decision))
+            await self._record_answer(request_id, owner, describe_injection(name, memory, spec, decision))
         except InduceKVError as error:  # without a record there is no answer
             raise RetryableRequestError(str(error)) from error
 

@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from inducekv_vllm.checkpoints import Kind, first_line, kind_of, load_tokenizer, require_model_folder
+from inducekv_vllm.checkpoints import (
+    Kind,
+    first_line,
+    kind_of,
+    load_tokenizer,
+    require_model_folder,
+    require_plain_weights,
+)
 from inducekv_vllm.errors import UnsupportedModel
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
@@ -33,8 +41,9 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         network, loading = _MODELS[kind].from_pretrained(
             str(model), dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UnsupportedModel(f"{model}: cannot load the model: {first_line(error)}") from error
+    require_plain_weights(loading["unexpected_keys"], model)
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"

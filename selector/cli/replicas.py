@@ -20,15 +20,17 @@ Command = Callable[[argparse.Namespace], int]
 def publish(options: argparse.Namespace) -> int:
     """Load a bundle into several servers, one after the other, and print which version each serves.
 
-    A server that refuses or cannot be reached does not keep the others from it. Exit status 1: some server does not
-    serve this version now; run the command again.
+    A server that refuses or cannot be reached does not keep the others from it. Exit status 1: some servers, which the
+    last line names, do not serve this version now; run the command again.
     """
     for url in options.to:
         require_address(url, "--to")
     digest = read_bundle(options.path).digest  # a bundle that no server would take goes to none
     name = options.name or options.path.stem
-    served = [_published(url, name, digest, options) for url in options.to]
-    return SUCCESS if all(served) else DIFFERENT
+    behind = [url for url in options.to if not _published(url, name, digest, options)]
+    if behind:
+        print(f"{len(behind)} of {len(options.to)} servers do not serve {digest}: {', '.join(behind)}", file=sys.stderr)
+    return DIFFERENT if behind else SUCCESS
 
 
 def _published(url: str, name: str, digest: str, options: argparse.Namespace) -> bool:
@@ -36,12 +38,21 @@ def _published(url: str, name: str, digest: str, options: argparse.Namespace) ->
     try:
         before = after = served_digest(url, name)
         if before != digest and not options.check:
-            after = str(load(url, name, options.path, options.expected_digest)["digest"])
+            _try_to_load(url, name, options)
+            after = served_digest(url, name)
     except ConfigError as error:
-        print(f"{url}: {error}", file=sys.stderr)
+        print(f"{url}: what it serves is unknown: {error}", file=sys.stderr)
         return False
     print(f"{url}: {name} was {before or NOTHING}, is {after or NOTHING}")
     return after == digest
+
+
+def _try_to_load(url: str, name: str, options: argparse.Namespace) -> None:
+    """Print why it fails. It may be done all the same, if it is the answer that does not arrive."""
+    try:
+        load(url, name, options.path, options.expected_digest)
+    except ConfigError as error:
+        print(f"{url}: {error}", file=sys.stderr)
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

@@ -15,19 +15,26 @@ Images are paths relative to the file and must lie beneath its folder.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final, TextIO
 
 from PIL import Image, ImageOps
 
+from inducekv_vllm.bounded_json import MAX_VALUES, count_values, parse_json, shown
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import TaskDataError
 
+MAX_EXAMPLE_BYTES: Final = 4 * 2**20
+MAX_IMAGE_BYTES: Final = 64 * 2**20
+MAX_IMAGE_PIXELS: Final = 50_000_000  # decoding takes 9 bytes for each
+_CHUNK: Final = 2**16
 _ROLES = ("system", "user", "assistant")
 _LLAVA_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
@@ -62,21 +69,23 @@ def read_task(path: str | Path) -> list[Example]:
     """
     source = Path(path)
     try:
-        text = source.read_text(encoding="utf-8")
+        file = source.open("rb")
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
     except ValueError as error:
         raise TaskDataError(f"{str(source)!r}: not the name of a file: {error}") from error
-
-    records = _llava_records(text, source) if source.suffix == ".json" else _jsonl_records(text, source)
     examples: dict[str, Example] = {}
-    for place, record in records:
-        example = _example(record, source.parent, place)
-        if example.id in examples:
-            raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
-        examples[example.id] = example
+    with file:
+        try:
+            for place, record in _records(file, source):
+                example = _example(record, source.parent, place)
+                if example.id in examples:
+                    raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
+                examples[example.id] = example
+        except OSError as error:
+            raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
     if not examples:
         raise TaskDataError(f"{source}: the file holds no examples")
     return list(examples.values())
@@ -86,10 +95,16 @@ def decode_image(data: bytes) -> Image.Image:
     """Decode to RGB the way vLLM decodes a request's image: EXIF rotation applied, transparency onto white.
 
     Raises:
-        OSError, Image.DecompressionBombError: the bytes are no image, are truncated, or claim an absurd size.
+        OSError, Image.DecompressionBombError: the bytes are no image, are truncated, or claim more than
+            `MAX_IMAGE_PIXELS`.
     """
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    image = Image.open(io.BytesIO(data))
+    if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
+        raise Image.DecompressionBombError(f"it has {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
+    ImageOps.exif_transpose(image, in_place=True)
     image.load()
+    if image.mode == "RGB":
+        return image
     if image.mode == "RGBA":
         opaque = Image.new("RGB", image.size, (255, 255, 255))
         opaque.paste(image, mask=image.getchannel("A"))
@@ -97,32 +112,92 @@ def decode_image(data: bytes) -> Image.Image:
     return image.convert("RGB")
 
 
-def _jsonl_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Not str.splitlines: JSON strings may contain U+2028 and the like.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{source}, line {number}"
-            if number == 1 and not line.lstrip("\ufeff \t").startswith(("{", "[", '"')):
-                raise TaskDataError(
-                    f"{place}: expected JSON lines, one object with id, task, messages and answer on each, "
-                    f"found {line!r:.60}"
-                )
-            yield place, _object(_parse(line, place), place)
-
-
-def _llava_records(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    items = _parse(text, str(source)) if text.strip() else []
-    if not isinstance(items, list):
-        raise TaskDataError(f"{source}: expected a JSON array of conversations, found {type(items).__name__}")
-    for number, item in enumerate(items, start=1):
+def _records(file: BinaryIO, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The examples one after the other, each with its place for messages."""
+    if source.suffix != ".json":
+        yield from _jsonl_records(file, source)
+        return
+    for number, item in enumerate(_array_items(io.TextIOWrapper(file, encoding="utf-8"), source), start=1):
         place = f"{source}, item {number}"
-        yield place, _from_llava(_object(item, place), source.stem, place)
+        yield place, _from_llava(_object(_encodable(item, place), place), source.stem, place)
 
 
-def _parse(text: str, place: str) -> Any:
+def _jsonl_records(file: BinaryIO, source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Lines of bytes end at "\n" alone, as JSON strings may contain U+2028 and the like.
+    for number in itertools.count(1):
+        line = file.readline(MAX_EXAMPLE_BYTES + 1)
+        place = f"{source}, line {number}"
+        if not line:
+            return
+        if len(line) > MAX_EXAMPLE_BYTES:
+            raise TaskDataError(f"{place}: the line is longer than {MAX_EXAMPLE_BYTES} bytes")
+        if not line.strip():
+            continue
+        if number == 1 and not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b'"')):
+            raise TaskDataError(
+                f"{place}: expected JSON lines, one object with id, task, messages and answer on each, "
+                f"found {line.decode()!r:.60}"
+            )
+        try:
+            value = parse_json(line)
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise TaskDataError(f"{place}: malformed JSON: {error}") from error
+        yield place, _object(_encodable(value, place), place)
+
+
+def _array_items(file: TextIO, source: Path) -> Iterator[Any]:
+    """The items of a JSON array, of which never more than a few are in memory."""
+    decoder = json.JSONDecoder()
+    rest = _read_on("", file)
+    if not rest:
+        return
+    if not rest.startswith("["):
+        raise TaskDataError(f"{source}: expected a JSON array of conversations, found {rest!r:.20}")
+    rest = _read_on(rest[1:], file)
+    if not rest.startswith("]"):
+        for number in itertools.count(1):
+            item, rest = _first_item(rest, file, decoder, f"{source}, item {number}")
+            yield item
+            rest = _read_on(rest, file)
+            if not rest.startswith(","):
+                break
+            rest = _read_on(rest[1:], file)
+    if not rest.startswith("]") or _read_on(rest[1:], file):
+        raise TaskDataError(f"{source}: malformed JSON: expected the end of the array, found {rest!r:.20}")
+
+
+def _read_on(rest: str, file: TextIO) -> str:
+    """What follows after white space; empty at the end of the file."""
+    while not (rest := rest.lstrip(" \t\r\n")):
+        if not (rest := file.read(_CHUNK)):
+            break
+    return rest
+
+
+def _first_item(rest: str, file: TextIO, decoder: json.JSONDecoder, place: str) -> tuple[Any, str]:
+    """The JSON value that a text begins with, and what follows it; reads on while it is not complete."""
+    while True:
+        # What was read beyond the item has values too, but as little text as the item itself.
+        if (count := count_values(rest.encode())) > 2 * MAX_VALUES:
+            raise TaskDataError(f"{place}: malformed JSON: it holds more than {count // 2} values")
+        try:
+            item, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            more = file.read(max(len(rest), _CHUNK))
+            if len(rest) > MAX_EXAMPLE_BYTES:
+                raise TaskDataError(f"{place}: malformed JSON, or longer than {MAX_EXAMPLE_BYTES} bytes") from error
+            if not more:
+                raise TaskDataError(f"{place}: malformed JSON: {error}") from error
+            rest += more
+        else:
+            return item, rest[end:]
+
+
+def _encodable(value: Any, place: str) -> Any:
+    """JSON can name a half of a surrogate pair alone; no tokenizer and no file system takes it."""
     try:
-        value = json.loads(text)
-        # JSON can name a half of a surrogate pair alone; no tokenizer and no file system takes it.
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise TaskDataError(
@@ -148,7 +223,8 @@ def _from_llava(item: dict[str, Any], task: str, place: str) -> dict[str, Any]:
         raise TaskDataError(f"{place}: 'conversations' must be a list of at least two turns")
     messages: list[dict[str, Any]] = []
     for turn in turns:
-        role = _LLAVA_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+        speaker = turn.get("from") if isinstance(turn, dict) else None
+        role = _LLAVA_ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None or not isinstance(turn.get("value"), str):
             raise TaskDataError(f"{place}: each turn needs 'from' (human, gpt or system) and a text 'value'")
         content: list[dict[str, Any]] = []
@@ -174,9 +250,9 @@ def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
         identity = str(identity)
     for name, value in (("id", identity), ("task", record.get("task"))):
         if not isinstance(value, str) or not value:
-            raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {value!r:.80}")
+            raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {shown(value)}")
     if not isinstance(record.get("answer"), str):
-        raise TaskDataError(f"{place}: 'answer' must be a string, found {record.get('answer')!r:.80}")
+        raise TaskDataError(f"{place}: 'answer' must be a string, found {shown(record.get('answer'))}")
     if not isinstance(record.get("messages"), list) or not record["messages"]:
         raise TaskDataError(f"{place}: 'messages' must be a non-empty list of chat messages")
 
@@ -197,7 +273,7 @@ def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
 def _message(message: Any, folder: Path, images: list[Path], place: str) -> dict[str, Any]:
     """Bring one message into chat-template form; the paths of its images are appended to `images`."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise TaskDataError(f"{place}: each message needs a 'role' of {', '.join(_ROLES)}, found {message!r:.80}")
+        raise TaskDataError(f"{place}: each message needs a 'role' of {', '.join(_ROLES)}, found {shown(message)}")
     parts = message.get("content")
     if isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
@@ -212,7 +288,7 @@ def _message(message: Any, folder: Path, images: list[Path], place: str) -> dict
             images.append(_image_path(part, folder, place))
             content.append({"type": "image"})
         else:
-            raise TaskDataError(f"{place}: a content part must be a text, image or image_url, found {part!r:.80}")
+            raise TaskDataError(f"{place}: a content part must be a text, image or image_url, found {shown(part)}")
     return {"role": message["role"], "content": content}
 
 
@@ -222,14 +298,14 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
         url = part.get("image_url")
         reference = url.get("url") if isinstance(url, dict) else url
     if not isinstance(reference, str) or not reference:
-        raise TaskDataError(f"{place}: an image must be a relative path, found {reference!r:.80}")
+        raise TaskDataError(f"{place}: an image must be a relative path, found {shown(reference)}")
     path = folder / reference
     try:
         is_inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, or a circle of links
-        raise TaskDataError(f"{place}: {reference!r:.80} is not the name of an image: {error!s:.80}") from error
+        raise TaskDataError(f"{place}: {shown(reference)} is not the name of an image: {error!s:.80}") from error
     if not is_inside:
-        raise TaskDataError(f"{place}: the image {reference!r:.80} lies outside the task file's folder")
+        raise TaskDataError(f"{place}: the image {shown(reference)} lies outside the task file's folder")
     return path
 
 
@@ -237,11 +313,13 @@ def _image_bytes(path: Path, place: str) -> bytes:
     try:
         if not path.is_file():
             raise TaskDataError(f"{place}: the image {path} does not exist")
+        if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
+            raise TaskDataError(f"{place}: the image {path} has {size} bytes, more than {MAX_IMAGE_BYTES}")
         data = path.read_bytes()
         decode_image(data)
     except TaskDataError:
         raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise whatever a damaged file leads them to
         raise TaskDataError(f"{place}: {path!s:.200} is not a readable image: {error!s:.200}") from error
     return data
 

@@ -11,15 +11,27 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from benchmarks.real import model as real
 from benchmarks.server_process import serving
 from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
+from selector.backbone.generation import score
+from selector.backbone.model import Backbone
 from tests.inducekv_vllm.bundles import as_decoupled
-from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, Prompt, World, make_world, prompts, text_prompts
-from tests.server.http import ask, deviation
+from tests.inducekv_vllm.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    Prompt,
+    World,
+    largest_deviation,
+    make_world,
+    prompts,
+    text_prompts,
+)
+from tests.server.http import ask, deviation, tokens_and_logprobs
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 HEADS_PER_KV_HEAD = 3
@@ -116,3 +128,38 @@ def test_float32_equals_the_reference_over_http(smollm: World, tmp_path: Path) -
             ask(client, "sqrt", *prompts(1, seed=1))
     print(deviations)
     assert max(deviations.values()) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="0.282 where memory acts from the generation on; 2 * 0.128 is allowed"
+)
+def test_bfloat16_rounds_at_most_twice_as_much_as_the_plain_model_in_transformers(
+    smollm: World, tmp_path: Path
+) -> None:
+    """Against float32, over all tokens. The bound is measured: what transformers' own bfloat16 does without memory.
+
+    Memory is a second source of rounding beside the model, of its own size: keys, values and weights in bfloat16.
+    """
+    questions = text_prompts(4, seed=1)
+    with served(smollm, tmp_path / "log", "bfloat16") as client:
+        answers = {
+            name: [ask(client, name or "base", each, max_tokens=NEW_TOKENS) for each in questions]
+            for name in (None, *NAMES)
+        }
+    rounded = Backbone.load(smollm.model, dtype=torch.bfloat16)
+    own = 0.0
+    for prompt, answer in zip(questions, answers[None], strict=True):
+        tokens, _ = tokens_and_logprobs(answer)
+        (logprobs,) = score(rounded, [rounded.encode(prompt.chat_messages, prompt.images)], [tokens])
+        own = max(own, largest_deviation(smollm, prompt, tokens, logprobs, None))
+    deviations = {
+        name: max(
+            deviation(smollm, answer, prompt, name and smollm.bundles[name])
+            for prompt, answer in zip(questions, answers[name], strict=True)
+        )
+        for name in answers
+    }
+    print(own, deviations)
+    assert TOLERANCE < own < 0.5  # it does round, and is not nonsense
+    assert max(deviations.values()) <= 2 * own

@@ -27,7 +27,7 @@ def write(path: Path, *events: str) -> str:
     """One writer's records; returns the head."""
     writer = AuditWriter(path)
     for event in events:
-        writer.append(event, {"name": f"the {event} of \u2028 é"}, sync=True)
+        writer.append(event, {"name": f"the {event} of \u2028 é"})
     writer.close()
     return writer.head
 
@@ -153,13 +153,13 @@ def test_records_that_could_be_written_in_part(
 ) -> None:
     """The disk is full in the middle of records, and has room again for the last one."""
     writer = AuditWriter(path)
-    writer.append("start", {}, sync=True)
+    writer.append("start", {})
     for each in room:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", _disk(each))
             with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
-                writer.append("load", {}, sync=True)
-    writer.append("unload", {}, sync=True)
+                writer.append("load", {})
+    writer.append("unload", {})
     assert verify(path) == Chain(records, writer.head, 0)
     assert path.read_bytes().count(b'"unload"') == 1
 
@@ -185,7 +185,7 @@ def test_kill_while_it_writes(path: Path) -> None:
         "import sys; from inducekv_vllm.audit_chain import AuditWriter\n"
         "writer = AuditWriter(sys.argv[1])\n"
         "for number in range(10**9):\n"
-        "    writer.append('answer', {'entries': list(range(200))}, sync=False)\n"
+        "    writer.append('answer', {'entries': list(range(200))})\n"
         "    if number == 100: print('go', flush=True)"
     )
     for _ in range(3):
@@ -203,5 +203,5 @@ def test_kill_while_it_writes(path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_json_does_not_have(path: Path, value: Any) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        AuditWriter(path).append("load", {"x": value}, sync=False)
+        AuditWriter(path).append("load", {"x": value})
     assert path.read_bytes() == b""

@@ -229,7 +229,7 @@ def test_files_that_are_no_bundles(path: Path, tmp_path: Path) -> None:
     for content, problem in [
         (b"", "the file is empty"),
         (b"{}", "truncated"),
-        (b"not a safetensors file, but long enough to have a length", "the header is longer than 16777216 bytes"),
+        (b"not a safetensors file, but long enough to have a length", "the header is longer than 4194304 bytes"),
         ((5).to_bytes(8, "little") + b"hello", "not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((2).to_bytes(8, "little") + b"{}", "not a memory bundle"),
@@ -245,7 +245,7 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)  # sparse: reading it would be noticed
-    with pytest.raises(BundleError, match="longer than 16777216"):
+    with pytest.raises(BundleError, match="longer than 4194304"):
         read_bundle(path)
 
 
@@ -292,9 +292,9 @@ def test_names_that_are_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> None:
-    """40,000 entries, each with a task and half of them with an adapter: minutes by pairs, a second by sets."""
+    """10,000 entries, nearly the most that a header holds: each with a task, and half of them with an adapter."""
     _, good = raw(PLAIN)
-    numbers = range(40_000)
+    numbers = range(10_000)
     tasks = [f"t{i}" for i in numbers]
     half = len(numbers) // 2
     many = good | {
@@ -311,7 +311,37 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
     began = time.process_time()
     with pytest.raises(BundleError, match="tensors are missing"):
         read_bundle(path)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 1
+
+
+def test_more_values_than_can_be_read_are_neither_read_nor_written(path: Path) -> None:
+    """16 MiB of small values would take seconds, and more memory than any bundle."""
+    settings = {"x": [[]] * 40_000}
+    with pytest.raises(BundleError, match="the metadata is too large: it holds more than 65536 values"):
+        write_bundle(random_bundle(settings=settings), path)
+    with pytest.raises(BundleError, match="the metadata is too large: a header of"):
+        write_bundle(random_bundle(settings={"x": "x" * 2**22}), path)
+    assert not path.exists()
+    tensors, good = raw(PLAIN)
+    save_raw(path, tensors, good | {"settings": settings})
+    with pytest.raises(BundleError, match="metadata is too large: it holds more than 65536 values"):
+        read_bundle(path)
+    save_raw(path, tensors, good | {"settings": {"x": "[," * 200_000 + '\\"['}})  # no values: all in a string
+    with pytest.raises(BundleError, match="does not match its digest"):
+        read_bundle(path)
+
+
+def test_what_a_message_quotes_can_be_printed(path: Path) -> None:
+    for name in ("\ud800", "a\0b", "\x1b[2J", "x" * 70_000):
+        text = json.dumps(
+            {"__metadata__": {METADATA_KEY: PLAIN.metadata.model_dump_json()}, name: {}}
+            | dict.fromkeys(PLAIN.tensors(), 0)
+        )
+        path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+        with pytest.raises(BundleError, match="unknown tensors") as error:
+            read_bundle(path)
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) <= 2000
 
 
 def test_random_damage_is_a_bundle_error_or_nothing(path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     DeepseekV2Config,
     Gemma2Config,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -19,11 +24,16 @@ from transformers import (
     T5Config,
 )
 
+from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.checkpoints import kind_of, load_tokenizer
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.model import Backbone
-from selector.cli.bundle import main
+from selector.cli.bundle import main as bundle_command
+from selector.cli.select import main as select
+from server.launcher import main as serve
+from tests.inducekv_vllm.bundles import random_bundle
+from tests.selector.conftest import record
 from tests.tiny_families import FAMILIES, PICTURE_FAMILIES
 from tests.tiny_models import save_tiny_llava, save_tiny_text_model
 
@@ -46,6 +56,23 @@ def change_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def t5(folder: Path) -> None:
+    T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2).save_pretrained(folder)
+
+
+def reward(folder: Path) -> None:
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, vocab_size=400, num_labels=1)).save_pretrained(folder)
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def quantized(folder: Path, method: str) -> None:
+    change_config(folder, quantization_config={"quant_method": method, "bits": 4})
+
+
 def refusals(folder: Path) -> str:
     """What the loader, the fingerprint of a server and the bundle commands all say: the same, in one line."""
     with pytest.raises(UnsupportedModel) as loading:
@@ -64,12 +91,6 @@ def test_kinds(family: str, tmp_path: Path) -> None:
     assert kind == ("multimodal" if family in PICTURE_FAMILIES else "text")
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors"])
-def test_quantised_weights_are_refused_by_name(copy: Path, method: str) -> None:
-    change_config(copy, quantization_config={"quant_method": method, "bits": 4})
-    assert f"its weights are quantised ({method})" in refusals(copy)
-
-
 def test_quantised_text_weights_of_a_multimodal_model_are_refused(tmp_path: Path) -> None:
     folder = save_tiny_llava(tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -78,24 +99,9 @@ def test_quantised_text_weights_of_a_multimodal_model_are_refused(tmp_path: Path
     assert "its weights are quantised (awq)" in refusals(folder)
 
 
-def test_an_encoder_decoder_is_refused(copy: Path) -> None:
-    T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2).save_pretrained(copy)
-    assert "t5 is an encoder-decoder" in refusals(copy)
-
-
-def test_a_reward_model_is_refused(copy: Path) -> None:
-    LlamaForSequenceClassification(LlamaConfig(**SIZES, vocab_size=400, num_labels=1)).save_pretrained(copy)
-    expected = "expected a model that generates text (LlamaForCausalLM), found LlamaForSequenceClassification"
-    assert expected in refusals(copy)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(copy: Path, tmp_path: Path) -> None:
-    for file in copy.glob("tokenizer*"):
-        file.unlink()
-    assert "the model has no tokenizer" in refusals(copy)
-    pictures = save_tiny_llava(tmp_path / "llava")
-    for file in pictures.glob("tokenizer*"):
-        file.unlink()
+def test_a_multimodal_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    pictures = save_tiny_llava(tmp_path)
+    without_tokenizer(pictures)
     assert "the model has no tokenizer" in refusals(pictures)
 
 
@@ -147,20 +153,97 @@ def test_attention_that_memory_is_not_trained_with(
         Backbone.load(folder)
 
 
-def test_bundle_commands_refuse_them(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change_config(copy, quantization_config={"quant_method": "awq", "bits": 4})
-    task = tmp_path / "task.jsonl"
-    task.write_text('{"id": "1", "task": "t", "messages": [{"role": "user", "content": "?"}], "answer": "a"}\n')
-    arguments = [
-        "--model",
-        str(copy),
-        "--task",
-        str(task),
-        "--budget",
-        "1",
-        "--output",
-        str(tmp_path / "b.safetensors"),
+def text_examples(path: Path, task: str) -> Path:
+    """A file of examples whose messages are plain strings."""
+    rows = [
+        record(row, id=f"{task}{row}", task=task, messages=[{"role": "user", "content": f"{task} {row}?"}])
+        for row in range(4)
     ]
-    assert main(["build", *arguments]) == 2
-    assert "quantised (awq)" in capsys.readouterr().err
-    assert not (tmp_path / "b.safetensors").exists()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_tokenizer, "the model has no tokenizer: expected tokenizer.json"),
+        (t5, "t5 is an encoder-decoder"),
+        (reward, "expected a model that generates text (LlamaForCausalLM), found LlamaForSequenceClassification"),
+        (partial(quantized, method="awq"), "its weights are quantised (awq)"),
+        (partial(quantized, method="gptq"), "its weights are quantised (gptq)"),
+        (partial(quantized, method="fp8"), "its weights are quantised (fp8)"),
+        (partial(quantized, method="compressed-tensors"), "its weights are quantised (compressed-tensors)"),
+    ],
+    ids=["no tokenizer", "encoder-decoder", "reward model", "awq", "gptq", "fp8", "compressed-tensors"],
+)
+def test_every_command_refuses_them(
+    spoil: Callable[[Path], None], reason: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With status 2 and one line that names the folder, before anything is trained, served or written."""
+    spoil(copy)
+    bundle, output = tmp_path / "bundle.safetensors", tmp_path / "out.safetensors"
+    write_bundle(random_bundle(), bundle)
+    task, base = text_examples(tmp_path / "task.jsonl", "task"), text_examples(tmp_path / "base.jsonl", "base")
+    made = [f"--model={copy}", f"--output={output}"]
+    data = [f"--task={task}", "--budget=1"]
+    commands: dict[str, Callable[[], int | None]] = {
+        "inducekv-select": lambda: select([*made, *data, f"--anchors={tmp_path / 'anchors'}", f"--base={base}"]),
+        "inducekv-bundle build": lambda: bundle_command(["build", *made, *data]),
+        "inducekv-bundle route": lambda: bundle_command(
+            ["route", *made, f"--base={base}", f"--adapter=t={tmp_path}:{task}"]
+        ),
+        "inducekv-bundle verify": lambda: bundle_command(["verify", str(bundle), f"--model={copy}"]),
+        "inducekv-serve": lambda: serve([str(copy), f"--memory=m={bundle}"]),
+        "inducekv-serve --model": lambda: serve(["--model", str(copy)]),
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for name, run in commands.items():
+        try:
+            status: Any = run()
+        except SystemExit as end:
+            status = end.code
+        *_, line = capsys.readouterr().err.splitlines()
+        assert status == 2, name
+        assert line.startswith(f"{name.split()[0]}: error: {copy}: "), name
+        assert reason in line, name
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "method"),
+    [("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq")],
+)
+def test_quantisation_may_be_described_in_a_file_of_its_own(copy: Path, file: str, method: str) -> None:
+    (copy / file).write_text("{}")
+    assert f"its weights are quantised ({method})" in refusals(copy)
+
+
+def test_scales_of_quantised_weights_are_not_left_out(copy: Path) -> None:
+    """Nothing else says here that the weights are quantised, and their names are those of plain ones."""
+    path, name = copy / "model.safetensors", "model.layers.0.self_attn.q_proj.weight_scale"
+    save_file(load_file(path) | {name: torch.ones(1)}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"its weights are quantised \(they have {name}\)"):
+        Backbone.load(copy)
+
+
+def test_damaged_weights_are_named(copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UnsupportedModel, match=r"copy: cannot load the model: .*header"):
+        Backbone.load(copy)
+
+
+def test_weights_of_another_size_are_named(copy: Path) -> None:
+    change_config(copy, intermediate_size=8)
+    with pytest.raises(UnsupportedModel, match="copy: cannot load the model: "):
+        Backbone.load(copy)
+
+
+def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    assert refusals(tmp_path) == f"{tmp_path}: expected a model folder, found no config.json in it"
+
+
+def test_a_setting_that_no_bundle_can_do_without(copy: Path) -> None:
+    GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(copy)
+    change_config(copy, architectures=["GPT2LMHeadModel"])
+    with pytest.raises(UnsupportedModel, match=r"copy: the configuration lacks a required setting: .*rope_parameters"):
+        backbone_fingerprint(copy)

@@ -103,7 +103,7 @@ def test_content_that_was_altered_and_given_a_new_digest(path: Path) -> None:
 )
 def test_signatures_that_cannot_be_read(path: Path, text: str) -> None:
     rewrite(path, inducekv_signature=text)
-    with pytest.raises(BundleError, match=r"b.safetensors: the signature: "):
+    with pytest.raises(BundleError, match=r"b.safetensors: the signature(: | is not a text of )"):
         read_bundle(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.audit_chain import verify
+from inducekv_vllm.audit_chain import AuditWriter, verify
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.config import InduceKVConfig
-from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, ConfigError, LoadTimeout, UnknownBundle, VersionConflict
 from server.audit import AuditLog
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import random_bundle
@@ -130,12 +132,74 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
             with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
                 await change
         with pytest.raises(ConfigError):
-            server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
+            await server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
     await server.released()
     assert (server.registry.list(), server.copies()) == (before, copies)
     assert set(server.workers.resident) == {DIGEST["a"]}
     await server.load("b")
     verify(server.log)
+
+
+class Disk:
+    """A disk that answers when it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+        patch.setattr(AuditWriter, "sync", lambda _: self._wait())
+
+    def _wait(self) -> None:
+        self.asked.set()
+        assert self.answers.wait(60)
+
+    async def is_asked(self) -> None:
+        while not self.asked.is_set():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_change_waits_for_the_disk_and_requests_do_not(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Audited(files, audit_answers=True)
+    await server.load("a")
+    disk = Disk(monkeypatch)
+    change = asyncio.create_task(server.load("b"))
+    await disk.is_asked()
+    await server.audit.answer("r", "", {"bundle": "m", "digest": DIGEST["a"], "gate": None, "entries": []})
+    await asyncio.sleep(0.05)
+    assert not change.done()
+    assert server.registry.list().data[0].digest == DIGEST["a"]
+    assert server.events()[-2:] == ["replace", "answer"]
+    disk.answers.set()
+    await change
+    assert server.registry.list().data[0].digest == DIGEST["b"]
+
+
+async def test_a_disk_that_hangs_refuses_the_change(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Audited(files, load_timeout_s=1.0)
+    await server.load("a")
+    before, copies = server.registry.list(), server.copies()
+    with monkeypatch.context() as patch:
+        disk = Disk(patch)
+        with pytest.raises(LoadTimeout, match="nothing has changed"):
+            await server.load("b")
+        disk.answers.set()
+        await server.released()
+    assert (server.registry.list(), server.copies()) == (before, copies)
+    assert set(server.workers.resident) == {DIGEST["a"]}
+    assert [event for event in server.events() if event != "release"][-2:] == ["replace", "refusal"]
+
+
+async def test_an_adapter_that_takes_the_name_meanwhile_keeps_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Audited(files)
+    disk = Disk(monkeypatch)
+    change = asyncio.create_task(server.load("a"))
+    await disk.is_asked()
+    server.registry._models.lora_requests["m"] = LoRARequest("m", 1, "adapter")
+    disk.answers.set()
+    with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
+        await change
+    await server.released()
+    assert not server.registry.list().data
+    assert not server.copies()
+    assert not server.workers.resident
 
 
 class TestForget:
@@ -291,7 +355,7 @@ async def test_answers_are_recorded_only_if_asked_for(files: Path) -> None:
     }
     for answers, expected in ((False, ["start"]), (True, ["start", "answer"])):
         log = AuditLog(str(files / f"{answers}.jsonl"), answers=answers)
-        log.answer("chatcmpl-1", "f" * 64, trace)
+        await log.answer("chatcmpl-1", "f" * 64, trace)
         records = [json.loads(line) for line in (files / f"{answers}.jsonl").read_text().splitlines()]
         assert [record["event"] for record in records] == expected
     del records[1]["time"], records[1]["previous"]

@@ -1,10 +1,15 @@
-"""kill -9 of a server or of its engine while bundles are swapped: the next server serves what was acknowledged last."""
+"""kill -9 while bundles are swapped: of a server, its engine core, a worker, or the command that publishes.
+
+The next server serves what was acknowledged last.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,50 +25,108 @@ from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 pytestmark = pytest.mark.slow
+NAMES = ("sqrt", "prior", "other")
 
 
-@pytest.mark.parametrize("victim", ["server", "engine"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path, victim: str, seed: int) -> None:
-    names = ("sqrt", "prior", "other")
-    digests = {name: read_bundle(world.paths[name]).digest for name in names}
-    arguments = [str(world.model), "--served-model-name", "base", "--memory-root", str(world.paths["sqrt"].parent)]
-    arguments += ["--memory-state", str(tmp_path / "state"), *FLAGS]
-    acknowledged: list[str] = []
-    asked: list[str] = []
+class Swapping:
+    """Lets the name "m" stand for one bundle after the other, until the server is gone."""
 
-    def swap(url: str) -> None:
-        rng = random.Random(seed)
+    def __init__(self, world: World, url: str, seed: int) -> None:
+        self.world, self.url = world, url
+        self.digests = {name: read_bundle(world.paths[name]).digest for name in NAMES}
+        self.acknowledged: list[str] = []
+        self.asked: list[str] = []
+        self._random = random.Random(seed)
+        self._thread = threading.Thread(target=self._swap)
+        self._thread.start()
+        wait_until(lambda: len(self.acknowledged) >= 4 or not self._thread.is_alive())
+        assert len(self.acknowledged) >= 4
+        time.sleep(self._random.uniform(0, 0.5))
+
+    def next(self) -> str:
+        """Another bundle than the one that was asked for last."""
+        name = self._random.choice([name for name in NAMES if not self.asked or self.digests[name] != self.asked[-1]])
+        self.asked.append(self.digests[name])
+        return name
+
+    def _swap(self) -> None:
         try:
-            while True:
-                name = rng.choice([name for name in names if not asked or digests[name] != asked[-1]])
-                asked.append(digests[name])
-                answer = Bundles(url).load("m", world.paths[name], replace=True)
-                if answer.status_code != 200:
-                    return
-                acknowledged.append(answer.json()["digest"])
+            while (answer := Bundles(self.url).load("m", self.world.paths[self.next()], replace=True)).is_success:
+                self.acknowledged.append(answer.json()["digest"])
         except httpx.TransportError:
-            return
+            pass
 
-    with serving(arguments, tmp_path / "first.log", ENVIRONMENT) as url:
-        server, *others = map(psutil.Process, processes_of(url))
-        swapping = threading.Thread(target=swap, args=(url,))
-        swapping.start()
-        wait_until(lambda: len(acknowledged) >= 4 or not swapping.is_alive())
-        assert len(acknowledged) >= 4
-        time.sleep(random.Random(seed).uniform(0, 0.5))
-        killed = [server] if victim == "server" else others
-        for process in killed:
-            os.kill(process.pid, signal.SIGKILL)
-        swapping.join(timeout=120)
-        assert not swapping.is_alive()
+    def ends(self) -> None:
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive()
+
+
+def arguments(world: World, state: Path) -> list[str]:
+    root = ["--memory-root", str(world.paths["sqrt"].parent), "--memory-state", str(state)]
+    return [str(world.model), "--served-model-name", "base", *root, *FLAGS]
+
+
+def process_of(log: Path, part: str) -> int:
+    """The process that writes as this part of the server."""
+    return int(log.read_text().partition(f"({part} pid=")[2].partition(")")[0])
+
+
+def publishing(path: Path, url: str) -> subprocess.Popen[str]:
+    """`inducekv-bundle publish`, which begins now: its imports are done."""
+    script = "import sys; from selector.cli.bundle import main; print(flush=True); sys.exit(main())"
+    command = [sys.executable, "-c", script, "publish", str(path), "--name", "m", "--to", url]
+    publisher = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}, text=True)
+    assert publisher.stdout is not None
+    publisher.stdout.readline()
+    return publisher
+
+
+def nothing_half_written(state: Path, served: str) -> None:
+    assert (state / f"{served}.safetensors").is_file()
+    assert not list(state.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize(
+    ("victim", "seed"), [("APIServer", 0), ("APIServer", 1), ("EngineCore", 0), ("EngineCore", 1), ("Worker", 0)]
+)
+def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path, victim: str, seed: int) -> None:
+    state, log = tmp_path / "state", tmp_path / "first.log"
+    with serving(arguments(world, state), log, ENVIRONMENT) as url:
+        others = [psutil.Process(each) for each in processes_of(url)[1:]]
+        swapping = Swapping(world, url, seed)
+        os.kill(process_of(log, victim), signal.SIGKILL)
+        swapping.ends()
         for process in others:  # without its server an engine ends by itself, but not at once
             if process.is_running():
                 process.kill()
-    with serving(arguments, tmp_path / "second.log", ENVIRONMENT) as url:
+    with serving(arguments(world, state), tmp_path / "second.log", ENVIRONMENT) as url:
         served = Bundles(url).cards()["m"]["digest"]
     # A change that was under way may have been recorded before its acknowledgement could be sent.
-    assert served in {acknowledged[-1], asked[-1]}
-    left = {path.stem for path in (tmp_path / "state").glob("*.safetensors")}
-    assert served in left
-    assert not list((tmp_path / "state").glob("*.tmp*"))
+    assert served in {swapping.acknowledged[-1], swapping.asked[-1]}
+    nothing_half_written(state, served)
+
+
+def test_a_publisher_that_is_killed_leaves_one_version_or_the_other(world: World, tmp_path: Path) -> None:
+    """And the server goes on, takes the next one, and serves after a restart what it served before."""
+    state = tmp_path / "state"
+    digests = {name: read_bundle(world.paths[name]).digest for name in NAMES}
+    with serving(arguments(world, state), tmp_path / "first.log", ENVIRONMENT) as url:
+        bundles = Bundles(url)
+        assert bundles.load("m", world.paths["sqrt"]).is_success
+        # Where in its load the server is when the command dies.
+        moments = [("other", 0.0), ("prior", 0.03), ("sqrt", 0.1), ("prior", 0.3)]
+        ended: list[int] = []
+        for name, seconds in moments:
+            before = bundles.cards()["m"]["digest"]
+            publisher = publishing(world.paths[name], url)
+            time.sleep(seconds)
+            publisher.kill()
+            ended.append(publisher.wait())
+            assert bundles.cards()["m"]["digest"] in {before, digests[name]}
+        assert -signal.SIGKILL in ended
+        assert publishing(world.paths["other"], url).wait() == 0
+        served = bundles.cards()["m"]["digest"]
+        assert served == digests["other"]
+    with serving(arguments(world, state), tmp_path / "second.log", ENVIRONMENT) as url:
+        assert Bundles(url).cards()["m"]["digest"] == served
+    nothing_half_written(state, served)

@@ -151,6 +151,9 @@ class TestRefusals:
             (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
             (["--memory-root", "/no/such"], "no such folder: /no/such"),
             (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
+            (["--data-parallel-size", "2"], "memory needs one engine.*found --data-parallel-size 2"),
+            (["--data_parallel_size=3"], "found --data-parallel-size 3"),
+            (["-dp", "2"], "found --data-parallel-size 2"),
         ],
     )
     def test_name_the_problem(self, argv: list[str], message: str, bundle: Path) -> None:

@@ -309,7 +309,6 @@ class TestAdapters:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"_api_process_count": 2}, "--api-server-count 2"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
@@ -319,7 +318,7 @@ async def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str
     async def no_such_method(method: str) -> None:
         raise AttributeError(method)
 
-    settings = {"_api_process_count": 1, "data_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
+    settings = {"data_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
     client: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**settings)),
         model_config=SimpleNamespace(multimodal_config=None),

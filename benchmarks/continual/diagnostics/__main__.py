@@ -21,6 +21,7 @@ from benchmarks.continual.diagnostics import (
     gate,
     memory_attention,
     mentions,
+    parts,
     perplexity,
     rounding,
 )
@@ -65,6 +66,7 @@ DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "operating_points": OperatingPoints(),
     "order": Order(),
     "pareto": Pareto(),
+    "parts": parts,
     "perplexity": perplexity,
     "rounding": rounding,
     "seeds": Seeds(),

@@ -277,7 +277,7 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(served: Served) ->
     """And leaves nothing behind: the picture that the engine did not get is sent with the next request."""
     recorded: list[tuple[str, str, dict[str, Any]]] = []
 
-    def record(request_id: str, owner: str, trace: dict[str, Any]) -> None:
+    async def record(request_id: str, owner: str, trace: dict[str, Any]) -> None:
         if not recorded:
             recorded.append((request_id, owner, trace))
             raise ConfigError("audit.jsonl: No space left on device")

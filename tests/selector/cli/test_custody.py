@@ -137,7 +137,7 @@ def test_audit_verify(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     writer = AuditWriter(path)
     for event in ("start", "load", "unload"):
-        writer.append(event, {}, sync=False)
+        writer.append(event, {})
     writer.close()
     good = path.read_bytes()
     assert command("audit", "verify", path) == f"{path}: 3 records, head {writer.head}\n"

@@ -108,7 +108,9 @@ def test_a_server_that_is_not_there_does_not_keep_the_others_from_it(
 ) -> None:
     assert main(["publish", str(path), *to(NOBODY, servers[0])]) == 1
     assert servers[0].served == NEW.digest
-    assert f"{NOBODY}: {NOBODY}/v1/memory_bundles cannot be reached" in capsys.readouterr().err
+    unknown, summary = capsys.readouterr().err.splitlines()
+    assert unknown.startswith(f"{NOBODY}: what it serves is unknown: {NOBODY}/v1/memory_bundles cannot be reached")
+    assert summary == f"1 of 2 servers do not serve {NEW.digest}: {NOBODY}"
 
 
 def test_check_changes_nothing(servers: list[FakeServer], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +130,9 @@ def test_without_the_key_the_server_says_why(
 ) -> None:
     monkeypatch.delenv(ADMIN_KEY_VARIABLE)
     assert main(["publish", str(path), *to(servers[0])]) == 1
-    assert "refused it (401): " in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "refused it (401): " in shown.err
+    assert shown.out == f"{servers[0].url}: m was {OLD.digest}, is {OLD.digest}\n"
 
 
 def test_keys_do_not_follow_a_redirect(

@@ -1,0 +1,65 @@
+"""JSON of unknown origin, parsed within bounds.
+
+A file's size bounds neither the time nor the memory that its values take: 16 MiB of `[],[],...` are 400 MB of empty
+lists, and seconds. So values are counted before they are parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from typing import Any, Final
+
+MAX_VALUES: Final = 2**16  # members of lists and objects, and these
+
+_STRING = re.compile(rb'"[^"]*+(?:"|\Z)')
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
+
+
+class TooManyValues(ValueError):
+    """The JSON holds more than `MAX_VALUES`."""
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse JSON in UTF-8.
+
+    Raises:
+        ValueError: it is none, or it nests too deeply.
+        TooManyValues: a ValueError of its own.
+    """
+    require_few_values(text)
+    try:
+        return json.loads(text.decode())
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
+def require_few_values(text: bytes) -> None:
+    """Raises TooManyValues."""
+    if count_values(text) > MAX_VALUES:
+        raise TooManyValues(f"it holds more than {MAX_VALUES} values")
+
+
+def count_values(text: bytes) -> int:
+    """An upper bound of the values in JSON, or in the beginning of one; above `MAX_VALUES` only if they are as many."""
+    count = _marks(text)
+    return count if count <= MAX_VALUES else _marks(_without_strings(text))
+
+
+def _marks(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{") + text.count(b",")
+
+
+def _without_strings(text: bytes) -> bytes:
+    """Brackets and commas in strings are no values."""
+    text = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    if text.count(b'"') > 4 * MAX_VALUES + 4:  # two for a key, two for its value: more than that are too many anyway
+        return text
+    return _STRING.sub(b"", text)
+
+
+def shown(value: Any) -> str:
+    """A parsed value for a message: its beginning, in printable characters."""
+    return _SHORT.repr(value)
