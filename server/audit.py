@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from inducekv_vllm import __version__
@@ -51,6 +51,10 @@ class AuditLog:
         return cls(config.audit_log, answers=config.audit_answers, admin_key=admin_key)
 
     def close(self) -> None:
+        """Wait until all that was recorded is on the disk."""
+        if self._sync is not None:
+            self._sync.cancel()
+            self._sync_later()
         self._disk.shutdown()
         if self._writer is not None:
             self._writer.close()
@@ -102,15 +106,15 @@ class AuditLog:
         }
         self._writer.append("answer", facts)
         if self._sync is None:
-            self._sync = asyncio.get_running_loop().call_later(SYNC_S, self._sync_later, self._writer)
+            self._sync = asyncio.get_running_loop().call_later(SYNC_S, self._sync_later)
 
-    def _sync_later(self, writer: AuditWriter) -> None:
+    def _sync_later(self) -> None:
         self._sync = None
-        done = asyncio.get_running_loop().run_in_executor(self._disk, writer.sync)
-        done.add_done_callback(_report)
+        if self._writer is not None:
+            self._disk.submit(self._writer.sync).add_done_callback(_report)
 
 
-def _report(done: asyncio.Future[None]) -> None:
+def _report(done: Future[None]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
         logger.error("the audit log could not be synced: %s", error)
 

@@ -369,8 +369,25 @@ async def test_answers_are_recorded_only_if_asked_for(files: Path) -> None:
         "task": "t",
         "entries": {"x": 0.25},
     }
-    log._sync_later(log._writer)  # type: ignore[arg-type]  what its timer does
     log.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_answers_reach_the_disk_once(files: Path, monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    """After a while or when the log is closed, whichever is first; a closed log is left alone."""
+    monkeypatch.setattr("server.audit.SYNC_S", 0.02)
+    log = AuditLog(str(files / "log.jsonl"), answers=True)
+    synced = []
+    sync = AuditWriter.sync
+    monkeypatch.setattr(AuditWriter, "sync", lambda writer: (synced.append(1), sync(writer)))
+    for _ in range(3):
+        await log.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
+    if closed:
+        log.close()
+        assert synced == [1]
+    await asyncio.sleep(0.1)
+    log.close()
+    assert synced == [1]
 
 
 def test_answers_need_a_log() -> None:
