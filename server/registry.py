@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -441,7 +441,9 @@ class BundleRegistry:
 
         A worker that has one no longer reads and checks it itself.
         """
-        held = {digest for version in self._versions.values() for digest in version.memory.metadata.payload_digests}
+        held = {
+            digest for version in self._names.versions.values() for digest in version.memory.metadata.payload_digests
+        }
         return held.intersection(digests)
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:

@@ -142,7 +142,8 @@ class BundleMetadata(BaseModel):
     # Of the tasks that have no entries; decoupled form only.
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
-    payload_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()  # [B], see `payload_digests`
+    # [B], see `inducekv_vllm.bundle.tensors.payload_digests`; none before format version 6
+    payload_digests: Annotated[tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...], FailFast()] = ()
     digest: str = ""  # see `bundle_digest`
 
     @model_serializer(mode="wrap")

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -30,7 +30,8 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.bundle.signature import SIGNATURE_KEY
-from tests.inducekv_vllm.bundles import D, G, J, L, d, random_bundle, random_gated_bundle, random_maps
+from inducekv_vllm.bundle.tensors import PAYLOADS
+from tests.inducekv_vllm.bundles import D, G, J, L, d, older, random_bundle, random_gated_bundle, random_maps
 from tests.mutation.json_damage import Raw, bombs, edit, text_of
 from tests.mutation.reading import tensors_digest
 
@@ -90,7 +91,15 @@ class Mutated:
 def bundle_files() -> Mapping[str, BundleFile]:
     """Small bundles of every format version and of what a bundle may hold."""
     with TemporaryDirectory() as folder:
-        return {name: _written(bundle, Path(folder) / name) for name, bundle in _bundles()}
+        return {name: _written(bundle, Path(folder) / name) for name, bundle in (*_older(), *_bundles())}
+
+
+def _older() -> Iterator[tuple[str, Bundle]]:
+    """As they were written before format version 6."""
+    for name, bundle in _bundles():
+        if bundle.num_entries:
+            was = older(bundle)
+            yield f"{was.metadata.format_version} {name}", _signed(was) if bundle.signature else was
 
 
 def _bundles() -> Iterator[tuple[str, Bundle]]:
@@ -103,19 +112,20 @@ def _bundles() -> Iterator[tuple[str, Bundle]]:
     gate = Gate(torch.randn(2, 2, d, generator=torch.Generator().manual_seed(1)), torch.tensor([0.1, 0.2]), ("t", "u"))
     adapter = AdapterRecord(task="u", path="adapters/u", digest="c" * 64, rank=2)
 
-    yield "1 merged", random_bundle(**few)
-    yield "1 merged, prior, with an adapter", random_bundle(**few, weighting="prior", adapter="lora-a")
-    yield "2 gated", random_gated_bundle(**few, parent_digest="f" * 64)
-    yield "3 decoupled", random_bundle(**few, **decoupled)
-    yield "3 decoupled and routed", random_bundle(**few, **decoupled, gate=gate, task_adapters=(adapter,))
-    yield "3 routed", _routed(gate, adapter)
-    yield "4 mapped", random_bundle(**few, **decoupled, **maps)
-    yield "5 merged, dated", random_bundle(**few, entries=dated)
+    yield "merged", random_bundle(**few)
+    yield "merged, prior, with an adapter", random_bundle(**few, weighting="prior", adapter="lora-a")
+    yield "gated", random_gated_bundle(**few, parent_digest="f" * 64)
+    yield "decoupled", random_bundle(**few, **decoupled)
+    yield "decoupled and routed", random_bundle(**few, **decoupled, gate=gate, task_adapters=(adapter,))
+    yield "routed", _routed(gate, adapter)
+    yield "mapped", random_bundle(**few, **decoupled, **maps)
+    yield "merged, dated", random_bundle(**few, entries=dated)
     mapped = random_bundle(**few, **decoupled, **maps, entries=dated, settings={"grid": [0.1, {"a": None}], "é": "🙂"})
-    yield (
-        "5 mapped, dated, signed",
-        replace(mapped, signature=sign_digest(mapped.digest, Ed25519PrivateKey.from_private_bytes(bytes(32)))),
-    )
+    yield "mapped, dated, signed", _signed(mapped)
+
+
+def _signed(bundle: Bundle) -> Bundle:
+    return replace(bundle, signature=sign_digest(bundle.digest, Ed25519PrivateKey.from_private_bytes(bytes(32))))
 
 
 def _routed(gate: Gate, adapter: AdapterRecord) -> Bundle:
@@ -157,6 +167,20 @@ def tensors_of(header: Mapping[str, Any], body: bytes) -> Tensors:
     return {name: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for name, e in entries.items()}
 
 
+def payload_digests(parts: Sequence[tuple[str, list[int], bytes]]) -> list[str]:
+    """For each entry the digest of its part of each of these tensors, as docs/bundle-format.md describes it."""
+    (num_layers, num_entries), digests = parts[0][1][:2], []
+    for row in range(num_entries):
+        sha = hashlib.sha256("".join(f"{[shape[0], *shape[2:]]}\n" for _, shape, _ in parts).encode())
+        for _, _, content in parts:
+            size = len(content) // (num_layers * num_entries)
+            for layer in range(num_layers):
+                start = (layer * num_entries + row) * size
+                sha.update(content[start : start + size])
+        digests.append(sha.hexdigest())
+    return digests
+
+
 def resealed(file: BundleFile) -> BundleFile:
     """The file with the digest of what it holds now, as docs/bundle-format.md describes it.
 
@@ -165,13 +189,21 @@ def resealed(file: BundleFile) -> BundleFile:
     try:
         text = file.header["__metadata__"][METADATA_KEY]
         metadata = json.loads(text)
-        before = json.dumps(metadata.pop("digest"))
         tensors = tensors_of(file.header, file.body)
+        covered: tuple[str, ...] = ()
+        if metadata.get("payload_digests"):
+            covered = tuple(name for name in PAYLOADS if name in tensors)
+            parts = zip(metadata["payload_digests"], payload_digests([tensors[name] for name in covered]), strict=True)
+            for was, now in parts:
+                text = text.replace(json.dumps(was), json.dumps(now), 1)
+            metadata = json.loads(text)
+        before = json.dumps(metadata.pop("digest"))
         names = {"F16": "torch.float16", "F32": "torch.float32"}
         sha = hashlib.sha256(json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode())
         for name, (dtype, shape, content) in sorted(tensors.items()):
-            sha.update(f"\n{name} {names[dtype]} {shape}\n".encode() + content)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            if name not in covered:
+                sha.update(f"\n{name} {names[dtype]} {shape}\n".encode() + content)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ZeroDivisionError):
         return file
     if text.count(before) != 1:
         return file
