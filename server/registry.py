@@ -441,9 +441,8 @@ class BundleRegistry:
 
         A worker that has one no longer reads and checks it itself.
         """
-        held = {
-            digest for version in self._names.versions.values() for digest in version.memory.metadata.payload_digests
-        }
+        versions = list(self._names.versions.values())  # at once: this runs in a thread
+        held = {digest for version in versions for digest in version.memory.metadata.payload_digests}
         return held.intersection(digests)
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
