@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.server_process import processes_of
 from inducekv_vllm.config import ADMIN_HEADER
 
 DRAIN_SECONDS = 60.0
+REST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,17 @@ class Held:
             resident_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
             open_files=sum(process.num_fds() for process in processes),
         )
+
+
+async def held_at_rest(url: str, open_files: int) -> Held:
+    """What the server holds once it has at most so many files open, or after `REST_SECONDS`.
+
+    It hears a moment later than its clients that a connection is closed; a handle that leaks stays.
+    """
+    deadline = time.monotonic() + REST_SECONDS
+    while (held := Held.by(url)).open_files > open_files and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    return held
 
 
 async def follow(url: str, course: list[float], every_s: float) -> None:

@@ -32,7 +32,7 @@ from . import gaps
 from .changes import Admin, meanwhile
 from .contents import BASE, ask_alone, make_contents, make_questions
 from .crowd import Crowd, Verdicts
-from .leaks import Held, drained, follow
+from .leaks import Held, drained, follow, held_at_rest
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUESTIONS = 12
@@ -106,7 +106,7 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         async with meanwhile(replacing, reloading, follow(url, course, COURSE_EVERY_S)):
             await crowd.ask(args.requests, args.concurrency, seed=2)
         await drained(client, key)
-        after = Held.by(url)
+        after = await held_at_rest(url, before.open_files)
         await admin.load(REPLACED, digests[4])
         times = {}
         if args.turns:

@@ -172,10 +172,11 @@ from inducekv_vllm.engine import metrics
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.bundle import read_bundle
 from server.metrics import BUNDLE_INFO, RegistryMetrics
+from server.residency import Resident
 from server.version import Version
 memory = MemoryIndex.from_bundle(read_bundle(sys.argv[1]), sys.argv[1])
 registry = RegistryMetrics()
-registry.pointed("m", Version(memory, 7, {}))
+registry.pointed("m", Version(memory, Resident(frozenset({0}), 7, 0), {}))
 with registry.of_requests("m").active():
     registry.of_requests("m").keyed("computed", 0.5)
     if sys.argv[2] == "last":
