@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 
 from benchmarks.chat import Message, user_turn
 from benchmarks.serving.bundles import build_bundles, decouple
-from inducekv_vllm.activation import ACTIVATIONS
-from inducekv_vllm.bundle import read_bundle
+from benchmarks.serving.methods import decoupled_name
+from benchmarks.versions.contents import make_contents as make_large_contents
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 
 BUDGETS = (8, 12)
+LARGE = 1024  # entries: loading them takes long enough to be in the way
 TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
 
@@ -30,16 +32,60 @@ Content = str  # a digest; BASE for the model without memory
 References = Mapping[tuple[Content, int], Answer]  # by content and question
 
 
-def make_contents(model: Path, tasks: Path, work: Path) -> dict[str, Path]:
-    """Eight bundles by digest: merged memories of two sizes, and decoupled ones of the same entries."""
-    paths = []
-    for budget in BUDGETS:
-        folder = work / f"B{budget}"
+@dataclass
+class Contents:
+    """What the names stand for; both of a pair take turns."""
+
+    kept: tuple[Content, Content]  # merged and decoupled memory, of the two names that stay
+    replaced: tuple[Content, Content]  # the later version shares two thirds of the entries
+    reloaded: tuple[Content, Content]  # nothing shared, and another form
+    large: tuple[Content, Content]  # nothing shared; never asked
+    paths: dict[Content, Path] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> list[Content]:
+        return [*self.kept, *self.replaced, *self.reloaded]
+
+
+def make_contents(model: Path, tasks: Path, work: Path) -> Contents:
+    """Eight bundles of examples of these tasks and of random entries."""
+    paths: dict[Content, Path] = {}
+
+    def known(path: Path) -> Content:
+        digest = read_bundle(path).digest
+        paths[digest] = path
+        return digest
+
+    small, large = (work / f"B{budget}" for budget in BUDGETS)
+    for folder, budget in ((small, BUDGETS[0]), (large, BUDGETS[1])):
         folder.mkdir()
-        (merged,) = build_bundles(model, tasks, [budget], "prior", folder).values()
-        paths += [merged, *decouple(merged, folder).values()]
-    assert len(paths) == len(BUDGETS) * (1 + len(ACTIVATIONS))
-    return {read_bundle(path).digest: path for path in paths}
+        build_bundles(model, tasks, [budget], "prior", folder)
+    of_small, of_large = (next(folder.glob("*.safetensors")) for folder in (small, large))
+    decoupled = decouple(of_large, large)
+    random = [pair[0].path for pair in make_large_contents(model, LARGE, work)]
+    found = Contents(
+        kept=(known(of_small), known(decoupled[decoupled_name("prompt")])),
+        replaced=(known(of_large), known(_changed(of_large, 3, large / "later.safetensors"))),
+        reloaded=(
+            known(_changed(of_small, 1, small / "other.safetensors")),
+            known(_changed(decoupled[decoupled_name("text")], 1, large / "other.safetensors")),
+        ),
+        large=(known(random[0]), known(random[1])),
+        paths=paths,
+    )
+    assert len(paths) == 2 * 4
+    return found
+
+
+def _changed(path: Path, every: int, output: Path) -> Path:
+    """Write the bundle with other values in every so-manieth entry."""
+    bundle = read_bundle(path)
+    values = bundle.payload_values.clone()
+    values[:, ::every] *= 0.75
+    facts = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations")
+    kept = {name: getattr(bundle.metadata, name) for name in facts}
+    write_bundle(Bundle.create(**bundle.tensors() | {"payload_values": values}, **kept), output)
+    return output
 
 
 def make_questions(count: int, seed: int = 0) -> list[list[Message]]:

@@ -45,6 +45,35 @@ async def held_at_rest(url: str, open_files: int) -> Held:
     return held
 
 
+@dataclass(frozen=True)
+class InUse:
+    """What the requests and bundles of a server have on its workers, all of them together."""
+
+    slots: int
+    pool_tokens: int
+    query_keys: int
+
+    @classmethod
+    async def on(cls, client: httpx.AsyncClient) -> InUse:
+        """By vLLM's route for developers, which needs VLLM_SERVER_DEV_MODE=1."""
+        response = await client.post("/collective_rpc", json={"method": "inducekv_stats"})
+        response.raise_for_status()
+        ranks = response.json()["results"]
+        return cls(
+            slots=sum(rank["slots_used"] for rank in ranks),
+            pool_tokens=sum(rank["pool_tokens"] - rank["pool_tokens_free"] for rank in ranks),
+            query_keys=sum(rank["keys_pending"] for rank in ranks),
+        )
+
+
+async def in_use_at_rest(client: httpx.AsyncClient, expected: InUse) -> InUse:
+    """What is in use once it is what is expected, or after `REST_SECONDS`: pages are erased in the background."""
+    deadline = time.monotonic() + REST_SECONDS
+    while (found := await InUse.on(client)) != expected and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    return found
+
+
 async def follow(url: str, course: list[float], every_s: float) -> None:
     """Append the server's resident memory (MiB) again and again, until cancelled."""
     while True:

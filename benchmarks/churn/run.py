@@ -4,9 +4,11 @@
     python -m benchmarks.churn.run --requests 300     # the same, shorter
 
 Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
-is compared, token by token, with what the same content answers alone. The command fails if one is wrong, if a request
-fails that should not, or if something is left in the server. The server's cache of oneDNN primitives is small: with its
-usual size it alone grows by more than what is allowed here (`primitives.py`).
+is compared, token by token, with what the same content answers alone. Then the time between tokens of one of those that
+stay, while a large bundle is swapped every second and while none is. The command fails if an answer is wrong, if a
+request fails that should not, if something is left in the server, or if swaps cost more than `MOST_P99`. The server's
+cache of oneDNN primitives is small: with its usual size it alone grows by more than what is allowed here
+(`primitives.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import json
 import secrets
 import sys
 import tempfile
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +34,25 @@ from server.demo import CHECKPOINT
 
 from . import gaps
 from .changes import Admin, meanwhile
-from .contents import BASE, ask_alone, make_contents, make_questions
+from .contents import BASE, LARGE, Contents, ask_alone, make_contents, make_questions
 from .crowd import Crowd, Verdicts
-from .leaks import Held, drained, follow, held_at_rest
+from .leaks import Held, InUse, drained, follow, held_at_rest, in_use_at_rest
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUESTIONS = 12
 NAMES = KEPT, KEPT_TOO, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
+LARGE_ONE = "large"
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
 # oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `primitives.py`.
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", **FEW_PRIMITIVES}
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **FEW_PRIMITIVES}
+POOL_ENTRIES = 3 * LARGE  # both large bundles and all others
 PREEMPTIONS = "vllm:num_preemptions_total{"
 TURN_S = 10.0
 COURSE_EVERY_S = 60.0
+MOST_P99 = 1.2  # time between tokens with swaps, relative to that without
 MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
 
 
@@ -70,7 +77,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         work = Path(folder)
         contents = make_contents(CHECKPOINT, write_exemplars(work, [64]), work)
         key = secrets.token_hex()
-        flags = [str(CHECKPOINT), "--memory-root", str(work), *SERVER]
+        # As docs/operate.md says: with copies of the versions, and with a log.
+        kept = ["--memory-state", str(work / "state"), "--memory-audit-log", str(work / "audit.jsonl")]
+        flags = [
+            str(CHECKPOINT),
+            "--memory-root",
+            str(work),
+            "--memory-pool-entries",
+            str(POOL_ENTRIES),
+            *kept,
+            *SERVER,
+        ]
         with serving(flags, work / "server.log", ENVIRONMENT | {ADMIN_KEY_VARIABLE: key}) as url:
             measured = asyncio.run(measure(url, key, contents, args))
     return {
@@ -82,35 +99,41 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
+async def measure(url: str, key: str, contents: Contents, args: argparse.Namespace) -> dict[str, Any]:
     """Ask every content alone, then the crowd under changes, then for the time between tokens."""
     # A connection for each request: the server closes idle ones.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        admin, questions = Admin(client, key, contents), make_questions(QUESTIONS)
+        admin, questions = Admin(client, key, contents.paths), make_questions(QUESTIONS)
         references = await ask_alone(client, questions, {BASE: BASE})
-        for number, content in enumerate(contents):
+        empty = await InUse.on(client)
+        for number, content in enumerate(contents.asked):
             await admin.load(f"alone-{number}", content)
             references |= await ask_alone(client, questions, {f"alone-{number}": content})
             await admin.unload(f"alone-{number}")
-        digests = list(contents)
-        for name, content in zip(NAMES, digests[:4], strict=True):
+        first = *contents.kept, contents.replaced[0], contents.reloaded[0]
+        for name, content in zip(NAMES, first, strict=True):
             await admin.load(name, content)
         crowd = Crowd(client, questions, (BASE, *NAMES), admin.names, references, Verdicts())
         await crowd.ask(min(args.requests, 500), args.concurrency, seed=1)  # what grows once has grown
         await drained(client, key)
         before = Held.by(url)
         course: list[float] = []
-        replacing = admin.keep_replacing(REPLACED, digests[4:6], 1.0)
-        reloading = admin.keep_reloading(RELOADED, digests[6:8], 2.0)
+        replacing = admin.keep_replacing(REPLACED, contents.replaced[::-1], 1.0)
+        reloading = admin.keep_reloading(RELOADED, contents.reloaded[::-1], 2.0)
         async with meanwhile(replacing, reloading, follow(url, course, COURSE_EVERY_S)):
             await crowd.ask(args.requests, args.concurrency, seed=2)
         await drained(client, key)
         after = await held_at_rest(url, before.open_files)
-        await admin.load(REPLACED, digests[4])
+        await admin.load(LARGE_ONE, contents.large[1])
         times = {}
         if args.turns:
-            times = await gaps.measure(client, admin, questions, KEPT, REPLACED, digests[4:6], args.turns, TURN_S)
+            times = await gaps.measure(client, admin, questions, KEPT, LARGE_ONE, contents.large, args.turns, TURN_S)
+        for name in (*NAMES, LARGE_ONE):
+            with suppress(AssertionError):  # the last change may have left none
+                await admin.unload(name)
+        await drained(client, key)
+        in_use = await in_use_at_rest(client, empty)
         metrics = (await client.get("/metrics")).text
     preempted = sum(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(PREEMPTIONS))
     verdicts = crowd.verdicts
@@ -124,12 +147,16 @@ async def measure(url: str, key: str, contents: dict[str, Path], args: argparse.
         "preemptions": preempted,
         "resident_mib": {"before": before.resident_mib, "after": after.resident_mib, "course": course},
         "open_files": {"before": before.open_files, "after": after.open_files},
+        "in_use": {"before": asdict(empty), "after": asdict(in_use)},
+        "swapped_mb": round(contents.paths[contents.large[0]].stat().st_size / 1e6, 1),
         "ms_between_tokens": times,
         "passed": not verdicts.faults
         and verdicts.counts["right"] > 0
         and preempted > 0
         and grown < MIB_THAT_MAY_GROW
-        and after.open_files <= before.open_files,
+        and after.open_files <= before.open_files
+        and in_use == empty
+        and (not times or times["p99"]["ratio"] <= MOST_P99),
     }
 
 
