@@ -6,9 +6,8 @@ FlashAttention gives (`flash.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,11 @@ from ..errors import UnsupportedModel
 from ..logs import logger_of
 from ..requirements import check_merged
 from .attach import KeepsLse
-from .kernel_step import GraphBuffers, KernelGeometry, StepLaunch, rows_with_memory
+from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
 from .kernels import launch
+from .kernels.geometry import KernelGeometry
 from .kernels.layout import LayerPool, SlotTables, StepTensors
-from .kernels.tiles import MOST_LANES, SMALL_MEMORY, LaunchShape, Processors, idle_plan
+from .kernels.tiles import Processors, idle_plan
 from .memory_attention import attach_to_decoders
 from .pool import PagePool
 from .request_table import MemoryOfRequests
@@ -74,6 +74,7 @@ class KernelMemoryAttention:
             heads_per_kv_head=pool.shape.heads_per_kv_head,
             head_size=pool.shape.head_size,
             element_size=pool.keys.element_size(),
+            most_tokens=tables.token_index.shape[1],
             processors=processors,
         )
         try:
@@ -152,31 +153,11 @@ class KernelMemoryAttention:
         query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
         lse = torch.zeros(size[:2], device=device)
         row_slot = torch.zeros(1, dtype=torch.int32, device=device)
-        variants = list(self._variants())
+        variants = self._geometry.variants(lse=self.merged_refusal is None)
         for shape in variants:
             step = StepTensors.from_plan(idle_plan(shape), row_slot)
             self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
         logger.info("%d variants of the memory attention kernels are compiled", len(variants))
-
-    def _variants(self) -> Iterator[LaunchShape]:
-        """A launch of each kind that steps can need."""
-        seen = set()
-        forms = (False,) if self.merged_refusal is not None else (False, True)
-        lengths = (SMALL_MEMORY, self._tables.token_index.shape[1])
-        group_sizes = [1 << power for power in range(MOST_LANES.bit_length())]
-        for largest, longest, maps, lse, one_slot in product(group_sizes, lengths, (False, True), forms, (False, True)):
-            shape = self._geometry.shape(
-                rows=largest,
-                groups=1,
-                largest_group=largest,
-                longest=longest,
-                maps=maps,
-                lse=lse,
-                one_slot=one_slot,
-            )
-            if (kind := shape.kind) not in seen:
-                seen.add(kind)
-                yield shape
 
 
 def _layer_pool(pool: PagePool, tables: TermTables, layer: int) -> LayerPool:

@@ -38,8 +38,8 @@ def memory_tiles(
     row_slot,  # [R]
     tile_rows,  # [tiles, height]
     work,  # [items, 4]
-    partial_output,  # [items, J, BM, D] float32; None unless SPLIT
-    partial_sums,  # [items, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
+    partial_output,  # [parts, J, BM, D] float32; None unless SPLIT
+    partial_sums,  # [parts, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
     scale,
     query_row,  # strides, here and below
     query_head,
@@ -200,6 +200,7 @@ def merge_items(
     row_slot,
     tile_rows,
     tile_work,  # [tiles + 1]
+    split_rows,  # [rows]
     partial_output,
     partial_sums,
     output_row,
@@ -226,17 +227,16 @@ def merge_items(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Merge the work items of one row of a tile, BI items at a time; GP is G rounded up. Grid: (tiles * height, J)."""
-    tile = tl.program_id(0) // height
-    place = tl.program_id(0) % height
+    """Merge the work items of one row of a tile, BI items at a time; GP is G rounded up. Grid: (rows, J)."""
+    number = tl.load(split_rows + tl.program_id(0))
     kv_head = tl.program_id(1)
-    row = tl.load(tile_rows + tile * height + place)
-    if row < 0:
+    if number < 0:  # the others are finished, each by its only program
         return
+    tile = number // height
+    place = number % height
+    row = tl.load(tile_rows + number)
     first = tl.load(tile_work + tile)
     end = tl.load(tile_work + tile + 1)
-    if end - first < 2:  # finished by its only program
-        return
 
     head = tl.arange(0, GP)
     column = tl.arange(0, DP)
