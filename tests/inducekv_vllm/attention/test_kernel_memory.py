@@ -29,7 +29,7 @@ from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.page_terms import Retrieval, page_terms
 from inducekv_vllm.runner import StepRows
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool, random_memory, store
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
 J, H, D = 2, 6, 16
@@ -242,7 +242,7 @@ class TestGraphs:
 
     def world(self) -> World:
         world = World()
-        world.attention.attach(_full_attention(), {}, [])
+        world.attention.attach(full_attention(), {}, [])
         assert world.attention.merged_refusal is None
         return world
 
@@ -297,7 +297,7 @@ class TestGraphs:
 
     def test_without_graphs_dummy_runs_launch_nothing(self) -> None:
         world = World(most_graph_rows=0)
-        world.attention.attach(_full_attention(), {}, [])
+        world.attention.attach(full_attention(), {}, [])
         query, own, _ = tensors(3)
         world.attention.add(1, query, own, None, SCALE)
         assert world.calls == []
@@ -305,7 +305,7 @@ class TestGraphs:
 
 def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
     world = World(add_memory=lambda *_: None)
-    world.attention.attach(_full_attention(), {}, [])
+    world.attention.attach(full_attention(), {}, [])
     world.attention.warm_up()
     kinds = [arguments[-1].kind for arguments in world.calls]
     assert len(set(kinds)) == len(kinds) > 20
@@ -398,10 +398,3 @@ def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() ->
     result = impl.forward(layer, rounded, None, None, None, object(), own.clone())
     expected = world.expected(step, 0.5 * rounded.float(), own, lse)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-def _full_attention() -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    spec = FullAttentionSpec.__new__(FullAttentionSpec)
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
