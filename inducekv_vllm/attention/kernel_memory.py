@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from triton import OutOfResources
 
 from ..device import Device
 from ..errors import UnsupportedModel
@@ -22,7 +23,7 @@ from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
 from .kernels import launch
 from .kernels.geometry import KernelGeometry
 from .kernels.layout import LayerPool, SlotTables, StepTensors
-from .kernels.tiles import Processors, idle_plan
+from .kernels.tiles import LaunchShape, Processors, idle_plan
 from .memory_attention import attach_to_decoders
 from .pool import PagePool
 from .request_table import MemoryOfRequests
@@ -147,7 +148,11 @@ class KernelMemoryAttention:
     # ---- at start ------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Launch every variant of the kernels once without rows, so that no step waits for a compiler."""
+        """Launch every variant of the kernels once without rows, so that no step waits for a compiler.
+
+        Raises:
+            UnsupportedModel: a variant does not fit the GPU.
+        """
         device, pool = self._device.torch_device, self._layers[0]
         size = (1, self._num_heads, pool.keys.shape[-1])
         query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
@@ -156,8 +161,19 @@ class KernelMemoryAttention:
         variants = self._geometry.variants(lse=self.merged_refusal is None)
         for shape in variants:
             step = StepTensors.from_plan(idle_plan(shape), row_slot)
-            self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+            try:
+                self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+            except OutOfResources as error:  # only the compiler knows what its code takes
+                raise self._too_large(shape, error) from error
         logger.info("%d variants of the memory attention kernels are compiled", len(variants))
+
+    def _too_large(self, shape: LaunchShape, error: OutOfResources) -> UnsupportedModel:
+        g = self._geometry
+        return UnsupportedModel(
+            f"InduceKV cannot serve memory on this GPU: with {g.heads_per_kv_head} query heads of size {g.head_size} "
+            f"for a KV head, in {self._layers[0].keys.dtype}, memory attention {'with' if shape.maps else 'without'} "
+            f"maps needs {error.required} of {error.name}, and a program has {error.limit}"
+        )
 
 
 def _layer_pool(pool: PagePool, tables: TermTables, layer: int) -> LayerPool:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
@@ -317,6 +318,20 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
         assert found is not None
         assert world.attention._geometry.of_step(found).kind in kinds
     assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
+
+
+def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() -> None:
+    """By Triton's error at a first launch; the numbers are those of 32 heads of 128 for a KV head."""
+
+    def add_memory(*arguments: Any) -> None:
+        if arguments[-1].maps:
+            raise OutOfResources(139264, 101376, "shared memory")
+
+    world = World(add_memory)
+    world.attention.attach(full_attention(), {}, [])
+    message = r"3 query heads of size 16 for a KV head, .*with maps needs 139264 of shared memory, .* has 101376"
+    with pytest.raises(UnsupportedModel, match=message):
+        world.attention.warm_up()
 
 
 def test_the_kernels_themselves_take_the_workers_pool_and_tables() -> None:
