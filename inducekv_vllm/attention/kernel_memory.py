@@ -85,7 +85,7 @@ class KernelMemoryAttention:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
         self._in_step = False
-        self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
+        self._step: list[StepLaunch] = []  # of the running step, unless it replays a graph
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
@@ -119,31 +119,31 @@ class KernelMemoryAttention:
             else:
                 self._graphs.write(rows.graph_rows, found)
         elif found is not None:
-            self._step = StepLaunch.of_step(found, self._geometry.of_step(found), self._device)
+            self._step = [
+                StepLaunch.of_step(part, self._geometry.of_step(part), self._device) for part in found.launches
+            ]
 
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
-        self._step = None
+        self._step = []
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
     def needs_lse(self, num_rows: int) -> bool:
         """See `AddsMemory`."""
-        now = self._launch(num_rows)
-        return now is not None and now.shape.lse
+        return any(now.shape.lse for now in self._launches(num_rows))
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
-        now = self._launch(len(query))
-        if now is not None:
+        for now in self._launches(len(query)):
             self._add_memory(self._layers[layer], self._tables, now.tensors, query, output, self_lse, scale, now.shape)
 
-    def _launch(self, num_rows: int) -> StepLaunch | None:
+    def _launches(self, num_rows: int) -> list[StepLaunch]:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
         if self._in_step:
             return self._step
-        return self._graphs.launch(num_rows) if num_rows <= self._graphs.most_rows else None
+        return [self._graphs.launch(num_rows)] if num_rows <= self._graphs.most_rows else []
 
     # ---- at start ------------------------------------------------------------------------------------------------
 

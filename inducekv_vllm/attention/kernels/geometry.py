@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from .tiles import LEAST_LANES, MOST_LANES, SMALL_MEMORY, IntArray, LaunchShape, Processors, launch_shape
 
@@ -22,8 +23,21 @@ class MemoryRows:
     merged: bool  # some memory is merged
 
     @cached_property
+    def launches(self) -> list[MemoryRows]:
+        """The rows of each launch: two if some slots fill tiles by themselves, and others would read the same pages."""
+        filling = (np.bincount(self.slots) >= LEAST_LANES)[self.slots] & (self.slots > 0)  # [R]
+        others = (self.slots > 0) & ~filling  # [R]
+        if filling.any() and len(np.unique(self.slots[others])) > len(np.unique(self.page_sets[others])):
+            return [self._only(filling), self._only(others)]
+        return [self]
+
+    def _only(self, these: npt.NDArray[np.bool_]) -> MemoryRows:
+        slots, page_sets, lengths = (these * array for array in (self.slots, self.page_sets, self.lengths))
+        return replace(self, slots=slots, page_sets=page_sets, lengths=lengths)
+
+    @cached_property
     def groups(self) -> IntArray:
-        """Which rows share tiles, [R]: those of one slot, or else those that read the same pages.
+        """Which rows of a launch share tiles, [R]: those of one slot, or else those that read the same pages.
 
         Rows of one slot read their terms once for the tile. So slots are the groups if they fill tiles by themselves,
         and if no two of them read the same pages.
@@ -50,7 +64,7 @@ class KernelGeometry:
     processors: Processors
 
     def of_step(self, rows: MemoryRows) -> LaunchShape:
-        """A launch for this step alone."""
+        """A launch for rows of this step alone."""
         sizes = np.unique(rows.groups[rows.groups > 0], return_counts=True)[1]
         return self.shape(
             rows=int(sizes.sum()),

@@ -142,6 +142,7 @@ STEPS: dict[str, Step] = {
     ],
     "one memory for all": [(1, 0, 0, 20), (1, 7, 0, 20)],
     "not yet active": [(1, 30, 0, 5), (2, 3, 3, 1)],
+    "a prompt beside generation": [(1, 0, 0, 17), (2, 0, 9, 1), (None, 0, 9, 1), (3, 0, 9, 1)],
     "merged alone": [(0, 0, 0, 1), (0, 0, 5, 17)],
 }
 
@@ -207,11 +208,13 @@ def test_rows_by_brute_force(step: Step) -> None:
     same_pages = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
     numbers = [same_pages[memory] for memory in expected]
     assert len(set(zip(numbers, found.page_sets.tolist(), strict=True))) == len(set(numbers))
-    for group in set(found.groups.tolist()) - {0}:
-        of_group = {numbers[row] for row in np.flatnonzero(found.groups == group)}
-        assert len(of_group) == 1
-        if found.one_slot:
-            assert len(set(found.slots[found.groups == group].tolist())) == 1
+    assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
+    for part in found.launches:
+        for group in set(part.groups.tolist()) - {0}:
+            of_group = {numbers[row] for row in np.flatnonzero(part.groups == group)}
+            assert len(of_group) == 1
+            if part.one_slot:
+                assert len(set(part.slots[part.groups == group].tolist())) == 1
 
 
 def rows_of(slots: Sequence[int], page_sets: Sequence[int]) -> MemoryRows:
@@ -223,6 +226,16 @@ def test_slots_share_tiles_by_pages_unless_each_fills_its_own() -> None:
     assert rows_of([1, 2, 0], [1, 2, 0]).one_slot
     assert not rows_of([1, 2, 0], [1, 1, 0]).one_slot
     assert rows_of([1] * 16 + [2] * 16, [1] * 32).one_slot
+
+
+def test_generation_shares_tiles_also_beside_a_prompt() -> None:
+    prompt, generation = rows_of([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2]).launches
+    assert (prompt.one_slot, generation.one_slot) == (True, False)
+    assert prompt.groups.tolist() == [1] * 16 + [0] * 4
+    assert generation.groups.tolist() == [0] * 16 + [1, 1, 0, 2]
+    for nothing_to_share in ([1, 0, 2], [1, 0, 0]):
+        assert len(rows_of([1] * 16 + nothing_to_share, [1] * 16 + nothing_to_share).launches) == 1
+    assert len(rows_of([1, 2, 3], [1, 1, 2]).launches) == 1
 
 
 class TestGraphs:
@@ -316,7 +329,7 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
         _, first, computed, scheduled = zip(*step, strict=True)
         found = rows_with_memory(memories, first, computed, scheduled)
         assert found is not None
-        assert world.attention._geometry.of_step(found).kind in kinds
+        assert all(world.attention._geometry.of_step(part).kind in kinds for part in found.launches)
     assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
 
 
@@ -334,13 +347,15 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
         world.attention.warm_up()
 
 
-def test_the_kernels_themselves_take_the_workers_pool_and_tables() -> None:
-    world, step = World(launch.add_memory), STEPS["not yet active"]
+@pytest.mark.parametrize(("name", "launches"), [("not yet active", 1), ("a prompt beside generation", 2)])
+def test_the_kernels_themselves_take_the_workers_pool_and_tables(name: str, launches: int) -> None:
+    world, step = World(launch.add_memory), STEPS[name]
     rows = sum(scheduled for *_, scheduled in step)
     query, own, lse = tensors(rows)
     world.begin(step)
     result = world.forward(query, own, lse)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+    assert len(world.calls) == launches
     assert {field.name for field in fields(SlotTables)} <= {field.name for field in fields(TermTables)}
 
 
