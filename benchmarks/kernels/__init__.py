@@ -14,6 +14,9 @@
 
 Everything but `plot.py` imports torch, triton and numpy alone, so that it runs on a machine without vLLM.
 
+Launches come from the engine's own function: in decode the one that its CUDA graphs are captured with, beside
+FlashAttention and with the default pool (every form, long memories split), in prefill that of the step.
+
 A time is that of one call in a CUDA graph of many, each on the pages of another layer, so that no cache holds them. The
 roofline of a call is the larger of its bytes by the copying speed and its operations by the speed of a large matrix
 product, both measured on the same device. Bytes count each page, row and term once. The roofline of a small memory is

@@ -1,6 +1,7 @@
 """Compiles the kernels for a GPU that is not there: `python -m benchmarks.kernels.compiled --geometry qwen3-vl-4b`.
 
-Triton brings NVIDIA's assembler along, so every variant of the kernels can be compiled to machine code on any machine.
+Triton brings NVIDIA's assembler along, so the kernels can be compiled to machine code on any machine: those of graphs,
+and those of steps by themselves.
 Prints the registers, spilled bytes and shared memory of each; the exit status is 1 if one takes more shared memory than
 the GPU has. It shows nothing about times or results.
 """
@@ -24,7 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build
+from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build, plan_of
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 
@@ -48,11 +49,18 @@ def main() -> int:
         parser.error("nothing can be compiled with TRITON_INTERPRET=1")
     fits = True
     for name in args.geometry:
-        for case in cases(args.rows, args.forms):
-            workload = build(case, GEOMETRIES[name], DTYPES[args.dtype], "cpu", processors=GPUS[args.capability])
+        seen = set()
+        for case, in_graph in itertools.product(cases(args.rows, args.forms), (True, False)):
+            common = (case, GEOMETRIES[name], DTYPES[args.dtype])
+            kind = plan_of(*common, GPUS[args.capability], in_graph)[0].kind
+            if kind in seen:
+                continue
+            seen.add(kind)
+            workload = build(*common, "cpu", processors=GPUS[args.capability], in_graph=in_graph)
+            how = "in a graph" if in_graph and case.phase == "decode" else "by itself"
             for kernel, row in compiled(workload, args.capability):
                 fits &= row["shared"] <= GPUS[args.capability].shared_memory
-                print(f"{name}, {case.name}: {kernel}: {row}", flush=True)
+                print(f"{name}, {case.name}, {how}: {kernel}: {row}", flush=True)
     return 0 if fits else 1
 
 

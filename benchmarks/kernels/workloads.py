@@ -11,10 +11,13 @@ from torch import Tensor
 
 from benchmarks.geometries import Geometry
 from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
-from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors, launch_shape, plan_tiles
+from inducekv_vllm.attention.kernels.tiles import IntArray, LaunchShape, Processors, StepPlan, plan_tiles
 
 PAYLOAD_TOKENS = 8  # m
+POOL_TOKENS = 512 * PAYLOAD_TOKENS  # the engine's default
+LEAST_MAP_COLUMNS = 16  # as the engine's tables have at least, so that the kernels are the same
 FLOAT32_BYTES, INDEX_BYTES = 4, 4
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of the largest number, as in the tests
 # Without a GPU, tiles are planned as for a small one, so that the plans have work to share out.
@@ -47,6 +50,24 @@ class Case:
         maps = f", {self.map_rows} map rows" if self.map_rows else ""
         return f"{self.phase} {self.rows}, B = {self.entries}{sets}, {self.form}{maps}"
 
+    @property
+    def slots(self) -> int:
+        return self.rows if self.phase == "decode" else 1
+
+    @property
+    def set_of_slot(self) -> IntArray:
+        """[slots], the number of its memory."""
+        return np.arange(self.slots, dtype=np.int32) % min(self.page_sets, self.slots)
+
+    @property
+    def memory_rows(self) -> MemoryRows:
+        """As the engine describes the step."""
+        slot = np.arange(self.rows, dtype=np.int32) % self.slots
+        tokens = np.full(self.rows, self.tokens, dtype=np.int32)
+        return MemoryRows(
+            slot + 1, self.set_of_slot[slot] + 1, tokens, maps=self.map_rows > 0, merged=self.form == "merged"
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
@@ -60,7 +81,7 @@ class Workload:
     pools: list[LayerPool]
     query: Tensor  # [R, H, D]
     self_output: Tensor  # [R, H, D]
-    self_lse: Tensor | None  # [R, H] float32
+    self_lse: Tensor | None  # [R, H] float32, if the launch may be for merged memory
 
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
         launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
@@ -79,8 +100,7 @@ class Workload:
         """What a call must move at least: each page, row and term once."""
         case, g = self.case, self.geometry
         size = self.query.element_size()
-        slots = case.rows if case.phase == "decode" else 1
-        sets = min(case.page_sets, slots)
+        slots, sets = case.slots, min(case.page_sets, case.slots)
         pages = sets * g.kv_heads * case.tokens * g.head_size * 2 * size
         maps = sets * case.map_rows * g.heads * g.head_size * 2 * size
         terms = slots * (case.tokens * 3 + case.map_rows) * FLOAT32_BYTES
@@ -95,6 +115,30 @@ class Workload:
         return 4 * case.rows * g.heads * g.head_size * (case.tokens + case.map_rows)
 
 
+def plan_of(
+    case: Case, geometry: Geometry, dtype: torch.dtype, processors: Processors, in_graph: bool = True
+) -> tuple[LaunchShape, StepPlan]:
+    """What the engine launches beside FlashAttention: in decode what graphs do, in prefill what the step needs.
+
+    Args:
+        in_graph: False: decode is a launch of the step alone, too, as without graphs.
+    """
+    engine = KernelGeometry(
+        kv_heads=geometry.kv_heads,
+        heads_per_kv_head=geometry.heads_per_kv_head,
+        head_size=geometry.head_size,
+        element_size=dtype.itemsize,
+        most_tokens=max(POOL_TOKENS, case.tokens),
+        processors=processors,
+    )
+    rows = case.memory_rows
+    if case.phase == "decode" and in_graph:
+        shape = engine.of_graph(case.rows, lse=True)
+        return shape, plan_tiles(rows.page_sets, rows.lengths, shape)
+    shape = engine.of_step(rows)
+    return shape, plan_tiles(rows.groups, rows.lengths, shape)
+
+
 def build(
     case: Case,
     geometry: Geometry,
@@ -103,18 +147,22 @@ def build(
     layers: int = 1,
     seed: int = 0,
     processors: Processors | None = None,
+    in_graph: bool = True,
 ) -> Workload:
-    """Random tensors for a case. Its plan is the one that a captured graph would have for this number of rows.
+    """Random tensors for a case, with the engine's launch.
 
     Args:
         layers: how many pools.
         processors: to plan for; those of the device by default.
+        in_graph: see `plan_of`.
     """
     g, rng = geometry, torch.Generator(device).manual_seed(seed)
-    slots = case.rows if case.phase == "decode" else 1
-    S, M, sets = case.tokens, case.map_rows, min(case.page_sets, slots)
-    tables = SlotTables.allocate(slots, S, M, device)
-    set_of_slot = torch.arange(slots, device=device) % sets
+    if processors is None:
+        processors = launch.processors(torch.device(device)) if device == "cuda" else IMAGINED
+    shape, plan = plan_of(case, g, dtype, processors, in_graph)
+    slots, S, M, sets = case.slots, case.tokens, case.map_rows, min(case.page_sets, case.slots)
+    tables = SlotTables.allocate(slots, S, max(M, LEAST_MAP_COLUMNS), device)
+    set_of_slot = torch.from_numpy(case.set_of_slot).long().to(device)
     place = torch.randperm(sets * case.entries, generator=rng, device=device)  # pages lie anywhere in the pool
     tokens = place[:, None] * PAYLOAD_TOKENS + torch.arange(PAYLOAD_TOKENS, device=device)
     tables.token_index[1:] = tokens.view(sets, S)[set_of_slot].int()
@@ -124,8 +172,8 @@ def build(
     tables.length[1:] = S
     tables.decoupled[1:] = int(case.form == "decoupled")
     if M:
-        tables.map_index[1:] = torch.arange(sets * M, device=device).view(sets, M)[set_of_slot].int()
-        tables.map_weight[1:] = 1.0
+        tables.map_index[1:, :M] = torch.arange(sets * M, device=device).view(sets, M)[set_of_slot].int()
+        tables.map_weight[1:, :M] = 1.0
         tables.map_length[1:] = M
 
     def normal(*shape: int, size: float = 1.0) -> Tensor:
@@ -134,38 +182,18 @@ def build(
     def pool() -> LayerPool:
         pages = (normal(g.kv_heads, sets * S, g.head_size) for _ in range(2))
         width = g.heads_per_kv_head * g.head_size
-        maps = (normal(g.kv_heads, sets * M, width, size=0.05) for _ in range(2)) if M else ()
+        maps = (normal(g.kv_heads, max(sets * M, 1), width, size=0.05) for _ in range(2)) if shape.maps else ()
         columns = (torch.full((slots + 1,), value, device=device) for value in (0.5, -0.2))
         return LayerPool(*pages, *columns, *maps)
 
-    if processors is None:
-        processors = launch.processors(torch.device(device)) if device == "cuda" else IMAGINED
-    one_slot = case.phase == "prefill"
-    groups = set_of_slot.cpu().numpy() + 1 if case.phase == "decode" else np.ones(case.rows, dtype=np.int64)
-    shape = launch_shape(
-        rows=case.rows,
-        groups=1 if one_slot else case.rows,
-        largest_group=case.rows,
-        longest=S,
-        heads_per_kv_head=g.heads_per_kv_head,
-        kv_heads=g.kv_heads,
-        head_size=g.head_size,
-        element_size=dtype.itemsize,
-        maps=M > 0,
-        lse=case.form == "merged",
-        one_slot=one_slot,
-        processors=processors,
-    )
-    row_slot = torch.ones(case.rows, dtype=torch.int32, device=device)
-    if case.phase == "decode":
-        row_slot = torch.arange(1, slots + 1, dtype=torch.int32, device=device)
-    lse = torch.randn(g.heads, case.rows, generator=rng, device=device).T if case.form == "merged" else None
+    row_slot = torch.from_numpy(case.memory_rows.slots).to(device)
+    lse = torch.randn(g.heads, case.rows, generator=rng, device=device).T if shape.lse else None
     workload = Workload(
         case=case,
         geometry=g,
         shape=shape,
         tables=tables,
-        step=StepTensors.from_plan(plan_tiles(groups, np.full(case.rows, S), shape), row_slot),
+        step=StepTensors.from_plan(plan, row_slot),
         pools=[pool() for _ in range(layers)],
         query=normal(case.rows, g.heads, g.head_size),
         self_output=normal(case.rows, g.heads, g.head_size),

@@ -6,23 +6,24 @@ FlashAttention gives (`flash.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from triton import OutOfResources
 
 from ..device import Device
 from ..errors import UnsupportedModel
 from ..logs import logger_of
 from ..requirements import check_merged
 from .attach import KeepsLse
-from .kernel_step import GraphBuffers, KernelGeometry, StepLaunch, rows_with_memory
+from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
 from .kernels import launch
+from .kernels.geometry import KernelGeometry
 from .kernels.layout import LayerPool, SlotTables, StepTensors
-from .kernels.tiles import MOST_LANES, SMALL_MEMORY, LaunchShape, Processors, idle_plan
+from .kernels.tiles import LaunchShape, Processors, idle_plan
 from .memory_attention import attach_to_decoders
 from .pool import PagePool
 from .request_table import MemoryOfRequests
@@ -74,6 +75,7 @@ class KernelMemoryAttention:
             heads_per_kv_head=pool.shape.heads_per_kv_head,
             head_size=pool.shape.head_size,
             element_size=pool.keys.element_size(),
+            most_tokens=tables.token_index.shape[1],
             processors=processors,
         )
         try:
@@ -83,7 +85,7 @@ class KernelMemoryAttention:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
         self._in_step = False
-        self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
+        self._step: list[StepLaunch] = []  # of the running step, unless it replays a graph
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
@@ -117,66 +119,61 @@ class KernelMemoryAttention:
             else:
                 self._graphs.write(rows.graph_rows, found)
         elif found is not None:
-            self._step = StepLaunch.of_step(found, self._geometry.of_step(found), self._device)
+            self._step = [
+                StepLaunch.of_step(part, self._geometry.of_step(part), self._device) for part in found.launches
+            ]
 
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
-        self._step = None
+        self._step = []
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
     def needs_lse(self, num_rows: int) -> bool:
         """See `AddsMemory`."""
-        now = self._launch(num_rows)
-        return now is not None and now.shape.lse
+        return any(now.shape.lse for now in self._launches(num_rows))
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
-        now = self._launch(len(query))
-        if now is not None:
+        for now in self._launches(len(query)):
             self._add_memory(self._layers[layer], self._tables, now.tensors, query, output, self_lse, scale, now.shape)
 
-    def _launch(self, num_rows: int) -> StepLaunch | None:
+    def _launches(self, num_rows: int) -> list[StepLaunch]:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
         if self._in_step:
             return self._step
-        return self._graphs.launch(num_rows) if num_rows <= self._graphs.most_rows else None
+        return [self._graphs.launch(num_rows)] if num_rows <= self._graphs.most_rows else []
 
     # ---- at start ------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Launch every variant of the kernels once without rows, so that no step waits for a compiler."""
+        """Launch every variant of the kernels once without rows, so that no step waits for a compiler.
+
+        Raises:
+            UnsupportedModel: a variant does not fit the GPU.
+        """
         device, pool = self._device.torch_device, self._layers[0]
         size = (1, self._num_heads, pool.keys.shape[-1])
         query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
         lse = torch.zeros(size[:2], device=device)
         row_slot = torch.zeros(1, dtype=torch.int32, device=device)
-        variants = list(self._variants())
+        variants = self._geometry.variants(lse=self.merged_refusal is None)
         for shape in variants:
             step = StepTensors.from_plan(idle_plan(shape), row_slot)
-            self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+            try:
+                self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+            except OutOfResources as error:  # only the compiler knows what its code takes
+                raise self._too_large(shape, error) from error
         logger.info("%d variants of the memory attention kernels are compiled", len(variants))
 
-    def _variants(self) -> Iterator[LaunchShape]:
-        """A launch of each kind that steps can need."""
-        seen = set()
-        forms = (False,) if self.merged_refusal is not None else (False, True)
-        lengths = (SMALL_MEMORY, self._tables.token_index.shape[1])
-        group_sizes = [1 << power for power in range(MOST_LANES.bit_length())]
-        for largest, longest, maps, lse, one_slot in product(group_sizes, lengths, (False, True), forms, (False, True)):
-            shape = self._geometry.shape(
-                rows=largest,
-                groups=1,
-                largest_group=largest,
-                longest=longest,
-                maps=maps,
-                lse=lse,
-                one_slot=one_slot,
-            )
-            if (kind := shape.kind) not in seen:
-                seen.add(kind)
-                yield shape
+    def _too_large(self, shape: LaunchShape, error: OutOfResources) -> UnsupportedModel:
+        g = self._geometry
+        return UnsupportedModel(
+            f"InduceKV cannot serve memory on this GPU: with {g.heads_per_kv_head} query heads of size {g.head_size} "
+            f"for a KV head, in {self._layers[0].keys.dtype}, memory attention {'with' if shape.maps else 'without'} "
+            f"maps needs {error.required} of {error.name}, and a program has {error.limit}"
+        )
 
 
 def _layer_pool(pool: PagePool, tables: TermTables, layer: int) -> LayerPool:

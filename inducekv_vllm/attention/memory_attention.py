@@ -30,7 +30,7 @@ class MemoryAttention(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile what steps need, before vLLM captures graphs."""
+        """Compile what steps need, before vLLM captures graphs. Raises UnsupportedModel if the device cannot run it."""
         ...
 
     def begin_step(self, rows: StepRows) -> None:

@@ -91,8 +91,8 @@ class ReplayedKernels(KernelMemoryAttention):
         super().end_step()
         self._graph = None
 
-    def _launch(self, num_rows: int) -> StepLaunch | None:
-        return self._graph or super()._launch(num_rows)
+    def _launches(self, num_rows: int) -> list[StepLaunch]:
+        return super()._launches(num_rows) if self._graph is None else [self._graph]
 
 
 def attend(

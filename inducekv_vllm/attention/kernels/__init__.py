@@ -2,6 +2,7 @@
 
     layout.py   the pool, the slot tables and a step's plan as tensors
     tiles.py    which rows share a tile, and which part of a memory a program reads; plain numpy
+    geometry.py the launch of a step, and that of a CUDA graph
     device.py   the kernels
     launch.py   `add_memory`: checks and launches
     twin.py     `add_memory` in plain torch
@@ -23,6 +24,8 @@ and the output o of its self-attention, with log-sum-exp lse, becomes
 where a map row acts on the G heads of its KV head as one vector [G D]. All sums are float32.
 
 `add_memory` runs one kernel if the memory is small (up to 512 tokens) or the step has tiles enough for all processors.
-Otherwise it splits each memory over several programs, and a second kernel merges their parts. A tile is up to 128 / G
-rows with equal pages: the same tokens and map rows in the same order. Terms may differ from row to row.
+Otherwise it splits each memory over several programs, and a second kernel merges their parts. A CUDA graph of few rows
+has both kernels if the pool has room for a memory that is not small, because the memories of its steps are not known at
+capture; the plan of each step says how each memory is split, so that a small one is read by one program. A tile is up
+to 128 / G rows with equal pages: the same tokens and map rows in the same order. Terms may differ from row to row.
 """

@@ -2,6 +2,8 @@
 
 Lane i of a tile is head i % LANES of its KV head, in row i // LANES. Logits are kept in units of log2, for exp2.
 Constants: G, D and J as in the package; DP is D rounded up to a power of 2; BM lanes of a tile; BN tokens at a time.
+
+Pools, tables and steps may have more than 2^31 numbers, so rows, tokens and slots are int64 where they are multiplied.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def memory_tiles(
     row_slot,  # [R]
     tile_rows,  # [tiles, height]
     work,  # [items, 4]
-    partial_output,  # [items, J, BM, D] float32; None unless SPLIT
-    partial_sums,  # [items, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
+    partial_output,  # [parts, J, BM, D] float32; None unless SPLIT
+    partial_sums,  # [parts, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
     scale,
     query_row,  # strides, here and below
     query_head,
@@ -99,12 +101,12 @@ def memory_tiles(
     slot = tl.load(row_slot + row, mask=live, other=0)
     column = tl.arange(0, DP)
 
-    places = row[:, None] * query_row + (kv_head * G + head)[:, None] * query_head + column[None, :]
-    q = tl.load(query + places, mask=live[:, None] & (column < D)[None, :], other=0.0)
+    lanes = query + row.to(tl.int64) * query_row + (kv_head * G + head) * query_head
+    q = tl.load(lanes[:, None] + column[None, :], mask=live[:, None] & (column < D)[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
-    kv_head_wide = kv_head.to(tl.int64)  # a pool may have more than 2^31 numbers
+    kv_head_wide = kv_head.to(tl.int64)
     largest, total, read = _attend(
         q,
         keys + kv_head_wide * keys_head,
@@ -200,6 +202,7 @@ def merge_items(
     row_slot,
     tile_rows,
     tile_work,  # [tiles + 1]
+    split_rows,  # [rows]
     partial_output,
     partial_sums,
     output_row,
@@ -226,17 +229,16 @@ def merge_items(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Merge the work items of one row of a tile, BI items at a time; GP is G rounded up. Grid: (tiles * height, J)."""
-    tile = tl.program_id(0) // height
-    place = tl.program_id(0) % height
+    """Merge the work items of one row of a tile, BI items at a time; GP is G rounded up. Grid: (rows, J)."""
+    number = tl.load(split_rows + tl.program_id(0))
     kv_head = tl.program_id(1)
-    row = tl.load(tile_rows + tile * height + place)
-    if row < 0:
+    if number < 0:  # the others are finished, each by its only program
         return
+    tile = number // height
+    place = number % height
+    row = tl.load(tile_rows + number)
     first = tl.load(tile_work + tile)
     end = tl.load(tile_work + tile + 1)
-    if end - first < 2:  # finished by its only program
-        return
 
     head = tl.arange(0, GP)
     column = tl.arange(0, DP)
@@ -341,26 +343,28 @@ def _attend(
     Returns the largest logit [BM], the sum of exp2(logit - largest) [BM], and the values weighted so [BM, DP].
     """
     column = tl.arange(0, DP)
+    page_terms = page_slot.to(tl.int64) * terms_slot
+    terms = slot.to(tl.int64) * terms_slot
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     read = tl.zeros([BM, DP], tl.float32)
     for start in range(begin, end, BN):
         token = start + tl.arange(0, BN)
         there = token < end
-        page = tl.load(token_index + page_slot * terms_slot + token, mask=there, other=0)
+        page = tl.load(token_index + page_terms + token, mask=there, other=0).to(tl.int64)
         inside = there[:, None] & (column < D)[None, :]
-        k = tl.load(keys + page[:, None] * keys_token + column[None, :], mask=inside, other=0.0)
-        v = tl.load(values + page[:, None] * values_token + column[None, :], mask=inside, other=0.0)
+        k = tl.load((keys + page * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
+        v = tl.load((values + page * values_token)[:, None] + column[None, :], mask=inside, other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         if ONE_SLOT:
-            term = page_slot * terms_slot + token
+            term = page_terms + token
             multiply = (tl.load(key_scale + term, mask=there, other=0.0) * scale)[None, :]
             add = (tl.load(log_weight + term, mask=there, other=float("-inf")) * LOG2E)[None, :]
             share = tl.load(value_scale + term, mask=there, other=0.0)[None, :]
         else:
-            term = slot[:, None] * terms_slot + token[None, :]
+            term = terms[:, None] + token[None, :]
             known = live[:, None] & there[None, :]
             multiply = tl.load(key_scale + term, mask=known, other=0.0) * scale
             add = tl.load(log_weight + term, mask=known, other=float("-inf")) * LOG2E
@@ -425,8 +429,8 @@ def _finish(
     """Merge what was read with self-attention's output, add the maps, and store."""
     column = tl.arange(0, DP)
     inside = live[:, None] & (column < D)[None, :]
-    places = row[:, None] * output_row + head[:, None] * output_head + column[None, :]
-    own = tl.load(output + places, mask=inside, other=0.0)
+    places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
+    own = tl.load(places, mask=inside, other=0.0)
 
     lane_bias = tl.load(bias + slot, mask=live, other=0.0) * LOG2E
     lane_gate = tl.load(gate + slot, mask=live, other=0.0)
@@ -436,7 +440,7 @@ def _finish(
     other = tl.zeros_like(largest)
     if LSE:
         merged = tl.load(decoupled + slot, mask=live, other=1) == 0
-        other = tl.load(self_lse + row * lse_row + head * lse_head, mask=live & merged, other=0.0) * LOG2E
+        other = tl.load(self_lse + row.to(tl.int64) * lse_row + head * lse_head, mask=live & merged, other=0.0) * LOG2E
     top = tl.maximum(tl.maximum(largest, rest), other)
     memory_weight = tl.exp2(largest - top)
     other_weight = tl.exp2(other - top)
@@ -471,7 +475,7 @@ def _finish(
         result += tl.where(merged, other_weight / whole, 1.0)[:, None] * own.to(tl.float32)
     else:
         result += own.to(tl.float32)
-    tl.store(output + places, result.to(own.dtype), mask=inside)
+    tl.store(places, result.to(own.dtype), mask=inside)
 
 
 @triton.jit
@@ -515,12 +519,13 @@ def _mapped(
     for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
         there = k < end
-        page = tl.load(map_index + page_slot * map_slot + k, mask=there, other=0)
+        page = tl.load(map_index + page_slot.to(tl.int64) * map_slot + k, mask=there, other=0).to(tl.int64)
         inside = there[:, None] & known[None, :]
-        a = tl.load(map_in + page[:, None] * map_in_row + (head * D + column)[None, :], mask=inside, other=0.0)
-        b = tl.load(map_out + page[:, None] * map_out_row + (head * D + column)[None, :], mask=inside, other=0.0)
+        a = tl.load((map_in + page * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
+        b = tl.load((map_out + page * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
         weighted = (row >= 0)[:, None] & there[None, :]
-        weight = tl.load(map_weight + slot[:, None] * map_slot + k[None, :], mask=weighted, other=0.0)
+        weights = (map_weight + slot.to(tl.int64) * map_slot)[:, None] + k[None, :]
+        weight = tl.load(weights, mask=weighted, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
         inner = tl.dot(blocks, tl.trans(a), input_precision=PRECISION) * weight  # [ROWS, BK]

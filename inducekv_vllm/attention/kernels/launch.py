@@ -120,7 +120,7 @@ def launches(
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
     if shape.split:
-        parts = (shape.items, J, shape.block_rows, D)
+        parts = (shape.parts, J, shape.block_rows, D)
         epilogue["partial_output"] = torch.empty(parts, dtype=torch.float32, device=query.device)
         epilogue["partial_sums"] = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
     read = {
@@ -151,8 +151,9 @@ def launches(
     found = [Launch(device.memory_tiles, (programs, J), epilogue | read)]
     if shape.split:
         GP = triton.next_power_of_2(G)
-        merge = {"tile_work": step.tile_work, "GP": GP, "BI": max(1, MERGED_NUMBERS // (GP * DP)), **MERGE_OPTIONS}
-        found.append(Launch(device.merge_items, (shape.tiles * shape.height, J), epilogue | merge))
+        plan = {"tile_work": step.tile_work, "split_rows": step.split_rows}
+        merge = {**plan, "GP": GP, "BI": max(1, MERGED_NUMBERS // (GP * DP)), **MERGE_OPTIONS}
+        found.append(Launch(device.merge_items, (shape.rows, J), epilogue | merge))
     return found
 
 
@@ -221,11 +222,10 @@ def _check_call(
         raise ValueError(f"merged memory needs the log-sum-exp of self-attention, float32 {list(query.shape[:2])}")
     if shape.maps and pool.map_in is None:
         raise ValueError("the launch is for maps, and the pool has none")
-    planned = ((shape.tiles, shape.height), (shape.items, 4) if shape.split else None)
-    if step.tile_rows.shape != planned[0] or (planned[1] and step.work.shape != planned[1]):
+    if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
         raise ValueError(
-            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items is expected, "
-            f"found {list(step.tile_rows.shape)} and {list(step.work.shape)}"
+            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items for {shape.rows} rows "
+            f"is expected, in tensors of {shape.plan_sizes}, found {found}"
         )
 
 

@@ -70,13 +70,19 @@ class StepTensors:
     tile_rows: Tensor  # [tiles, height] int32; -1: no row
     work: Tensor  # [items, 4] int32; empty if memories are not split
     tile_work: Tensor  # [tiles + 1] int32; empty if memories are not split
+    split_rows: Tensor  # [rows] int32; empty if memories are not split
 
     @classmethod
     def from_plan(cls, plan: StepPlan, row_slot: Tensor) -> StepTensors:
         """Copy a plan to the device of `row_slot` [at least R] int32."""
         return cls(row_slot, *(torch.from_numpy(a).to(row_slot.device) for a in plan.arrays()))
 
+    @property
+    def plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the order of `StepPlan.arrays`."""
+        return self.tile_rows, self.work, self.tile_work, self.split_rows
+
     def copy_plan(self, plan: StepPlan) -> None:
-        """Overwrite the tiles in place with those of a plan for the same `LaunchShape`, as between graph replays."""
-        for own, new in zip((self.tile_rows, self.work, self.tile_work), plan.arrays(), strict=True):
+        """Overwrite the plan in place by one for the same `LaunchShape`, as between graph replays."""
+        for own, new in zip(self.plan, plan.arrays(), strict=True):
             own.copy_(torch.from_numpy(new))

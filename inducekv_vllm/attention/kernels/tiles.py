@@ -34,9 +34,11 @@ class Processors:
 class LaunchShape:
     """Everything about a launch that does not change between the replays of a CUDA graph."""
 
+    rows: int  # rows with memory, at most
     height: int  # rows of a tile
     tiles: int
     items: int  # work items; 0: memories are not split
+    parts: int  # work items, at most, of the memories that are split
     block_rows: int  # lanes of a tile, a power of 2
     block_tokens: int  # memory tokens that a program reads at a time, a power of 2
     maps: bool  # slots may have maps
@@ -50,8 +52,14 @@ class LaunchShape:
         return self.items > 0
 
     @property
+    def plan_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of `StepPlan.arrays`."""
+        whole = (self.tiles, self.height), (self.items, 4)
+        return (*whole, (self.tiles + 1,), (self.rows,)) if self.split else (*whole, (0,), (0,))
+
+    @property
     def kind(self) -> tuple[int, ...]:
-        """What the kernels are compiled for: launches of one kind differ in the numbers of tiles and items alone."""
+        """What the kernels are compiled for: launches of one kind differ in the numbers of rows, tiles and items."""
         return (
             *(self.height, self.block_rows, self.block_tokens, self.warps, self.stages),
             *(self.maps, self.lse, self.one_slot, self.split),
@@ -62,12 +70,13 @@ class LaunchShape:
 class StepPlan:
     """The rows with memory of one step, padded to a `LaunchShape` with idle tiles and items."""
 
-    tile_rows: IntArray  # [tiles, height]; live rows first, -1 behind them
+    tile_rows: IntArray  # [tiles, height]; live rows first, -1 behind them; tiles of long memories first
     work: IntArray  # [items, 4]: tile (-1: idle), first token, end token, 1 if it is the tile's only item
     tile_work: IntArray  # [tiles + 1]; the items of tile t are tile_work[t] to tile_work[t + 1] - 1
+    split_rows: IntArray  # [rows]: tile * height + place of each row whose memory has more than one item, then -1
 
-    def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
-        return self.tile_rows, self.work, self.tile_work
+    def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        return self.tile_rows, self.work, self.tile_work, self.split_rows
 
 
 def lanes_per_row(heads_per_kv_head: int, maps: bool) -> int:
@@ -96,7 +105,8 @@ def launch_shape(
         rows: R, or the number of rows that a graph is captured for.
         groups: distinct groups of rows that may share a tile.
         largest_group: rows of the largest group.
-        longest: tokens of the longest memory that is expected. A longer one is right in every shape, and takes longer.
+        longest: tokens of the longest memory that is expected. A longer one is right in every shape, and takes longer;
+            so are shorter ones where memories are split.
         one_slot: groups are slots, so that all rows of a tile have one; otherwise they are sets of equal pages.
         element_size: bytes of a query's element.
     """
@@ -111,10 +121,14 @@ def launch_shape(
     split = longest > SMALL_MEMORY and fewest * kv_heads < PROGRAMS_PER_PROCESSOR * processors.count
     padded = _power_of_2(head_size)
     block_tokens, stages = _pipeline(block_rows, padded, element_size, one_slot, processors.shared_memory)
+    wanted = _wanted_items(kv_heads, processors)
     return LaunchShape(
+        rows=rows,
         height=height,
         tiles=tiles,
-        items=tiles + _wanted_items(kv_heads, processors) if split else 0,
+        items=tiles + wanted if split else 0,
+        # Fewer than `wanted` tiles have more tokens than an item, and only they have more than one item.
+        parts=min(tiles + wanted, 2 * wanted) if split else 0,
         block_rows=block_rows,
         block_tokens=block_tokens,
         maps=maps,
@@ -133,11 +147,9 @@ def most_tiles(rows: int, groups: int, height: int) -> int:
 
 def idle_plan(shape: LaunchShape) -> StepPlan:
     """A step without memory: for capturing a graph, and for warming a kernel."""
-    return StepPlan(
-        tile_rows=np.full((shape.tiles, shape.height), -1, dtype=np.int32),
-        work=np.full((shape.items, 4), -1, dtype=np.int32),
-        tile_work=np.zeros(shape.tiles + 1 if shape.split else 0, dtype=np.int32),
-    )
+    plan = StepPlan(*(np.full(size, -1, dtype=np.int32) for size in shape.plan_sizes))
+    plan.tile_work.fill(0)
+    return plan
 
 
 def plan_tiles(groups: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape) -> StepPlan:
@@ -154,8 +166,9 @@ def plan_tiles(groups: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape
     group, length = np.asarray(groups), np.asarray(lengths)
     plan = idle_plan(shape)
     rows = np.flatnonzero(group)  # [n]
-    rows = rows[np.argsort(group[rows], kind="stable")]
-    _, first, members = np.unique(group[rows], return_index=True, return_counts=True)  # [groups] each
+    rows = rows[np.lexsort((group[rows], -length[rows]))]
+    first = np.flatnonzero(np.diff(group[rows], prepend=0))  # [groups]
+    members = np.diff(first, append=len(rows))  # [groups]
     tiles_of_group = -(-members // shape.height)
     first_tile = np.cumsum(tiles_of_group) - tiles_of_group
     number = np.arange(len(rows)) - np.repeat(first, members)  # of each row in its group
@@ -183,6 +196,9 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     plan.work[: len(tile)] = np.stack([tile, begin, np.minimum(begin + chunk, tokens[tile]), items[tile] == 1], axis=1)
     plan.tile_work[1 : tiles + 1] = np.cumsum(items)
     plan.tile_work[tiles + 1 :] = len(tile)
+    # Longer memories come first, so the items of split ones are the first, too: their partial results need no others.
+    split = np.flatnonzero(plan.tile_rows[: int((items > 1).sum())] >= 0)
+    plan.split_rows[: len(split)] = split
 
 
 def _pipeline(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,3 +82,11 @@ def random_memory(
         remainder=remainder,
     )
     return tables.write(slot, bundle, terms)
+
+
+def full_attention() -> Any:
+    """The configuration of a KV cache of one group."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec.__new__(FullAttentionSpec)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])

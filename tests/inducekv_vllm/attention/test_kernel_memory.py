@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
@@ -29,7 +30,7 @@ from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.page_terms import Retrieval, page_terms
 from inducekv_vllm.runner import StepRows
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool, random_memory, store
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
 J, H, D = 2, 6, 16
@@ -141,6 +142,7 @@ STEPS: dict[str, Step] = {
     ],
     "one memory for all": [(1, 0, 0, 20), (1, 7, 0, 20)],
     "not yet active": [(1, 30, 0, 5), (2, 3, 3, 1)],
+    "a prompt beside generation": [(1, 0, 0, 17), (2, 0, 9, 1), (None, 0, 9, 1), (3, 0, 9, 1)],
     "merged alone": [(0, 0, 0, 1), (0, 0, 5, 17)],
 }
 
@@ -206,11 +208,13 @@ def test_rows_by_brute_force(step: Step) -> None:
     same_pages = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
     numbers = [same_pages[memory] for memory in expected]
     assert len(set(zip(numbers, found.page_sets.tolist(), strict=True))) == len(set(numbers))
-    for group in set(found.groups.tolist()) - {0}:
-        of_group = {numbers[row] for row in np.flatnonzero(found.groups == group)}
-        assert len(of_group) == 1
-        if found.one_slot:
-            assert len(set(found.slots[found.groups == group].tolist())) == 1
+    assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
+    for part in found.launches:
+        for group in set(part.groups.tolist()) - {0}:
+            of_group = {numbers[row] for row in np.flatnonzero(part.groups == group)}
+            assert len(of_group) == 1
+            if part.one_slot:
+                assert len(set(part.slots[part.groups == group].tolist())) == 1
 
 
 def rows_of(slots: Sequence[int], page_sets: Sequence[int]) -> MemoryRows:
@@ -222,6 +226,16 @@ def test_slots_share_tiles_by_pages_unless_each_fills_its_own() -> None:
     assert rows_of([1, 2, 0], [1, 2, 0]).one_slot
     assert not rows_of([1, 2, 0], [1, 1, 0]).one_slot
     assert rows_of([1] * 16 + [2] * 16, [1] * 32).one_slot
+
+
+def test_generation_shares_tiles_also_beside_a_prompt() -> None:
+    prompt, generation = rows_of([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2]).launches
+    assert (prompt.one_slot, generation.one_slot) == (True, False)
+    assert prompt.groups.tolist() == [1] * 16 + [0] * 4
+    assert generation.groups.tolist() == [0] * 16 + [1, 1, 0, 2]
+    for nothing_to_share in ([1, 0, 2], [1, 0, 0]):
+        assert len(rows_of([1] * 16 + nothing_to_share, [1] * 16 + nothing_to_share).launches) == 1
+    assert len(rows_of([1, 2, 3], [1, 1, 2]).launches) == 1
 
 
 class TestGraphs:
@@ -242,7 +256,7 @@ class TestGraphs:
 
     def world(self) -> World:
         world = World()
-        world.attention.attach(_full_attention(), {}, [])
+        world.attention.attach(full_attention(), {}, [])
         assert world.attention.merged_refusal is None
         return world
 
@@ -297,7 +311,7 @@ class TestGraphs:
 
     def test_without_graphs_dummy_runs_launch_nothing(self) -> None:
         world = World(most_graph_rows=0)
-        world.attention.attach(_full_attention(), {}, [])
+        world.attention.attach(full_attention(), {}, [])
         query, own, _ = tensors(3)
         world.attention.add(1, query, own, None, SCALE)
         assert world.calls == []
@@ -305,7 +319,7 @@ class TestGraphs:
 
 def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
     world = World(add_memory=lambda *_: None)
-    world.attention.attach(_full_attention(), {}, [])
+    world.attention.attach(full_attention(), {}, [])
     world.attention.warm_up()
     kinds = [arguments[-1].kind for arguments in world.calls]
     assert len(set(kinds)) == len(kinds) > 20
@@ -315,17 +329,33 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
         _, first, computed, scheduled = zip(*step, strict=True)
         found = rows_with_memory(memories, first, computed, scheduled)
         assert found is not None
-        assert world.attention._geometry.of_step(found).kind in kinds
+        assert all(world.attention._geometry.of_step(part).kind in kinds for part in found.launches)
     assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
 
 
-def test_the_kernels_themselves_take_the_workers_pool_and_tables() -> None:
-    world, step = World(launch.add_memory), STEPS["not yet active"]
+def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() -> None:
+    """By Triton's error at a first launch; the numbers are those of 32 heads of 128 for a KV head."""
+
+    def add_memory(*arguments: Any) -> None:
+        if arguments[-1].maps:
+            raise OutOfResources(139264, 101376, "shared memory")
+
+    world = World(add_memory)
+    world.attention.attach(full_attention(), {}, [])
+    message = r"3 query heads of size 16 for a KV head, .*with maps needs 139264 of shared memory, .* has 101376"
+    with pytest.raises(UnsupportedModel, match=message):
+        world.attention.warm_up()
+
+
+@pytest.mark.parametrize(("name", "launches"), [("not yet active", 1), ("a prompt beside generation", 2)])
+def test_the_kernels_themselves_take_the_workers_pool_and_tables(name: str, launches: int) -> None:
+    world, step = World(launch.add_memory), STEPS[name]
     rows = sum(scheduled for *_, scheduled in step)
     query, own, lse = tensors(rows)
     world.begin(step)
     result = world.forward(query, own, lse)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+    assert len(world.calls) == launches
     assert {field.name for field in fields(SlotTables)} <= {field.name for field in fields(TermTables)}
 
 
@@ -398,10 +428,3 @@ def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() ->
     result = impl.forward(layer, rounded, None, None, None, object(), own.clone())
     expected = world.expected(step, 0.5 * rounded.float(), own, lse)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-def _full_attention() -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    spec = FullAttentionSpec.__new__(FullAttentionSpec)
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.layout import SlotTables
@@ -212,3 +215,38 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused("needs the log-sum-exp", self_lse=None)
     refused("the launch is for maps", shape=replace(shape, maps=True))
     refused("a plan of 2 tiles", shape=replace(shape, tiles=2))
+
+
+def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
+    """A copy with 2^30 numbers from one index of `dim` to the next: index 4 is 2^32, which 32 bits take for 0.
+
+    It lies in a sparse file: what is between the numbers takes no memory.
+    """
+    stride = [1 << 30 if d == dim else s for d, s in enumerate(tensor.stride())]
+    last = sum((size - 1) * s for size, s in zip(tensor.shape, stride, strict=True))
+    numbers = torch.from_numpy(np.memmap(file, tensor.numpy().dtype, mode="w+", shape=last + 1))
+    return numbers.as_strided(tensor.shape, stride).copy_(tensor)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is not sparse")
+@pytest.mark.parametrize("apart", ["pages", "tables", "rows"])
+def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
+    memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2)]
+    problem = make((2, 1, 16), memories, [0, 2, 0, 0, 4, 1], torch.float16)
+    pool, tables, query, output = problem.pool, problem.tables, problem.query.contiguous(), problem.output
+    if apart == "pages":
+        places = ("keys", "values", "map_in", "map_out")
+        pool = replace(pool, **{name: far_apart(getattr(pool, name), 1, tmp_path / name) for name in places})
+    elif apart == "tables":
+        wide = ("token_index", "log_weight", "key_scale", "value_scale", "map_index", "map_weight")
+        tables = replace(tables, **{name: far_apart(getattr(tables, name), 0, tmp_path / name) for name in wide})
+    else:
+        query, output = far_apart(query, 0, tmp_path / "query"), far_apart(output, 0, tmp_path / "output")
+    launch.check(pool, tables, 2)
+    for one_slot in (False, True):
+        shape, expected = problem.shape(one_slot=one_slot), problem.output.clone()
+        step, rest = problem.step(shape), (problem.self_lse, SCALE, shape)
+        launch.add_memory(problem.pool, problem.tables, step, problem.query, expected, *rest)
+        output.copy_(problem.output)
+        launch.add_memory(pool, tables, step, query, output, *rest)
+        assert same_bits(output, expected)

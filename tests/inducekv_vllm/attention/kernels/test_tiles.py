@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inducekv_vllm.attention.kernels.geometry import KernelGeometry
 from inducekv_vllm.attention.kernels.tiles import (
     LEAST_ITEM,
     MOST_LANES,
@@ -82,7 +83,7 @@ def test_a_plan_covers_rows_and_tokens_exactly_once(step: tuple[np.ndarray, np.n
     if shape.split:
         _check_items(plan, lengths, shape)
     else:
-        assert plan.work.size == plan.tile_work.size == 0
+        assert plan.work.size == plan.tile_work.size == plan.split_rows.size == 0
 
 
 def _check_items(plan: StepPlan, lengths: np.ndarray, shape: LaunchShape) -> None:
@@ -96,8 +97,18 @@ def _check_items(plan: StepPlan, lengths: np.ndarray, shape: LaunchShape) -> Non
             assert begin % shape.block_tokens == 0
             end = stop
         assert end == (lengths[tile[0]] if items else 0)
+    split = np.diff(plan.tile_work) > 1  # [tiles]
+    assert (np.diff(split.astype(int)) <= 0).all()  # split tiles come first
+    assert plan.tile_work[split.sum()] <= shape.parts <= shape.items
+    merged = plan.split_rows[plan.split_rows >= 0]
+    assert sorted(plan.tile_rows.flat[merged]) == sorted(r for t in np.flatnonzero(split) for r in _rows(plan, t))
+    assert (plan.split_rows[len(merged) :] == -1).all()
     assert plan.tile_work[0] == 0
     assert (plan.work[plan.tile_work[-1] :] == -1).all()
+
+
+def _rows(plan: StepPlan, tile: int) -> list[int]:
+    return [row for row in plan.tile_rows[tile].tolist() if row >= 0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 128))
@@ -147,6 +158,15 @@ def test_one_row_of_a_long_memory_keeps_every_processor_busy() -> None:
     programs = int((plan.work[:, 0] >= 0).sum()) * 8
     assert H200.count <= programs <= 2 * H200.count
     assert plan_tiles([3], [2048], shape).tile_work[-1] == 2048 // LEAST_ITEM
+
+
+@pytest.mark.parametrize("processors", [2, 20, 132])
+@pytest.mark.parametrize(("G", "J"), [(1, 32), (3, 1), (4, 8), (7, 4), (16, 2)])
+def test_the_launch_of_every_graph_is_warmed_up(G: int, J: int, processors: int) -> None:
+    geometry = KernelGeometry(J, G, 128, element_size=2, most_tokens=4096, processors=Processors(processors))
+    for lse in (False, True):
+        kinds = {shape.kind for shape in geometry.variants(lse)}
+        assert {geometry.of_graph(rows, lse).kind for rows in range(1, 513)} <= kinds
 
 
 def test_rows_that_need_more_tiles_are_refused() -> None:
