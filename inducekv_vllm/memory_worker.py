@@ -99,7 +99,7 @@ class MemoryWorker(Worker):
         num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
         self.pool = PagePool(shape, dtype, self._device, beside=TermTables.bytes_of(num_slots, shape))
         tables = TermTables.allocate(num_slots, shape, self._device)
-        self.memory_of_requests = MemoryOfRequests(num_slots, tables)
+        self.memory_of_requests = MemoryOfRequests(num_slots, tables, self.resident.release)
         logger.info(
             "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
             *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),

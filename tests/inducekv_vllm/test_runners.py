@@ -7,6 +7,7 @@ is compared with transformers.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_pat
     assert loaded == ["begun", "ended"]
     for _ in range(2):  # the scheduler reports finished requests one step late
         served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
+    while not llm.collective_rpc("inducekv_is_erased", args=(world.bundles["sqrt"].digest,))[0]:
+        time.sleep(0.01)
     stats = llm.collective_rpc("inducekv_stats")[0]
     assert stats["resident"].keys() == {b.digest for b in world.bundles.values()} - {world.bundles["sqrt"].digest}
     assert stats["pool_tokens_free"] > free
