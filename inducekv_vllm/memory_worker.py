@@ -81,6 +81,7 @@ class MemoryWorker(Worker):
         self.query_keys = QueryKeyAccumulator(self._device)
         self._allocate_memory()
         self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._begin_step)
+        logger.info("memory follows vLLM's %s model runner", "V2" if self.use_v2_model_runner else "V1")
 
     def _allocate_memory(self) -> None:
         """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
