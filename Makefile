@@ -1,4 +1,4 @@
-# `make setup` builds .venv from nothing; every other target sets up first if it has to.
+# `make setup` builds .venv from nothing; every other target but `gpu` sets up first if it has to.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,6 +17,7 @@ SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 COMPAT_ARGS ?=
+GPU_ARGS ?=
 # Processes that share the tests; each runs on one thread.
 TEST_WORKERS ?= 2
 
@@ -25,7 +26,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo demo-real serve lint test test-families test-mutations test-wheel compat bench-serving clean
+.PHONY: setup setup-real demo demo-real serve lint test test-families test-mutations test-wheel compat bench-serving gpu clean
 
 setup: $(STAMP)
 
@@ -88,6 +89,10 @@ test-wheel: setup
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run
+
+# On a machine with a GPU, with what is installed there: sets nothing up. benchmarks/gpu.py says what it needs.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

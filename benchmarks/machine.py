@@ -20,8 +20,8 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
+        "python": platform.pythoninstalled_version(),
+        "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
     }
 
 
@@ -32,7 +32,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Of a distribution, by its name on PyPI; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

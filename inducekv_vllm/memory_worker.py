@@ -81,6 +81,7 @@ class MemoryWorker(Worker):
         self.query_keys = QueryKeyAccumulator(self._device)
         self._allocate_memory()
         self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._begin_step)
+        logger.info("memory follows vLLM's %s model runner", "V2" if self.use_v2_model_runner else "V1")
 
     def _allocate_memory(self) -> None:
         """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
@@ -99,7 +100,7 @@ class MemoryWorker(Worker):
         num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
         self.pool = PagePool(shape, dtype, self._device, beside=TermTables.bytes_of(num_slots, shape))
         tables = TermTables.allocate(num_slots, shape, self._device)
-        self.memory_of_requests = MemoryOfRequests(num_slots, tables)
+        self.memory_of_requests = MemoryOfRequests(num_slots, tables, self.resident.release)
         logger.info(
             "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
             *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),

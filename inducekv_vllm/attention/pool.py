@@ -177,14 +177,15 @@ class PagePool:
         pages = resident.layers[layer]
 
         def write(target: Tensor, places: IntArray, source: Tensor) -> None:  # [J, x, y], [n, k], [n, J, k, y]
-            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, n, k, y]
             where = span_of(places.reshape(-1))
-            if isinstance(where, slice):
-                target[:, where].view(own.shape).copy_(own)
-            else:
-                scattered = own.flatten(1, 2).to(target.dtype, copy=True)
-                target.index_copy_(1, self._device.upload(where), scattered)
-                scattered.zero_()  # freed memory keeps its content
+            with self._device.uploaded(source[:, heads]) as uploaded:
+                own = uploaded.transpose(0, 1)  # [J, n, k, y]
+                if isinstance(where, slice):
+                    target[:, where].view(own.shape).copy_(own)
+                else:
+                    scattered = torch.empty(own.shape, dtype=target.dtype, device=target.device).copy_(own)
+                    target.index_copy_(1, self._device.upload(where), scattered.flatten(1, 2))
+                    scattered.zero_()  # freed memory keeps its content
 
         sources = placement.sources(bundle)  # [N]
         for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory

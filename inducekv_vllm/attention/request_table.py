@@ -6,10 +6,11 @@ in the runner's own batch, which are in the order of the step's rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..page_terms import Form, PageTerms
+from .page_allocator import Region
 from .pages import RequestMemory, ResidentBundle
 from .slots import NO_MEMORY, SlotTable
 from .term_tables import TermTables
@@ -28,10 +29,14 @@ class MemoryOfRequests:
     forward pass.
     """
 
-    def __init__(self, capacity: int, tables: TermTables) -> None:
-        """Create a table with `capacity` slots, at least one per running request; `tables` has as many."""
+    def __init__(self, capacity: int, tables: TermTables, release: Callable[[Region], object] = Region.release) -> None:
+        """Create a table with `capacity` slots, at least one per running request; `tables` has as many.
+
+        `release` drops a request's reference to the pages of its bundle. A step waits for it.
+        """
         self.slots = SlotTable(capacity)
         self._tables = tables
+        self._release = release
         self._memory_of_slot: list[RequestMemory | None] = [None] * (capacity + 1)
         self._injections: dict[str, _Injection] = {}  # by request id
 
@@ -79,8 +84,8 @@ class MemoryOfRequests:
                 self._memory_of_slot[slot] = None
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Remove requests that have ended; the pages of an unloaded bundle are free after the last of them."""
+        """Remove requests that have ended; the last one that has an unloaded bundle releases its pages."""
         for request_id in request_ids:
             self.pause([request_id])
             if (injection := self._injections.pop(request_id, None)) is not None:
-                injection.bundle.region.release()
+                self._release(injection.bundle.region)

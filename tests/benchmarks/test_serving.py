@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from benchmarks.geometries import GEOMETRIES, Geometry
@@ -20,7 +22,7 @@ from benchmarks.serving.bundles import decouple, random_bundles, save_adapter, s
 from benchmarks.serving.checkpoints import config_of, save_without_weights
 from benchmarks.serving.load import Block, Timing
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
-from benchmarks.serving.run import chosen, write_exemplars
+from benchmarks.serving.run import chosen, parse_arguments, server_arguments, write_exemplars
 from inducekv_vllm.footprint import footprint_bytes
 from server.demo import CHECKPOINT
 
@@ -166,6 +168,37 @@ def test_a_second_turn_continues_the_first(prompts: PromptMaker) -> None:
 
 def row(ttft_ms: float, tpot_ms: float, prompt: float = 256.0) -> dict[str, float]:
     return {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_s": 1.0, "prompt_tokens": prompt}
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "flags", "dtype", "backend"),
+    [
+        (False, [], "float32", None),
+        (False, ["--dtype", "float16"], "float16", None),
+        (True, [], "bfloat16", "FLASH_ATTN"),
+        (True, ["--dtype", "float16"], "float16", "FLASH_ATTN"),
+        (True, ["--serve-args", "--attention-backend", "FLASHINFER"], "bfloat16", "FLASHINFER"),  # the last one counts
+    ],
+)
+def test_the_server_has_a_dtype_and_a_backend_that_memory_can_be_served_with(
+    on_gpu: bool, flags: list[str], dtype: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(sys, "argv", ["run", "--model", "demo", *flags])
+    args = parse_arguments()
+    arguments = server_arguments(CHECKPOINT, {}, 256, args)
+    given = {flag: value for flag, value in itertools.pairwise(arguments) if flag.startswith("--")}
+    assert (args.dtype, given["--dtype"], given.get("--attention-backend")) == (dtype, dtype, backend)
+
+
+def test_a_dtype_that_a_gpu_cannot_serve_memory_with_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["run", "--dtype", "float32"])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert "--dtype float32 cannot be measured on a GPU" in capsys.readouterr().err
 
 
 def test_the_papers_tables_have_what_was_measured_and_nothing_else() -> None:

@@ -7,6 +7,7 @@ recorded before, for more rows than the step has, from buffers that the step fil
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import StepLaunch
 from inducekv_vllm.attention.kernels import launch, twin
-from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
+from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.plugin import FLASH_BACKEND
@@ -44,9 +46,9 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             add_memory=some_by_kernels,
         )
 
-    def inducekv_calls(self) -> dict[str, int]:
-        """How often each way to add memory was called."""
-        return dict(CALLS)
+    def inducekv_calls(self) -> dict[str, Any]:
+        """How often each way to add memory was called; the kernels by test."""
+        return {**CALLS, "kernels": {test: len(steps) for test, steps in STEPS_BY_KERNELS.items() if steps}}
 
 
 class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
@@ -63,17 +65,41 @@ class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
         super().__init__(*args, **kwargs)
 
 
-CALLS = dict.fromkeys(("kernels", "twin", "graphs", "lse"), 0)
-KERNEL_CALLS = 36  # the interpreter takes up to a second for each
+CALLS = dict.fromkeys(("twin", "graphs", "lse"), 0)
+KERNEL_CALLS = 8  # of each test; the interpreter takes up to a second for each
+STEPS_BY_KERNELS: dict[str, set[Any]] = {}  # by test
+LAYERS: list[int] = []
 
 
-def some_by_kernels(*arguments: Any) -> None:
-    """`launch.add_memory` for the first and then every fourth of the calls, up to a number; otherwise its twin."""
-    CALLS["lse"] += arguments[5] is not None
-    by_kernels = CALLS["kernels"] < KERNEL_CALLS and (CALLS["kernels"] < KERNEL_CALLS / 2 or CALLS["twin"] % 4 == 0)
-    kind, function = ("kernels", launch.add_memory) if by_kernels else ("twin", twin.add_memory)
-    CALLS[kind] += 1
-    function(*arguments)
+def some_by_kernels(
+    pool: LayerPool,
+    tables: SlotTables,
+    step: StepTensors,
+    query: Tensor,
+    output: Tensor,
+    self_lse: Tensor | None,
+    scale: float,
+    shape: LaunchShape,
+) -> None:
+    """`launch.add_memory` in one layer of the first step of each kind of a test, up to a number; otherwise its twin.
+
+    The layer is another one each time.
+    """
+    if (layer := pool.keys.data_ptr()) not in LAYERS:
+        LAYERS.append(layer)
+    CALLS["lse"] += self_lse is not None
+    steps = STEPS_BY_KERNELS.setdefault(os.environ.get("PYTEST_CURRENT_TEST", ""), set())
+    slots = step.row_slot[: len(query)]
+    forms = tuple(tables.decoupled[slots[slots > 0]].unique().tolist())
+    kind = shape.kind, len(query), forms
+    is_idle = bool((step.tile_rows < 0).all())  # when kernels are warmed
+    in_turn = LAYERS.index(layer) == len(steps) % len(LAYERS)
+    if is_idle or kind in steps or len(steps) == KERNEL_CALLS or not in_turn:
+        CALLS["twin"] += 1
+        twin.add_memory(pool, tables, step, query, output, self_lse, scale, shape)
+    else:
+        steps.add(kind)
+        launch.add_memory(pool, tables, step, query, output, self_lse, scale, shape)
 
 
 class ReplayedKernels(KernelMemoryAttention):

@@ -37,7 +37,7 @@ def install(folder: Path) -> None:
     [
         (KernelsAroundFlashAttention, "1", RUNNERS, ""),
         # V1 tells the rows of a step by another adapter; nothing else depends on the runner.
-        (KernelsAroundFlashAttention, "0", RUNNERS, "every_kind or took_part or left_behind"),
+        (KernelsAroundFlashAttention, "0", RUNNERS, ""),
         # Another backend: sinks and sliding windows, without a log-sum-exp.
         (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import triton_utils
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
@@ -14,11 +17,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
-from inducekv_vllm.config import SCHEDULER_CLS, InduceKVConfig
+from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.plugin import check_vllm_version, register
-from inducekv_vllm.requirements import check_engine, check_late_activation, check_merged, keys_read_prefix_cache
+from inducekv_vllm.requirements import (
+    check_engine,
+    check_gpu_runner,
+    check_late_activation,
+    check_merged,
+    keys_read_prefix_cache,
+)
+from server.demo import CHECKPOINT
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> None:
@@ -123,6 +133,45 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "reason"),
+    [
+        ("1", {}, "Model Runner V2 requires Triton"),  # vLLM finds no driver for the CPU
+        ("0", {"enable_batch_sharded_sampling": True}, "Model Runner V1 does not support: batch-sharded sampling"),
+    ],
+)
+def test_vllm_refuses_flags_that_its_model_runner_cannot_do(
+    variable: str, flags: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    arguments = EngineArgs(model=str(CHECKPOINT), worker_cls=WORKER_CLS, scheduler_cls=SCHEDULER_CLS, **flags)
+    with pytest.raises(ValueError, match=reason):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "asked", "is_v2", "reason"),
+    [
+        (True, None, True, None),
+        (True, "1", True, None),
+        (True, "0", False, None),
+        (True, None, False, "ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"),
+        (False, None, False, "needs Triton and its driver"),
+        (False, "0", False, "needs Triton and its driver"),
+    ],
+)
+def test_on_a_gpu_nothing_changes_the_model_runner_silently(
+    has_triton: bool, asked: str | None, is_v2: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", has_triton)
+    if asked is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    with nullcontext() if reason is None else pytest.raises(UnsupportedModel, match=reason):
+        check_gpu_runner(_engine(use_v2_model_runner=is_v2))
 
 
 def _late(scheduler: str | None = SCHEDULER_CLS, events: bool | None = None) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.attention.page_allocator import PageAllocator
+from inducekv_vllm.attention.page_allocator import PageAllocator, Region
 from inducekv_vllm.errors import BundleError
+from inducekv_vllm.page_terms import IntArray
 from inducekv_vllm.resident import ResidentBundles
 
 
@@ -20,9 +21,16 @@ class Loader:
     """Loads that wait until they are let go; paths named "bad" fail."""
 
     def __init__(self) -> None:
-        self.allocator = PageAllocator(4)
+        self.allocator = PageAllocator(4, erase=self.erase)
         self.let_go, self.begun = threading.Event(), threading.Event()
+        self.may_erase = threading.Event()
+        self.may_erase.set()
         self.threads: list[str] = []
+        self.erased: list[tuple[str, list[int]]] = []  # thread and tokens
+
+    def erase(self, tokens: IntArray) -> None:
+        assert self.may_erase.wait(30)
+        self.erased.append((threading.current_thread().name, tokens.tolist()))
 
     def load(self, path: str, digest: str) -> Any:
         self.threads.append(threading.current_thread().name)
@@ -44,6 +52,7 @@ def loader() -> Loader:
 def bundles(loader: Loader) -> Iterator[ResidentBundles]:
     bundles = ResidentBundles(loader.load)
     yield bundles
+    loader.may_erase.set()
     loader.let_go.set()
     bundles.close()
 
@@ -143,3 +152,62 @@ def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles,
     assert not bundles.is_erased("A")
     first.region.release()
     assert bundles.is_erased("A")
+
+
+def held_by_a_request(bundles: ResidentBundles, loader: Loader) -> Region:
+    """A bundle A that is unloaded while a request has it."""
+    loader.let_go.set()
+    bundles.begin("a", "A")
+    region: Region = wait(bundles, "A").region
+    region.retain()
+    bundles.unload("A")
+    bundles._thread.submit(lambda: None).result(30)  # behind the unload
+    return region
+
+
+def test_the_request_that_ends_last_does_not_wait_for_the_erasure(bundles: ResidentBundles, loader: Loader) -> None:
+    region = held_by_a_request(bundles, loader)
+    loader.may_erase.clear()
+    bundles.release(region)  # would wait for 30 s
+    assert loader.erased == []
+    assert not bundles.is_erased("A")
+    assert loader.allocator.num_free == 2
+    loader.may_erase.set()
+    bundles._thread.submit(lambda: None).result(30)
+    assert bundles.is_erased("A")
+    assert loader.allocator.num_free == 4
+    ((thread, tokens),) = loader.erased
+    assert tokens == [0, 1]
+    assert thread == loader.threads[0] != threading.current_thread().name
+
+
+def test_a_load_that_waited_has_the_room_of_what_was_released_behind_it(
+    bundles: ResidentBundles, loader: Loader
+) -> None:
+    region = held_by_a_request(bundles, loader)
+    loader.let_go.clear()
+    loader.begun.clear()
+    bundles.begin("b", "B")
+    assert loader.begun.wait(30)
+    bundles.begin("c", "C")  # B and C take all four pages
+    bundles.release(region)
+    loader.let_go.set()
+    assert wait(bundles, "C").digest == "C"
+
+
+def test_what_is_to_be_erased_is_erased_before_the_end(bundles: ResidentBundles, loader: Loader) -> None:
+    region = held_by_a_request(bundles, loader)
+    bundles.begin("b", "B")
+    wait(bundles, "B")
+    loader.let_go.clear()
+    loader.begun.clear()
+    bundles.begin("c", "C")  # it fails for want of room
+    assert loader.begun.wait(30)
+    bundles.begin("never", "D")
+    bundles.unload("B")
+    bundles.release(region)
+    threading.Timer(0.05, loader.let_go.set).start()
+    bundles.close()
+    assert loader.allocator.num_free == 4
+    assert sorted(token for _, tokens in loader.erased for token in tokens) == [0, 1, 2, 3]
+    assert len(loader.threads) == 3  # D was never begun

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
