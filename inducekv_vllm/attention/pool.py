@@ -190,9 +190,9 @@ class PagePool:
             if isinstance(where, slice):
                 target[:, where].view(own.shape).copy_(own)
             else:
-                scattered = own.flatten(1, 2).to(target.dtype, copy=True)
-                target.index_copy_(1, self._device.upload(where), scattered)
-                scattered.zero_()  # freed memory keeps its content
+                scattered = torch.empty(own.shape, dtype=target.dtype, device=target.device).copy_(own)
+                target.index_copy_(1, self._device.upload(where), scattered.flatten(1, 2))
+                scattered.zero_()  # freed memory keeps its content, so there is no other copy
 
         sources = placement.sources(bundle)  # [N]
         for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory
