@@ -284,7 +284,7 @@ class MemoryWorker(Worker):
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
-            "pool_tokens_free": self.pool.allocator.num_free * self.pool.shape.page_tokens,
+            "pool_tokens_free": self.pool.allocator.num_free,
             "slots_used": slots.used,
             "slots": slots.capacity,
             "keys_pending": self.query_keys.pending,

@@ -11,7 +11,7 @@
     flash.py          vLLM's FlashAttention backend, which also gives its log-sum-exp
     merge.py          merges self-attention and memory attention into one softmax
     pool.py           the resident pool of all bundles' keys, values and maps
-    page_allocator.py which of its pages belong to whom
+    page_allocator.py which of its tokens belong to whom
     pages.py          a bundle in the pool, shared by all requests, and one slot's view of it
     term_tables.py    the terms of every slot
     step.py           the rows of a scheduler step and the pages they attend to

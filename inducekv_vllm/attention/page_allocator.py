@@ -1,19 +1,29 @@
-"""Pages of the resident pool, and which contents lie in them. Addresses never move.
+"""The tokens of the resident pool, and which contents lie in them. Addresses never move.
 
 A *content* is what lies in some tokens of the pool: an entry's payload and maps, or the null token of a group. Those of
-a bundle form a *region*. Regions share contents: a content is overwritten when the last region that has it is released,
-and a page is free when nothing lies in it any more.
+a bundle form a *region*. Regions share contents: a content is overwritten, and its tokens are free, when the last
+region that has it is released.
+
+A row of a map takes a *page*: G adjacent tokens that begin at a multiple of G. Other tokens may lie anywhere. Contents
+never move, so tokens that stay while their neighbours leave could keep every page from being free. Therefore tokens are
+adjacent only as long as no more pages have tokens than if the regions shared nothing; beyond that, they fill pages that
+are partly in use. A pool that has room for regions that share nothing, the most tokens and the most rows that they ever
+have together, has room for whatever they share.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import CapacityError
 from ..page_terms import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Content:
@@ -33,6 +43,7 @@ class Region:
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
         self._references = 1
+        self.token_pages = 0  # that its tokens, without rows of maps, would take if it shared nothing
         self.contents: dict[Content, None] = {}  # in order
 
     @property
@@ -41,20 +52,28 @@ class Region:
 
     @property
     def is_free(self) -> bool:
-        """Whether what it alone had has been erased, and its pages given back."""
+        """Whether what it alone had has been erased, and its tokens given back."""
         return not self._allocator.holds(self)
 
     def share(self, keys: Iterable[Hashable]) -> Mapping[Hashable, Content]:
         """Keep the contents of these keys that are in the pool already, and return them by key."""
         return self._allocator.share(self, keys)
 
-    def allocate(self, count: int) -> IntArray:
-        """Take `count` free pages, and return them; until `divide`, all that lies in them is one content.
+    def allocate(self, *groups: int, rows: int = 0, shared: int = 0) -> tuple[IntArray, IntArray]:
+        """Take free tokens and pages; until `divide`, all that lies in them is one content.
+
+        Args:
+            groups: the tokens of each group. They lie adjacent if there is room: all, otherwise those of a group.
+            rows: of maps.
+            shared: how many tokens, without rows of maps, it shares.
+
+        Returns:
+            The tokens, group after group [n], and the pages of the rows [rows].
 
         Raises:
-            CapacityError: fewer pages are free. Nothing changes.
+            CapacityError: there is no room. Nothing changes.
         """
-        return self._allocator.allocate(self, count)
+        return self._allocator.allocate(self, groups, rows, shared)
 
     def divide(self, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
         """Call once, when what was allocated is written: from now on others may share these pieces by their keys.
@@ -87,7 +106,7 @@ class Region:
 
 
 class PageAllocator:
-    """Pages 0..capacity-1 of `page_tokens` tokens. Any thread may use it."""
+    """Tokens 0..n-1, in `capacity` pages of `page_tokens` tokens. Any thread may use it."""
 
     def __init__(self, capacity: int, page_tokens: int = 1, erase: Callable[[IntArray], None] | None = None) -> None:
         """`erase` overwrites tokens [n], ascending, before they belong to no content."""
@@ -95,18 +114,26 @@ class PageAllocator:
             raise ValueError(f"a pool needs a capacity of at least 1 page, found {capacity}")
         self.lock = threading.Lock()
         self.page_tokens = page_tokens
-        self._tokens_in_use = np.zeros(capacity, dtype=np.int64)  # of each page
+        self._is_used = np.zeros((capacity, page_tokens), dtype=bool)  # [pages, G]
+        self._has_row = np.zeros(capacity, dtype=bool)  # [pages]
         self._regions: set[Region] = set()
         self._by_key: dict[Hashable, Content] = {}
         self._erase = erase
 
     @property
     def capacity(self) -> int:
-        return len(self._tokens_in_use)
+        """In tokens."""
+        return self._is_used.size
 
     @property
     def num_free(self) -> int:
-        return int((self._tokens_in_use == 0).sum())
+        """Tokens that nothing lies in."""
+        return int((~self._is_used).sum())
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nothing lies in."""
+        return int(self._free_pages().sum())
 
     def region(self) -> Region:
         """An empty region, with one reference."""
@@ -134,35 +161,55 @@ class PageAllocator:
                     content.regions += 1
             return found
 
-    def allocate(self, region: Region, count: int) -> IntArray:
-        """The smallest run of free pages that holds them all; if there is no such run, the longest ones."""
+    def allocate(self, region: Region, groups: Sequence[int], rows: int, shared: int) -> tuple[IntArray, IntArray]:
         with self.lock:
-            if count > self.num_free:
-                raise CapacityError(f"{count} pages are needed, {self.num_free} of {self.capacity} are free")
-            starts, lengths = self._free_runs()
-            fitting = np.flatnonzero(lengths >= count)
-            if len(fitting):
-                start = starts[fitting[lengths[fitting].argmin()]]
-                pages = np.arange(start, start + count)
-            else:
-                longest_first = np.argsort(-lengths, kind="stable")
-                runs = [np.arange(starts[run], starts[run] + lengths[run]) for run in longest_first]
-                pages = np.concatenate([np.empty(0, np.int64), *runs])[:count]
-            self._tokens_in_use[pages] = self.page_tokens
-            region.contents[Content(places(pages, self.page_tokens))] = None
-            return pages
+            count, G = sum(groups), self.page_tokens
+            if count + rows * G > self.num_free or rows > self.num_free_pages:
+                raise CapacityError(
+                    f"{count + rows * G} tokens are needed, {rows} times {G} of them as pages; {self.num_free} of "
+                    f"{self.capacity} are free, with {self.num_free_pages} pages"
+                )
+            token_pages = -(-(count + shared) // G)
+            most_pages = token_pages + sum(each.token_pages for each in self._regions)
+            tokens, pages = self._adjacent(groups, rows, most_pages) or self._packed(groups, rows)
+            self._is_used.reshape(-1)[tokens] = True
+            self._is_used[pages] = True
+            self._has_row[pages] = True
+            region.token_pages = token_pages
+            region.contents[Content(np.concatenate([tokens, places(pages, G)]))] = None
+            return tokens, pages
 
-    def _free_runs(self) -> tuple[IntArray, IntArray]:
-        """The first page and the length of each run of free pages."""
-        is_free = (self._tokens_in_use == 0).astype(np.int8)
-        edges = np.flatnonzero(np.diff(is_free, prepend=0, append=0))  # start, end, start, end ...
-        starts, ends = edges[::2], edges[1::2]
-        return starts, ends - starts
+    def _adjacent(self, groups: Sequence[int], rows: int, most_pages: int) -> tuple[IntArray, IntArray] | None:
+        """Tokens in the runs that fit best, unless too few pages are left or more than `most_pages` have tokens."""
+        runs = _FreeRuns(~self._is_used.reshape(-1))
+        tokens = runs.take(sum(groups)) if runs.longest >= sum(groups) else _joined([runs.take(n) for n in groups])
+        is_free = self._free_pages()
+        is_free[tokens // self.page_tokens] = False
+        if is_free.sum() < rows or (~is_free & ~self._has_row).sum() > most_pages:
+            return None
+        return tokens, _FreeRuns(is_free).take(rows)
+
+    def _packed(self, groups: Sequence[int], rows: int) -> tuple[IntArray, IntArray]:
+        """Tokens in pages that are partly in use, and in free ones when no others are left. It finds all the room."""
+        is_free = self._free_pages()
+        pages = _FreeRuns(is_free).take(rows)
+        gaps = _FreeRuns((~self._is_used & ~is_free[:, None]).reshape(-1))
+        is_free[pages] = False
+        fresh = _FreeRuns(is_free.repeat(self.page_tokens))
+        tokens = []
+        for count in groups:
+            in_gaps = min(count, gaps.total)
+            tokens += [gaps.take(in_gaps), fresh.take(count - in_gaps)]
+        return _joined(tokens), pages
+
+    def _free_pages(self) -> BoolArray:
+        is_free: BoolArray = self._is_used.sum(axis=1) == 0  # [pages]
+        return is_free
 
     def divide(self, region: Region, pieces: Sequence[tuple[Hashable, IntArray]]) -> None:
         (whole,) = (content for content in region.contents if content.key is None)
         tokens = [tokens for _, tokens in pieces]
-        rest = np.setdiff1d(whole.tokens, np.concatenate([np.empty(0, np.int64), *tokens]))
+        rest = np.setdiff1d(whole.tokens, _joined(tokens))
         assert len(rest) + sum(map(len, tokens)) == len(whole.tokens), "pieces overlap, or lie elsewhere"
         contents = [Content(piece, key) for key, piece in (*pieces, (None, rest))]
         with self.lock:  # running steps wait for it
@@ -174,7 +221,7 @@ class PageAllocator:
                     content.key = None
 
     def take_back(self, region: Region) -> None:
-        """Erase what no other region has, and free the pages in which nothing is left.
+        """Erase what no other region has, and free its tokens.
 
         `Region.erase` calls this, after the last reference.
         """
@@ -184,12 +231,13 @@ class PageAllocator:
             gone = [content for content in region.contents if not content.regions]
             for content in gone:
                 self._by_key.pop(content.key, None)  # from here on nobody shares it
-        tokens = np.sort(np.concatenate([np.empty(0, np.int64), *(content.tokens for content in gone)]))
+        tokens = np.sort(_joined([content.tokens for content in gone]))
         if self._erase is not None:
             self._erase(tokens)
         with self.lock:
             self._regions.remove(region)
-            self._tokens_in_use -= np.bincount(tokens // self.page_tokens, minlength=self.capacity)
+            self._is_used.reshape(-1)[tokens] = False
+            self._has_row &= self._is_used.any(axis=1)
 
     # ---- tests -------------------------------------------------------------------------------------------------
 
@@ -201,10 +249,10 @@ class PageAllocator:
             for content in region.contents:
                 counted[content] = counted.get(content, 0) + 1
         assert all(content.regions == count for content, count in counted.items())
-        tokens = np.concatenate([np.empty(0, np.int64), *(content.tokens for content in counted)])
+        tokens = _joined([content.tokens for content in counted])
         assert len(np.unique(tokens)) == len(tokens), "a token belongs to two contents"
-        in_use = np.bincount(tokens // self.page_tokens, minlength=self.capacity)
-        assert np.array_equal(in_use, self._tokens_in_use)
+        assert np.array_equal(np.sort(tokens), np.flatnonzero(self._is_used))
+        assert self._is_used[self._has_row].all(), "a row of a map is a whole page"
         assert all(content in counted and content.key == key for key, content in self._by_key.items())
         assert self._by_key.keys() == {content.key for content in counted} - {None}
 
@@ -212,3 +260,35 @@ class PageAllocator:
 def places(pages: IntArray, unit: int) -> IntArray:
     """The places of these pages of `unit` places each."""
     return (pages[:, None] * unit + np.arange(unit)).reshape(-1)
+
+
+class _FreeRuns:
+    """Runs of free places, which are taken one after the other."""
+
+    def __init__(self, is_free: BoolArray) -> None:
+        edges = np.flatnonzero(np.diff(is_free.astype(np.int8), prepend=0, append=0))  # start, end, start, end ...
+        starts, ends = edges[::2], edges[1::2]
+        self._runs = sorted(zip((ends - starts).tolist(), starts.tolist(), strict=True))  # length and start
+        self.total = int((ends - starts).sum())
+
+    @property
+    def longest(self) -> int:
+        return self._runs[-1][0] if self._runs else 0
+
+    def take(self, count: int) -> IntArray:
+        """Places [count] in the shortest run that holds them all; if there is none, in the longest ones."""
+        assert count <= self.total
+        self.total -= count
+        taken = []
+        while count:
+            length, start = self._runs.pop(min(bisect_left(self._runs, (count, 0)), len(self._runs) - 1))
+            here = min(count, length)
+            taken.append(np.arange(start, start + here))
+            if here < length:
+                insort(self._runs, (length - here, start + here))
+            count -= here
+        return _joined(taken)
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.empty(0, np.int64), *parts])

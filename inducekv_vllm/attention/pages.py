@@ -40,7 +40,7 @@ class ResidentBundle:
     form: Form
     layers: tuple[LayerPages, ...]  # [L]
     map_rank: int  # r; 0: no maps
-    pages: IntArray  # [n] that it lies in; others may lie in them too
+    pages: IntArray  # [n] of G tokens that it lies in; others may lie in them too
     page_bytes: int
     num_shared: int  # entries that were in the pool when it was loaded, and were not copied
     region: Region

@@ -16,16 +16,16 @@ from .page_allocator import Content, Region, places
 
 
 class Placement:
-    """The new tokens lie group by group, each followed by a null token; then the new rows of maps.
+    """The new tokens lie group by group, each followed by a null token; the new rows of maps lie elsewhere.
 
     A group whose entries are all shared keeps its null token, if it has one. So what is adjacent in a bundle is
-    adjacent in the pool, but for groups of which a part is shared.
+    adjacent in the pool if there is room, but for groups of which a part is shared.
     """
 
-    def __init__(self, bundle: Bundle, page_tokens: int, heads_per_kv_head: int) -> None:
+    def __init__(self, bundle: Bundle, heads_per_kv_head: int) -> None:
         """Every entry is new."""
         B, m, r = bundle.num_entries, bundle.payload_tokens, map_rank(bundle)
-        self._page_tokens, self._heads_per_kv_head = page_tokens, heads_per_kv_head
+        self._heads_per_kv_head = heads_per_kv_head
         self._groups = np.array(null_groups(bundle), dtype=np.int64)  # [B]; [0] without null tokens
         self.tokens = np.empty((B, m), dtype=np.int64)  # places in the pool
         self.map_rows = np.empty((B, r), dtype=np.int64)  # places among the rows of maps
@@ -35,13 +35,13 @@ class Placement:
         self.new_nulls = np.empty(0, dtype=np.int64)  # places in the pool
 
     @classmethod
-    def of(cls, bundle: Bundle, region: Region, page_tokens: int, heads_per_kv_head: int) -> Placement:
+    def of(cls, bundle: Bundle, region: Region, heads_per_kv_head: int) -> Placement:
         """Let the region share what is in the pool; the rest has no place yet.
 
         Raises:
             AssertionError: a payload was neither read with the bundle nor is it in the pool.
         """
-        placement = cls(bundle, page_tokens, heads_per_kv_head)
+        placement = cls(bundle, heads_per_kv_head)
         digests = bundle.metadata.payload_digests
         shared = region.share(digests)
         placement._keep({row: shared[digest] for row, digest in enumerate(digests) if digest in shared})
@@ -54,21 +54,17 @@ class Placement:
         return len(self.tokens) - len(self.new)
 
     @property
-    def token_pages(self) -> int:
-        """Pages that the new entries and null tokens need."""
-        tokens = len(self.new) * self.tokens.shape[1] + len(self._groups_of_new_nulls)
-        return -(-tokens // self._page_tokens)
+    def new_tokens(self) -> int:
+        """Tokens that are needed: the new entries', their rows of maps, and null tokens."""
+        r, G = self.map_rows.shape[1], self._heads_per_kv_head
+        return sum(self._new_groups()) + len(self.new) * r * G
 
-    @property
-    def map_pages(self) -> int:
-        """Pages that the new entries' maps need."""
-        tokens = len(self.new) * self.map_rows.shape[1] * self._heads_per_kv_head
-        return -(-tokens // self._page_tokens)
-
-    def lie_in(self, pages: IntArray) -> None:
-        """Give what is new its places in these pages, `token_pages` and `map_pages` of them."""
+    def lie_in(self, region: Region) -> None:
+        """Take room for what is new. Raises CapacityError."""
         N, m, r = len(self.new), self.tokens.shape[1], self.map_rows.shape[1]
-        of_tokens = places(pages[: self.token_pages], self._page_tokens)
+        sizes = self._new_groups()
+        whole = self.tokens.size + len(np.unique(self._groups))
+        of_tokens, of_maps = region.allocate(*sizes, rows=N * r, shared=whole - sum(sizes))
         groups, nulls = self._groups_of(self.new), self._groups_of_new_nulls
         nulls_before = np.searchsorted(nulls, groups) if len(groups) else np.zeros(N, dtype=np.int64)  # [N]
         self.tokens[self.new] = of_tokens[np.arange(N)[:, None] * m + nulls_before[:, None] + np.arange(m)]
@@ -76,15 +72,14 @@ class Placement:
         self.new_nulls = of_tokens[np.searchsorted(groups, nulls, side="right") * m + np.arange(len(nulls))]
         for group, null in zip(nulls.tolist(), self.new_nulls.tolist(), strict=True):
             self.null_tokens[self._groups == group] = null
-        of_maps = places(pages[self.token_pages :], self._page_tokens // self._heads_per_kv_head)
-        self.map_rows[self.new] = of_maps[: N * r].reshape(N, r)
+        self.map_rows[self.new] = of_maps.reshape(N, r)
 
     def sources(self, bundle: Bundle) -> IntArray:
         """[N] where the bundle's payloads have the new entries."""
         return self.new if bundle.rows is None else np.searchsorted(bundle.rows, self.new)
 
     def pieces(self, bundle: Bundle) -> list[tuple[Hashable, IntArray]]:
-        """The contents that lie in the new pages: what others find them by, and their tokens."""
+        """The contents that lie in the new tokens: what others find them by, and their tokens."""
         digests = bundle.metadata.payload_digests
         keys: list[Hashable] = [digests[row] if digests else None for row in self.new.tolist()]
         return [
@@ -118,6 +113,14 @@ class Placement:
                 self.null_tokens[of_group] = null.tokens[0]
             else:
                 self._groups_of_new_nulls = np.union1d(self._groups_of_new_nulls, [group])
+
+    def _new_groups(self) -> list[int]:
+        """New tokens of each group that has any, its null token included; without null tokens, all are one group."""
+        m = self.tokens.shape[1]
+        if not len(self._groups):
+            return [len(self.new) * m]
+        entries = np.bincount(self._groups[self.new], minlength=int(self._groups[-1]) + 1)
+        return [int(entries[group]) * m + 1 for group in self._groups_of_new_nulls.tolist()]
 
     def _groups_of(self, rows: IntArray) -> IntArray:
         return self._groups[rows] if len(self._groups) else self._groups

@@ -1,13 +1,13 @@
 """The resident pool: for each layer one block of keys and one of values, of fixed size and address, for all bundles.
 
 It is allocated once, before vLLM measures how much memory is left for the KV cache. Loading and unloading a bundle
-writes its pages and never moves an address, so a captured CUDA graph stays valid. Pages are overwritten with zeros
+writes its tokens and never moves an address, so a captured CUDA graph stays valid. Tokens are overwritten with zeros
 before they are free again: of a bundle that is gone, the pool holds nothing that no other bundle has.
 
 Bundles whose entries have equal payload digests share them: an entry that is in the pool already is not copied again.
 
-A row of a map is as long as G tokens, so maps lie in the same pages: their inner halves among the keys, their outer
-ones among the values.
+A row of a map is as long as G tokens, a page of the pool: the inner halves of maps lie among the keys, their outer ones
+among the values.
 
 Shapes: see the package; P tokens of the pool, r rank of a map, N entries that are copied.
 """
@@ -42,11 +42,12 @@ class PoolShape:
 
     @property
     def page_tokens(self) -> int:
-        """A page holds about one entry, and whole rows of maps."""
-        return -(-ENTRY_TOKENS // self.heads_per_kv_head) * self.heads_per_kv_head
+        """A page holds a row of a map."""
+        return self.heads_per_kv_head
 
     @property
     def num_pages(self) -> int:
+        """Also the rows of maps that fit the pool if it holds nothing else."""
         return -(-self.entries * ENTRY_TOKENS // self.page_tokens)
 
     @property
@@ -56,8 +57,8 @@ class PoolShape:
 
     @property
     def num_map_rows(self) -> int:
-        """P / G: the rows of maps that fit the pool if it holds nothing else."""
-        return self.num_tokens // self.heads_per_kv_head
+        """P / G"""
+        return self.num_pages
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.num_tokens * self.head_size * dtype.itemsize
@@ -86,7 +87,7 @@ class PagePool:
         return 2 * self.keys[:, :, : self.shape.page_tokens].nbytes
 
     def store(self, bundle: Bundle, heads: slice, region: Region) -> ResidentBundle:
-        """Copy what the pool does not have of a bundle's KV heads `heads` into free pages, beside the running steps.
+        """Copy what the pool does not have of a bundle's KV heads `heads` into free tokens, beside the running steps.
 
         Any thread may call it.
 
@@ -98,7 +99,7 @@ class PagePool:
             CapacityError: it does not fit.
         """
         self._check_geometry(bundle, heads)
-        placement = Placement.of(bundle, region, self.shape.page_tokens, self.shape.heads_per_kv_head)
+        placement = Placement.of(bundle, region, self.shape.heads_per_kv_head)
         self._allocate(bundle, placement, region)
         resident = self._resident(bundle, placement, region)
         with torch.inference_mode(), self._device.beside_steps():
@@ -108,17 +109,24 @@ class PagePool:
         return resident
 
     def _allocate(self, bundle: Bundle, placement: Placement, region: Region) -> None:
-        """Find pages for what is not shared. Raises CapacityError."""
+        """Find room for what is not shared. Raises CapacityError."""
         try:
-            placement.lie_in(region.allocate(placement.token_pages + placement.map_pages))
+            placement.lie_in(region)
         except CapacityError as error:
-            page, new = self.shape.page_tokens, f"{len(placement.new)} entries"
+            needed, free = placement.new_tokens, self.allocator.num_free
+            new = f"{len(placement.new)} entries"
             if placement.num_shared:
                 new += f" that are not there yet, of {bundle.num_entries},"
+            scattered = ""
+            if needed <= free:
+                rows, G = placement.map_rows[placement.new].size, self.shape.page_tokens
+                scattered = (
+                    f", but its {rows} rows of maps take {G} adjacent ones each, and there are "
+                    f"{self.allocator.num_free_pages} times {G}"
+                )
             raise CapacityError(
-                f"the bundle does not fit into the memory pool: its {new} take "
-                f"{(placement.token_pages + placement.map_pages) * page} tokens, {self.allocator.num_free * page} of "
-                f"{self.shape.num_tokens} are free; unload a bundle, or start the server with a larger "
+                f"the bundle does not fit into the memory pool: its {new} take {needed} tokens, {free} of "
+                f"{self.shape.num_tokens} are free{scattered}; unload a bundle, or start the server with a larger "
                 f"--memory-pool-entries than {self.shape.entries}"
             ) from error
 
@@ -185,7 +193,7 @@ class PagePool:
                 else:
                     scattered = torch.empty(own.shape, dtype=target.dtype, device=target.device).copy_(own)
                     target.index_copy_(1, self._device.upload(where), scattered.flatten(1, 2))
-                    scattered.zero_()  # freed memory keeps its content
+                    scattered.zero_()  # freed memory keeps its content, so there is no other copy
 
         sources = placement.sources(bundle)  # [N]
         for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory

@@ -51,9 +51,9 @@ def fitting_bundle(
 
 def scatter(pool: PagePool) -> None:
     """Leave every other page of an empty pool."""
-    regions = [pool.allocator.region() for _ in range(pool.allocator.capacity)]
+    regions = [pool.allocator.region() for _ in range(pool.shape.num_pages)]
     for region in regions:
-        region.allocate(1)
+        region.allocate(pool.shape.page_tokens)
     for region in regions[::2]:
         region.release()
 
