@@ -149,9 +149,13 @@ def read_bundle(
         rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
         tensors = _read_tensors(file, starts, metadata, rows, source)
     bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
-    check_shapes(bundle, source)  # the metadata was checked with the header
-    if verify:
-        check_values(bundle, source)
+    try:
+        check_shapes(bundle, source)  # the metadata was checked with the header
+        if verify:
+            check_values(bundle, source)
+    except BaseException:
+        bundle.erase()
+        raise
     return bundle
 
 
@@ -198,17 +202,22 @@ def _read_tensors(
     file: io.FileIO, starts: Mapping[str, int], metadata: BundleMetadata, rows: IntArray | None, source: str
 ) -> dict[str, Tensor]:
     """Read each tensor into its own memory and nowhere else, so that `Bundle.erase` leaves nothing of it."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in expected_shapes(metadata, rows).items():
-        try:
-            tensors[name] = torch.empty(shape, dtype=DTYPES[name])
-        except (MemoryError, RuntimeError) as error:
-            raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
-        content = tensors[name].reshape(-1).view(torch.uint8).numpy().data
-        if rows is None or name not in PAYLOADS:
-            _read_span(file, starts[name], content, source)
-        elif len(rows):
-            _read_rows(file, starts[name], content, rows, shape[0], len(metadata.entries), source)
+    shapes = expected_shapes(metadata, rows)
+    try:
+        tensors = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in shapes.items()}
+    except (MemoryError, RuntimeError) as error:
+        raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
+    try:
+        for name, tensor in tensors.items():
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            if rows is None or name not in PAYLOADS:
+                _read_span(file, starts[name], content, source)
+            elif len(rows):
+                _read_rows(file, starts[name], content, rows, len(tensor), len(metadata.entries), source)
+    except BaseException:
+        for tensor in tensors.values():
+            tensor.zero_()
+        raise
     return tensors
 
 

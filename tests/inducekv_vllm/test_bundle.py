@@ -238,7 +238,7 @@ def test_files_that_are_no_bundles(path: Path, tmp_path: Path) -> None:
     for content, problem in [
         (b"", "the file is empty"),
         (b"{}", "truncated"),
-        (b"not a safetensors file, but long enough to have a length", "the header is longer than 4194304 bytes"),
+        (b"not a safetensors file, but long enough to have a length", "the header is longer than 6291456 bytes"),
         ((5).to_bytes(8, "little") + b"hello", "not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((2).to_bytes(8, "little") + b"{}", "not a memory bundle"),
@@ -254,7 +254,7 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)  # sparse: reading it would be noticed
-    with pytest.raises(BundleError, match="longer than 4194304"):
+    with pytest.raises(BundleError, match="longer than 6291456"):
         read_bundle(path)
 
 
@@ -301,7 +301,7 @@ def test_names_that_are_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> None:
-    """10,000 entries with both dates, nearly the most that a header holds: each with a task, or half with an adapter."""
+    """10,000 entries with both dates, nearly the most that a header holds: tasks of their own, or adapters for half."""
     _, good = raw(PLAIN)
     numbers = range(10_000)
     tasks = [f"t{i}" for i in numbers]
