@@ -19,43 +19,43 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
 
 
 class TooManyValues(ValueError):
-    """The JSON holds more than `MAX_VALUES`."""
+    """The JSON holds more than it may."""
 
 
-def parse_json(text: bytes) -> Any:
-    """Parse JSON in UTF-8.
+def parse_json(text: bytes, most: int = MAX_VALUES) -> Any:
+    """Parse JSON in UTF-8 of at most so many values.
 
     Raises:
         ValueError: it is none, or it nests too deeply.
         TooManyValues: a ValueError of its own.
     """
-    require_few_values(text)
+    require_few_values(text, most)
     try:
         return json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
 
 
-def require_few_values(text: bytes) -> None:
+def require_few_values(text: bytes, most: int = MAX_VALUES) -> None:
     """Raises TooManyValues."""
-    if count_values(text) > MAX_VALUES:
-        raise TooManyValues(f"it holds more than {MAX_VALUES} values")
+    if count_values(text, most) > most:
+        raise TooManyValues(f"it holds more than {most} values")
 
 
-def count_values(text: bytes) -> int:
-    """An upper bound of the values in JSON, or in the beginning of one; above `MAX_VALUES` only if they are as many."""
+def count_values(text: bytes, most: int = MAX_VALUES) -> int:
+    """An upper bound of the values in JSON, or in the beginning of one; above `most` only if they are as many."""
     count = _marks(text)
-    return count if count <= MAX_VALUES else _marks(_without_strings(text))
+    return count if count <= most else _marks(_without_strings(text, most))
 
 
 def _marks(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{") + text.count(b",")
 
 
-def _without_strings(text: bytes) -> bytes:
+def _without_strings(text: bytes, most: int) -> bytes:
     """Brackets and commas in strings are no values."""
     text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    if text.count(b'"') > 4 * MAX_VALUES + 4:  # two for a key, two for its value: more than that are too many anyway
+    if text.count(b'"') > 4 * most + 4:  # two for a key, two for its value: more than that are too many anyway
         return text
     return _STRING.sub(b"", text)
 

@@ -36,7 +36,7 @@ class RelevanceGate:
         Raises:
             ConfigError: a shape is wrong or a number is not finite.
         """
-        self.keys = np.asarray(keys, dtype=np.float64).copy()  # [C, 2, d]
+        self.keys = np.array(keys, dtype=np.float64)  # [C, 2, d]
         self.thresholds = np.asarray(thresholds, dtype=np.float64)  # [C]
         self.tasks = tasks
         C = len(tasks)

@@ -190,7 +190,7 @@ CHANGE_ERRORS = errors(
     FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
     CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
     TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
-    SERVICE_UNAVAILABLE="The server is shutting down.",
+    SERVICE_UNAVAILABLE="The server is shutting down, or one of its API processes is gone.",
 )
 NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
 TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")

@@ -27,6 +27,7 @@ from .access import Access
 from .metrics import RegistryMetrics
 from .named import NamedVersions
 from .peers import Handler, Link
+from .reading import read_in_thread
 from .residency import Resident
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
 from .version import Version
@@ -85,9 +86,10 @@ class FollowingRegistry:
         self._wanted.add(digest)
         if digest in self._names.versions:
             return
-        memory = await asyncio.to_thread(self._read, name, path)
+        memory = await read_in_thread(self._read, name, path)
         if memory.digest != digest:
             self._wanted.discard(digest)
+            memory.erase()
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {memory.digest}")
         if digest not in self._wanted:
             memory.erase()

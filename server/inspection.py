@@ -19,10 +19,11 @@ from .requests import AdminKey, access_of, error_answer, errors, registry_of
 from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
+NO_ANSWER = errors(SERVICE_UNAVAILABLE="Another API process of the server is gone, or has not answered in time.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 
 
-@router.get("/v1/memory_bundles", summary="List the loaded bundles")
+@router.get("/v1/memory_bundles", summary="List the loaded bundles", responses=NO_ANSWER)
 async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
     """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
     return await registry_of(request).show(is_admin=access_of(request).is_admin(key))
@@ -35,7 +36,8 @@ async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundle
     responses=errors(
         BAD_REQUEST="`state` is none of the four.",
         NOT_FOUND="Nothing is known of the name, or it is not in the state that was asked for.",
-    ),
+    )
+    | NO_ANSWER,
 )
 async def memory_bundle(
     name: Name,
@@ -62,7 +64,8 @@ async def memory_bundle(
     response_model=MemoryTrace,
     responses=errors(
         NOT_FOUND="It was not traced, is not finished, is too old, or belongs to another API key or cache salt."
-    ),
+    )
+    | NO_ANSWER,
 )
 async def memory_trace(
     response_id: Annotated[str, Path(description="The `id` of the response.", examples=["chatcmpl-8f0c"])],

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final
 
 from vllm.engine.protocol import EngineClient
@@ -21,7 +22,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.adapters import read_adapter
-from inducekv_vllm.bundle import BackboneFingerprint, read_bundle, read_public_key, require_signature
+from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle, read_public_key, require_signature
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.cpu_lora import groups_adapters
 from inducekv_vllm.engine.memory_index import MemoryIndex
@@ -48,6 +49,7 @@ from .named import NamedVersions
 from .peers import Handler
 from .pins import PIN
 from .readiness import Readiness
+from .reading import read_in_thread
 from .residency import EngineMemory, adapter_folder
 from .schemas import (
     NAME_PATTERN,
@@ -185,7 +187,7 @@ class BundleRegistry:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
                 source = await asyncio.to_thread(access.resolve, path, f"bundle {name!r}")
-            memory = await asyncio.to_thread(self._read_checked, name, source, access)
+            memory = await read_in_thread(self._read_checked, name, source, access)
             return await self._serve(name, memory, source, replace, who, "loaded", began)
 
     async def rollback(
@@ -211,7 +213,7 @@ class BundleRegistry:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 found = "no earlier version" if digest is None else f"no earlier version of digest {digest:.100}"
                 raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
-            memory = await asyncio.to_thread(self._read_version, name, wanted[0])
+            memory = await read_in_thread(self._read_version, name, wanted[0])
             return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
@@ -219,19 +221,15 @@ class BundleRegistry:
         async with self._timed("restore", name, START):
             began = time.monotonic()
             self._check_name(name, replace=False)
-            memory = await asyncio.to_thread(self._read_version, name, record)
+            memory = await read_in_thread(self._read_version, name, record)
             await self._serve(name, memory, record.source, False, START, "restored", began)
 
     async def _serve(
         self, name: str, memory: MemoryIndex, source: str, replace: bool, who: str, done: str, began: float
     ) -> MemoryBundleCard:
         """Make a checked memory resident, record it, point `name` to it and log it."""
-        self._check_adapter(name, memory)
-        version = self._names.versions.get(memory.digest)
-        copied = 0
-        if version is None:
-            version = Version(memory, await self._engine.load(memory), await self._engine.load_adapters(name, memory))
-            copied = memory.num_entries - version.resident.shared_entries
+        version = await self._resident(name, memory)
+        copied = memory.num_entries - version.resident.shared_entries if version.memory is memory else 0
         previous = self._names.by_name.get(name)
         try:
             await self._followers.prepare(name, version, memory.path)
@@ -274,6 +272,20 @@ class BundleRegistry:
             )
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
+
+    async def _resident(self, name: str, memory: MemoryIndex) -> Version:
+        """The version of this content, made resident if it is not. If it has an index already, `memory` is erased."""
+        try:
+            self._check_adapter(name, memory)
+            version = self._names.versions.get(memory.digest)
+            if version is None:
+                resident = await self._engine.load(memory)
+                return Version(memory, resident, await self._engine.load_adapters(name, memory))
+        except BaseException:
+            memory.erase()
+            raise
+        memory.erase()
+        return version
 
     @contextlib.asynccontextmanager
     async def _taking_effect(self) -> AsyncIterator[None]:
@@ -410,6 +422,7 @@ class BundleRegistry:
         path = str(self._history.path(record))
         memory = self._read_checked(name, path, None)
         if memory.digest != record.digest:
+            memory.erase()
             raise BundleError(
                 f"bundle {name!r} ({path}): the file has changed: expected digest {record.digest}, found "
                 f"{memory.digest}; a server with a state folder keeps copies"
@@ -448,15 +461,12 @@ class BundleRegistry:
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
         memory = self._read(name, path)
-        for record in memory.metadata.task_adapters:
-            folder = adapter_folder(memory, record)
-            if access is not None:
-                access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
-            if (digest := read_adapter(folder).digest) != record.digest:
-                raise BundleError(
-                    f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle "
-                    f"was made with: expected digest {record.digest:.12}, found {digest:.12}"
-                )
+        try:
+            for record in memory.metadata.task_adapters:
+                _check_adapter_files(name, adapter_folder(memory, record), record, access)
+        except BaseException:
+            memory.erase()
+            raise
         return memory
 
     # ---- checks ------------------------------------------------------------------------------------------------
@@ -624,3 +634,13 @@ class BundleRegistry:
     def _card(self, name: str, is_admin: bool, elsewhere: Mapping[str, int] = _NOBODY) -> MemoryBundleCard:
         version = self._names.of(name)
         return version.card(name, self._history.of(name), is_admin, elsewhere.get(version.memory.digest, 0))
+
+
+def _check_adapter_files(name: str, folder: Path, record: AdapterRecord, access: Access | None) -> None:
+    if access is not None:
+        access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
+    if (digest := read_adapter(folder).digest) != record.digest:
+        raise BundleError(
+            f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle was made "
+            f"with: expected digest {record.digest:.12}, found {digest:.12}"
+        )

@@ -39,7 +39,10 @@ from .tensors import (
 )
 
 METADATA_KEY = "inducekv"
-MAX_HEADER_BYTES = 4 * 2**20
+# Until there were payload digests, it was 4 MiB and 65,536 values: at most 16,384 entries. With their digests they fit
+# into this, so that entries of any older bundle can be forgotten.
+MAX_HEADER_BYTES = 6 * 2**20
+MAX_HEADER_VALUES = 100_000
 MAX_SIGNATURE_LENGTH = 1000
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
@@ -61,7 +64,7 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
     if len(header) > MAX_HEADER_BYTES:
         raise BundleError(f"{target}: the metadata is too large: a header of {len(header)} bytes")
     try:
-        require_few_values(metadata[METADATA_KEY].encode())
+        require_few_values(metadata[METADATA_KEY].encode(), MAX_HEADER_VALUES)
     except TooManyValues as error:
         raise BundleError(f"{target}: the metadata is too large: {error}") from error
     try:
@@ -146,9 +149,13 @@ def read_bundle(
         rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
         tensors = _read_tensors(file, starts, metadata, rows, source)
     bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
-    check_shapes(bundle, source)  # the metadata was checked with the header
-    if verify:
-        check_values(bundle, source)
+    try:
+        check_shapes(bundle, source)  # the metadata was checked with the header
+        if verify:
+            check_values(bundle, source)
+    except BaseException:
+        bundle.erase()
+        raise
     return bundle
 
 
@@ -195,17 +202,22 @@ def _read_tensors(
     file: io.FileIO, starts: Mapping[str, int], metadata: BundleMetadata, rows: IntArray | None, source: str
 ) -> dict[str, Tensor]:
     """Read each tensor into its own memory and nowhere else, so that `Bundle.erase` leaves nothing of it."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in expected_shapes(metadata, rows).items():
-        try:
-            tensors[name] = torch.empty(shape, dtype=DTYPES[name])
-        except (MemoryError, RuntimeError) as error:
-            raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
-        content = tensors[name].reshape(-1).view(torch.uint8).numpy().data
-        if rows is None or name not in PAYLOADS:
-            _read_span(file, starts[name], content, source)
-        elif len(rows):
-            _read_rows(file, starts[name], content, rows, shape[0], len(metadata.entries), source)
+    shapes = expected_shapes(metadata, rows)
+    try:
+        tensors = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in shapes.items()}
+    except (MemoryError, RuntimeError) as error:
+        raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
+    try:
+        for name, tensor in tensors.items():
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            if rows is None or name not in PAYLOADS:
+                _read_span(file, starts[name], content, source)
+            elif len(rows):
+                _read_rows(file, starts[name], content, rows, len(tensor), len(metadata.entries), source)
+    except BaseException:
+        for tensor in tensors.values():
+            tensor.zero_()
+        raise
     return tensors
 
 
@@ -250,7 +262,7 @@ def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any
     if 8 + length > size:
         raise BundleError(f"{source}: truncated: the header is longer than the file, which has {size} bytes")
     try:
-        header = parse_json(file.read(length))
+        header = parse_json(file.read(length), MAX_HEADER_VALUES)
     except TooManyValues as error:
         raise BundleError(f"{source}: the header is too large: {error}") from error
     except ValueError as error:
@@ -266,7 +278,7 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     if not isinstance(text, str):
         raise BundleError(f"{source}: no {METADATA_KEY!r} metadata: a safetensors file, but not a memory bundle")
     try:
-        raw = parse_json(text.encode())
+        raw = parse_json(text.encode(), MAX_HEADER_VALUES)
     except TooManyValues as error:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is too large: {error}") from error
     except ValueError as error:

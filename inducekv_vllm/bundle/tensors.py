@@ -341,7 +341,9 @@ def check_values(bundle: Bundle, name: str) -> None:
         # NaN propagates into the extremes, so this equals isfinite(tensor).all() but is about 25 times as fast.
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
-    norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
+    keys = bundle.retrieval_keys.float()  # [B, d]
+    norms = keys.norm(dim=1)  # [B]
+    keys.zero_()  # freed memory keeps its content
     if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
         worst = int(wrong[0])
         raise BundleError(f"{name}: retrieval key {worst} must have norm 1, found {float(norms[worst]):.6g}")

@@ -73,20 +73,22 @@ class EngineStop:
             RetryableRequestError: the server is shutting down, and the engine has not answered.
             EngineDeadError: the engine has died.
         """
-        if self._client.errored:
-            raise stopping() if self.requested else self._client.dead_error
+        self._require_engine()
         call = asyncio.ensure_future(self._plain_rpc(method, *args, **kwargs))
         self._calls.add(call)
         try:
             while not (await asyncio.wait((call,), timeout=ENGINE_CHECK_S))[0]:
-                if self._client.errored:
-                    raise self._client.dead_error
+                self._require_engine()
             if call.cancelled():
                 raise stopping()
             return call.result()
         finally:
             self._calls.discard(call)
             call.cancel()
+
+    def _require_engine(self) -> None:
+        if self._client.errored:
+            raise stopping() if self.requested else self._client.dead_error
 
     def shutdown(self, timeout: float | None = None) -> None:
         """`AsyncLLM.shutdown` with the steps of the module docstring. It blocks, so call it in a thread."""

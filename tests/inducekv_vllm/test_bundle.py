@@ -20,7 +20,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from inducekv_vllm.bundle import METADATA_KEY, Bundle, EntryRecord, Gate, bundle_digest, read_bundle, write_bundle
+from inducekv_vllm.bundle import (
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    Bundle,
+    EntryRecord,
+    Gate,
+    bundle_digest,
+    read_bundle,
+    write_bundle,
+)
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.footprint import footprint_bytes, gate_bytes
 from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, older, random_bundle, random_gated_bundle
@@ -229,7 +238,7 @@ def test_files_that_are_no_bundles(path: Path, tmp_path: Path) -> None:
     for content, problem in [
         (b"", "the file is empty"),
         (b"{}", "truncated"),
-        (b"not a safetensors file, but long enough to have a length", "the header is longer than 4194304 bytes"),
+        (b"not a safetensors file, but long enough to have a length", "the header is longer than 6291456 bytes"),
         ((5).to_bytes(8, "little") + b"hello", "not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((2).to_bytes(8, "little") + b"{}", "not a memory bundle"),
@@ -245,7 +254,7 @@ def test_oversized_header_is_refused_before_it_is_read(path: Path) -> None:
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)  # sparse: reading it would be noticed
-    with pytest.raises(BundleError, match="longer than 4194304"):
+    with pytest.raises(BundleError, match="longer than 6291456"):
         read_bundle(path)
 
 
@@ -292,14 +301,15 @@ def test_names_that_are_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> None:
-    """10,000 entries, nearly the most that a header holds: each with a task, and half of them with an adapter."""
+    """10,000 entries with both dates, nearly the most that a header holds: tasks of their own, or adapters for half."""
     _, good = raw(PLAIN)
     numbers = range(10_000)
     tasks = [f"t{i}" for i in numbers]
     half = len(numbers) // 2
+    dates = {"created_at": "2026-01-02T00:00:00Z", "expires_at": "2027-01-02T00:00:00Z"}
     many = good | {
         "budget": len(numbers),
-        "entries": [{"id": f"e{i}", "task": tasks[i], "source_digest": "a"} for i in numbers],
+        "entries": [{"id": f"e{i}", "task": tasks[i], "source_digest": "a", **dates} for i in numbers],
     }
     if gated:
         many |= {"form": "decoupled", "weighting": "uniform", "gate_tasks": tasks}
@@ -316,15 +326,15 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
 
 def test_more_values_than_can_be_read_are_neither_read_nor_written(path: Path) -> None:
     """16 MiB of small values would take seconds, and more memory than any bundle."""
-    settings = {"x": [[]] * 40_000}
-    with pytest.raises(BundleError, match="the metadata is too large: it holds more than 65536 values"):
+    settings = {"x": [[]] * 60_000}
+    with pytest.raises(BundleError, match="the metadata is too large: it holds more than 100000 values"):
         write_bundle(random_bundle(settings=settings), path)
     with pytest.raises(BundleError, match="the metadata is too large: a header of"):
-        write_bundle(random_bundle(settings={"x": "x" * 2**22}), path)
+        write_bundle(random_bundle(settings={"x": "x" * MAX_HEADER_BYTES}), path)
     assert not path.exists()
     tensors, good = raw(PLAIN)
     save_raw(path, tensors, good | {"settings": settings})
-    with pytest.raises(BundleError, match="metadata is too large: it holds more than 65536 values"):
+    with pytest.raises(BundleError, match="metadata is too large: it holds more than 100000 values"):
         read_bundle(path)
     save_raw(path, tensors, good | {"settings": {"x": "[," * 200_000 + '\\"['}})  # no values: all in a string
     with pytest.raises(BundleError, match="does not match its digest"):

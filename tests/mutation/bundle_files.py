@@ -7,7 +7,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -44,13 +44,32 @@ MAX_BYTES = 128 * 2**20  # what a server is told to take at most, where a file i
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a bundle holds, by its digest."""
+
+    digest: str
+    tensors: Tensors
+    claimed: tuple[str, ...] = ()  # [B], the payload digests in the metadata
+
+    def read(self, known: Container[str]) -> dict[str, Any] | None:
+        """What comes of reading it without the payloads of these digests; None if it must be refused."""
+        rows = [row for row, digest in enumerate(self.claimed) if digest not in known]
+        covered = [name for name in PAYLOADS if name in self.tensors] if self.claimed else []
+        actual = payload_digests([self.tensors[name] for name in covered]) if covered else []
+        if any(self.claimed[row] != actual[row] for row in rows):
+            return None
+        is_whole = len(rows) == len(self.claimed)
+        tensors = self.tensors if is_whole else self.tensors | {n: rows_of(self.tensors[n], rows) for n in covered}
+        return {"digest": self.digest, "rows": None if is_whole else rows, "tensors": tensors_digest(tensors)}
+
+
+@dataclass(frozen=True)
 class BundleFile:
     """A bundle file in its parts; none of them has to be right."""
 
     header: Any  # JSON values; the metadata's texts are at header["__metadata__"]
     body: bytes
-    digest: str
-    tensors: str  # `tensors_digest`
+    held: Held  # what a reader must find in it, if anything
 
     @property
     def metadata(self) -> Any:
@@ -70,13 +89,14 @@ class Mutated:
     """A file, and the only bundle that may come of it."""
 
     content: bytes
-    digest: str
-    tensors: str
+    held: Held
     size: int | None = None  # of a sparse file; None: the content's
     max_bytes: int | None = None
+    known: frozenset[str] = frozenset()  # payload digests of which a second reader has the payloads
 
     def __repr__(self) -> str:
-        return f"Mutated({self.content!r:.3000}, size={self.size}, max_bytes={self.max_bytes})"
+        limits = f"size={self.size}, max_bytes={self.max_bytes}, known={sorted(self.known)}"
+        return f"Mutated({self.content!r:.3000}, {limits})"
 
     def write(self, path: Path) -> None:
         path.write_bytes(self.content)
@@ -153,8 +173,9 @@ def _written(bundle: Bundle, path: Path) -> BundleFile:
     write_bundle(bundle, path)
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    file = BundleFile(json.loads(content[8:start]), content[start:], bundle.digest, "")
-    file = replace(file, tensors=tensors_digest(tensors_of(file.header, file.body)))
+    header, body = json.loads(content[8:start]), content[start:]
+    held = Held(bundle.digest, tensors_of(header, body), bundle.metadata.payload_digests)
+    file = BundleFile(header, body, held)
     assert resealed(file) == file, "the digest of this test is not the one of bundles"
     return file
 
@@ -181,10 +202,21 @@ def payload_digests(parts: Sequence[tuple[str, list[int], bytes]]) -> list[str]:
     return digests
 
 
-def resealed(file: BundleFile) -> BundleFile:
+def rows_of(tensor: tuple[str, list[int], bytes], rows: Sequence[int]) -> tuple[str, list[int], bytes]:
+    """Some rows of a tensor [L, B, ...]."""
+    dtype, (num_layers, num_entries, *rest), content = tensor
+    size = len(content) // (num_layers * num_entries)
+    starts = [(layer * num_entries + row) * size for layer in range(num_layers) for row in rows]
+    return dtype, [num_layers, len(rows), *rest], b"".join(content[start : start + size] for start in starts)
+
+
+def resealed(file: BundleFile, payloads: bool = True) -> BundleFile:
     """The file with the digest of what it holds now, as docs/bundle-format.md describes it.
 
     Unchanged if it cannot have one: the metadata is no JSON object with a digest, or a tensor no part of the file.
+
+    Args:
+        payloads: with the payload digests too; otherwise the metadata keeps those that it has.
     """
     try:
         text = file.header["__metadata__"][METADATA_KEY]
@@ -193,10 +225,11 @@ def resealed(file: BundleFile) -> BundleFile:
         covered: tuple[str, ...] = ()
         if metadata.get("payload_digests"):
             covered = tuple(name for name in PAYLOADS if name in tensors)
-            parts = zip(metadata["payload_digests"], payload_digests([tensors[name] for name in covered]), strict=True)
-            for was, now in parts:
-                text = text.replace(json.dumps(was), json.dumps(now), 1)
-            metadata = json.loads(text)
+            if payloads:
+                now = payload_digests([tensors[name] for name in covered])
+                for was, digest in zip(metadata["payload_digests"], now, strict=True):
+                    text = text.replace(json.dumps(was), json.dumps(digest), 1)
+                metadata = json.loads(text)
         before = json.dumps(metadata.pop("digest"))
         names = {"F16": "torch.float16", "F32": "torch.float32"}
         sha = hashlib.sha256(json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode())
@@ -209,7 +242,7 @@ def resealed(file: BundleFile) -> BundleFile:
         return file
     texts = {**file.header["__metadata__"], METADATA_KEY: text.replace(before, json.dumps(sha.hexdigest()))}
     header = {**file.header, "__metadata__": texts}
-    return BundleFile(header, file.body, sha.hexdigest(), tensors_digest(tensors))
+    return BundleFile(header, file.body, Held(sha.hexdigest(), tensors, tuple(metadata.get("payload_digests", ()))))
 
 
 # ------------------------------------------------------------------------------------------------- mutations
@@ -221,11 +254,18 @@ def mutated_bundles(draw: st.DrawFn) -> Mutated:
     files = bundle_files()
     file = files[draw(st.sampled_from(sorted(files)))]
     kind = draw(st.sampled_from(KINDS))
-    return kind(draw, file)
+    return replace(kind(draw, file), known=_known(draw, file))
+
+
+def _known(draw: st.DrawFn, file: BundleFile) -> frozenset[str]:
+    """What a server may have of a file that was not damaged yet."""
+    if not (digests := sorted(set(file.held.claimed))):
+        return frozenset()
+    return draw(st.just(frozenset(digests)) | st.frozensets(st.sampled_from(digests)))
 
 
 def _as_it_is(file: BundleFile, content: bytes | None = None, **changes: Any) -> Mutated:
-    return Mutated(file.content() if content is None else content, file.digest, file.tensors, **changes)
+    return Mutated(file.content() if content is None else content, file.held, **changes)
 
 
 def _bits(draw: st.DrawFn, file: BundleFile) -> Mutated:
@@ -288,6 +328,21 @@ def _metadata(draw: st.DrawFn, file: BundleFile) -> Mutated:
         metadata = edit(draw, metadata)
     file = file.with_metadata(metadata)
     return _as_it_is(resealed(file) if draw(st.booleans()) else file)
+
+
+def _claims(draw: st.DrawFn, file: BundleFile) -> Mutated:
+    """The payload digests are others, and the digest right for them."""
+    if not file.held.claimed:
+        return _metadata(draw, file)
+    metadata, everywhere = file.metadata, [d for each in bundle_files().values() for d in each.held.claimed]
+    digests = metadata["payload_digests"]
+    if draw(st.booleans()):
+        metadata["payload_digests"] = draw(st.permutations(digests))
+    else:
+        for _ in range(draw(st.integers(1, len(digests)))):
+            other = draw(st.sampled_from((*everywhere, "0" * 64)))
+            digests[draw(st.integers(0, len(digests) - 1))] = other
+    return _as_it_is(resealed(file.with_metadata(metadata), payloads=False))
 
 
 def _signature(draw: st.DrawFn, file: BundleFile) -> Mutated:
@@ -411,5 +466,5 @@ def bomb(draw: st.DrawFn) -> Mutated:
 
 KINDS = (
     *(_bits, _cut, _spliced, _appended, _length, _encoded, _sections, _sparse),
-    *(_header, _header, _metadata, _metadata, _metadata, _signature, _places, _places, _values, _values),
+    *(_header, _header, _metadata, _metadata, _metadata, _claims, _signature, _places, _places, _values, _values),
 )

@@ -58,12 +58,12 @@ class Meter:
         return self.outcomes[-1]
 
     def summary(self) -> str:
-        """How many files had which outcome, and what the worst of them took."""
+        """How many reads had which outcome, and what the worst of them took."""
         counts = Counter(type(o.error).__name__ if o.error else "read" for o in self.outcomes)
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         seconds = max(outcome.seconds for outcome in self.outcomes)
         peak = max(outcome.peak_bytes for outcome in self.outcomes)
-        return f"{len(self.outcomes)} files: {kinds}; at most {seconds:.2f} s and {peak / 1e6:.0f} MB"
+        return f"{len(self.outcomes)} reads: {kinds}; at most {seconds:.2f} s and {peak / 1e6:.0f} MB"
 
 
 def check(outcome: Outcome, error: type[InduceKVError]) -> None:

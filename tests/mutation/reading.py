@@ -14,12 +14,18 @@ from inducekv_vllm.errors import BundleError
 from selector.data.examples import read_task
 
 
-def read_bundle_file(path: Path, max_bytes: int | None = None) -> dict[str, str]:
-    """The digest of a bundle, and one of its tensors alone."""
+def read_bundle_file(
+    path: Path, max_bytes: int | None = None, known: frozenset[str] | None = None
+) -> dict[str, str | list[int] | None]:
+    """The digest of a bundle, the entries of which the payloads were read (None: of all), and a digest of the tensors.
+
+    `known` are the payload digests of which the reader has the payloads; None for a reader that asks for all.
+    """
     with contextlib.suppress(BundleError):  # `read_bundle` says the same
         read_signature(path)
-    read = read_bundle(path, max_bytes=max_bytes)
-    return {"digest": read.digest, "tensors": tensors_digest(stored_tensors(read))}
+    read = read_bundle(path, max_bytes=max_bytes, known=None if known is None else lambda digests: known)
+    rows = None if read.rows is None else read.rows.tolist()
+    return {"digest": read.digest, "rows": rows, "tensors": tensors_digest(stored_tensors(read))}
 
 
 def read_task_file(path: Path) -> list[dict[str, Any]]:

@@ -1,16 +1,43 @@
-"""A worker of which the second rank cannot load some bundles; a server of the tests starts it by its path."""
+"""Workers that fail or wait where a test wants it; a server of the tests starts them by their paths."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.worker import InduceKVWorker
 
 REFUSED_ENTRY = "refused-by-the-second-rank"  # id of an entry
+HELD_ENTRY = "held-by-the-worker"  # id of an entry
+HELD_S = 60.0  # a load is not held longer
 
 
 class HalfBrokenWorker(InduceKVWorker):  # type: ignore[valid-type, misc]
+    """Its second rank cannot load bundles with `REFUSED_ENTRY`."""
+
     def _check(self, bundle: Bundle, path: str, digest: str) -> None:
-        if self.rank == 1 and any(entry.id == REFUSED_ENTRY for entry in bundle.metadata.entries):
+        if self.rank == 1 and _has(bundle, REFUSED_ENTRY):
             raise CapacityError(f"{path}: refused by the test")
         super()._check(bundle, path, digest)
+
+
+class HoldingWorker(InduceKVWorker):  # type: ignore[valid-type, misc]
+    """Holds the load of a bundle with `HELD_ENTRY` from PATH: makes the file PATH.held, and waits until it is gone."""
+
+    def _check(self, bundle: Bundle, path: str, digest: str) -> None:
+        super()._check(bundle, path, digest)
+        if _has(bundle, HELD_ENTRY):
+            held, until = held_file(path), time.monotonic() + HELD_S
+            held.touch()
+            while held.exists() and time.monotonic() < until:
+                time.sleep(0.02)
+
+
+def held_file(path: Path | str) -> Path:
+    return Path(f"{path}.held")
+
+
+def _has(bundle: Bundle, entry_id: str) -> bool:
+    return any(entry.id == entry_id for entry in bundle.metadata.entries)

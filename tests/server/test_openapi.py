@@ -29,9 +29,9 @@ ROUTES = {
     ("post", "/v1/rollback_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("post", "/v1/forget_memory_versions"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("post", "/v1/unload_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
-    ("get", "/v1/memory_bundles"): {200},
-    ("get", "/v1/memory_bundles/{name}"): {200, 400, 404},
-    ("get", "/v1/memory_trace/{response_id}"): {200, 404},
+    ("get", "/v1/memory_bundles"): {200, 503},
+    ("get", "/v1/memory_bundles/{name}"): {200, 400, 404, 503},
+    ("get", "/v1/memory_trace/{response_id}"): {200, 404, 503},
     ("get", "/v1/memory_server"): {200},
     ("get", "/v1/models/{model}"): {200, 404},
 }

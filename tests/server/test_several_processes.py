@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
@@ -343,6 +344,27 @@ async def test_while_a_process_is_behind_it_answers_nobody(
         goes_on.set()
         await waits
     assert processes.served() == ["b", "b", "b"]
+
+
+async def test_a_process_that_hangs_leaves_questions_unanswered(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP answers 503, whichever process is asked."""
+    monkeypatch.setattr(followers_module, "PAUSE_S", 0.1)
+    goes_on = asyncio.Event()
+
+    async def hang(**_: Any) -> None:
+        await goes_on.wait()
+
+    for asked in ("active", "traces"):
+        monkeypatch.setitem(processes.followers[1]._first.handlers, asked, hang)  # type: ignore[arg-type]
+    for each in processes.all[:2]:
+        for question in (each.show(), each.show_one("m"), each.traces("key", None, "r")):
+            with pytest.raises(RetryableRequestError, match="an API process has not answered") as refused:
+                await question
+            assert create_error_response(refused.value).error.code == 503
+    goes_on.set()
+    assert processes.served() == ["a", "a", "a"]
 
 
 async def test_without_the_first_process_bundles_are_refused(processes: Processes) -> None:

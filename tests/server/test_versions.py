@@ -9,10 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import RetryableRequestError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
+from server.history import History
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle
 
@@ -46,7 +50,29 @@ class Workers:
         return [{"ok": True, "pages": [0], "page_bytes": 1, "shared_entries": 0}]
 
 
-def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:
+class StoppingEngine(Workers):
+    """Workers whose engine can be shut down, and that do not end a load while `holds`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = self.is_down = False
+        self.dead_error = EngineDeadError()
+        self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda *_, **__: None)
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
+        if self.is_down:
+            await asyncio.Event().wait()
+        answers = await super().collective_rpc(method, args)
+        return [None] if self.holds and method == "inducekv_load_outcome" else answers
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.is_down = self.errored = True
+
+
+def begin(config: InduceKVConfig, workers: Any, stop: EngineStop | None = None) -> BundleRegistry:
     """The registry of a server that starts."""
     count = iter(range(1, 1000))
     models: Any = SimpleNamespace(
@@ -55,7 +81,7 @@ def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:
         base_model_paths=[SimpleNamespace(name="base")],
         is_base_model=lambda name: name == "base",
     )
-    return BundleRegistry(workers, models, FINGERPRINT, config)
+    return BundleRegistry(workers, models, FINGERPRINT, config, stop)
 
 
 def served(registry: BundleRegistry, name: str = "m") -> str:
@@ -97,6 +123,47 @@ async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str])
     assert [type(outcome).__name__ for outcome in outcomes] == ["MemoryBundleCard", "VersionConflict"]
     assert served(registry) == "ba"
     assert await registry.unload("m", expected_digest=DIGEST["b"]) == DIGEST["b"]
+
+
+async def test_loads_end_with_the_engine(files: dict[str, str], tmp_path: Path) -> None:
+    """One is read by the workers when the server is told to stop, another waits for it, and a third comes later."""
+    engine = StoppingEngine()
+    stop = EngineStop(engine)  # type: ignore[arg-type]
+    stop.install()
+    registry = begin(InduceKVConfig(state=str(tmp_path / "state")), engine, stop)
+    await registry.load("m", files["a"])
+    engine.holds = True
+    loads = [asyncio.create_task(registry.load("m", files[name], replace=True)) for name in "bc"]
+    while DIGEST["b"] not in engine.resident:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(engine.shutdown, timeout=0)
+    loads.append(asyncio.create_task(registry.load("n", files["c"])))
+    for outcome in await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), 10):
+        assert isinstance(outcome, RetryableRequestError)
+        assert "shutting down" in str(outcome)
+    assert served(registry) == "a"
+    registry._history.close()
+    assert [record.digest for record in History(str(tmp_path / "state")).of("m")] == [DIGEST["a"]]
+
+
+async def test_a_drain_waits_for_a_load(files: dict[str, str]) -> None:
+    engine = StoppingEngine()
+    stop = EngineStop(engine)  # type: ignore[arg-type]
+    stop.install()
+    registry = begin(InduceKVConfig(), engine, stop)
+    engine.holds = True
+    load = asyncio.create_task(registry.load("m", files["a"]))
+    while DIGEST["a"] not in engine.resident:
+        await asyncio.sleep(0)
+    ending = asyncio.create_task(asyncio.to_thread(engine.shutdown, timeout=60))
+    while not stop.requested:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not load.done()
+    assert not ending.done()
+    engine.holds = False
+    assert (await asyncio.wait_for(load, 10)).digest == DIGEST["a"]
+    await asyncio.wait_for(ending, 10)
 
 
 async def test_rollback(registry: BundleRegistry, files: dict[str, str]) -> None:
