@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.config import ADMIN_HEADER
 from selector.update.forget import without_entries
 from tests.inducekv_vllm.bundles import remade
-from tests.inducekv_vllm.parity import World, prompts
+from tests.inducekv_vllm.parity import World, gated_bundle, prompts
 from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
 from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
 from tests.server.memory_scan import search
@@ -27,15 +27,15 @@ LENGTH = 8  # numbers in a row that make a find
 NAME = "custody"  # of no other test of this server
 
 
-def marked(world: World) -> Bundle:
-    """The bundle "other" with two entries whose payload and key can be recognised wherever they are."""
-    bundle = world.bundles["other"]
-    tensors = {name: tensor.clone() for name, tensor in bundle.tensors().items()}
+def marked(bundle: Bundle) -> dict[str, torch.Tensor]:
+    """A bundle's tensors with two entries whose payload and key can be recognised wherever they are."""
+    names = ("payload_keys", "payload_values", "retrieval_keys")
+    tensors = {name: tensor.clone() for name, tensor in bundle.tensors().items() if name in names}
     for row, mark in ((GONE, MARKS["gone"]), (KEPT, MARKS["kept"])):
         for name in ("payload_keys", "payload_values"):
             tensors[name][:, row] = mark
         tensors["retrieval_keys"][row] = _key(mark, tensors["retrieval_keys"].shape[1])
-    return remade(bundle, **tensors)
+    return tensors
 
 
 def _key(mark: float, width: int) -> torch.Tensor:
@@ -53,6 +53,15 @@ def patterns(width: int) -> dict[str, bytes]:
                 if (name, kind) != ("kept", "key"):
                     found[f"{name} {kind} {dtype}"] = numbers.to(dtype).view(torch.uint8).numpy().tobytes()
     return found
+
+
+def finds_of(sought: dict[str, bytes], bundles: Bundles, folder: Path) -> dict[str, int]:
+    """What is in the server's memory or in its files, and how often."""
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = search(processes_of(bundles.url), sought)
+    for name, pattern in sought.items():
+        found[name] += sum(content.count(pattern) for content in files.values())
+    return {name: count for name, count in found.items() if count}
 
 
 def forget(bundles: Bundles, name: str, **body: str) -> httpx.Response:
@@ -73,13 +82,9 @@ def test_nothing_of_a_forgotten_entry_is_left(
     sought = patterns(world.backbone.fingerprint.hidden_size)
 
     def finds() -> dict[str, int]:
-        files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        found = search(processes_of(bundles.url), sought)
-        for name, pattern in sought.items():
-            found[name] += sum(content.count(pattern) for content in files.values())
-        return {name: count for name, count in found.items() if count}
+        return finds_of(sought, bundles, folder)
 
-    whole = marked(world)
+    whole = remade(world.bundles["other"], **marked(world.bundles["other"]))
     after = without_entries(whole, [GONE])
     write_bundle(whole, tmp_path / "whole.safetensors")
     write_bundle(after, tmp_path / "after.safetensors")
@@ -130,3 +135,31 @@ def test_nothing_of_a_forgotten_entry_is_left(
     assert ADMIN_KEY not in text
     assert "Bearer" not in text
     assert asked[0].question not in text
+
+
+def test_an_entry_that_another_name_shares_stays_and_the_others_are_gone(
+    world: World, bundles: Bundles, client: openai.OpenAI, folder: Path, tmp_path: Path
+) -> None:
+    """Decoupled memory behind a gate: the tokens of its two tasks are not adjacent in the pool."""
+    asked = prompts(3, seed=93)
+    facts = {"form": "decoupled", "weighting": "uniform", "activations": {"a": "prompt", "b": "prompt"}}
+    whole = gated_bundle(world, asked, ["a", None, "b"], **facts, **marked(world.bundles["prior"]))
+    after = without_entries(whole, [GONE])
+    names = {f"{NAME}-whole": whole, f"{NAME}-after": after}
+    sought = patterns(world.backbone.fingerprint.hidden_size)
+    sought = {name: pattern for name, pattern in sought.items() if "payload" in name}
+    for name, bundle in names.items():
+        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+        response = bundles.load(name, tmp_path / f"{name}.safetensors")
+        assert response.status_code == 200, response.text
+    assert response.json()["shared_entries"] == after.num_entries
+    for name in names:
+        ask(client, name, asked[0])  # of the other task: the CPU gathers what is not adjacent, and such copies remain
+    assert finds_of(sought, bundles, folder).keys() == sought.keys()
+
+    assert bundles.unload(f"{NAME}-whole").status_code == 200
+    bundles.wait_until_drained()
+    kept = {name for name in sought if name.startswith("kept")}
+    wait_until(lambda: finds_of(sought, bundles, folder).keys() == kept)
+    assert bundles.unload(f"{NAME}-after").status_code == 200
+    wait_until(lambda: finds_of(sought, bundles, folder) == {})
