@@ -20,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.pythoninstalled_version(),
+        "python": platform.python_version(),
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
     }
 
