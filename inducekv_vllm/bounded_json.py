@@ -6,9 +6,12 @@ lists, and seconds. So values are counted before they are parsed.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
 import reprlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 MAX_VALUES: Final = 2**16  # members of lists and objects, and these
@@ -58,6 +61,22 @@ def _without_strings(text: bytes, most: int) -> bytes:
     if text.count(b'"') > 4 * most + 4:  # two for a key, two for its value: more than that are too many anyway
         return text
     return _STRING.sub(b"", text)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Make many small values, of which there is a bound and no cycle, without a look for cycles.
+
+    Python's collector looks at all objects of the process each time that it has counted enough new ones. In a large
+    process that takes most of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def shown(value: Any) -> str:

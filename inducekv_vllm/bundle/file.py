@@ -21,7 +21,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ..bounded_json import TooManyValues, parse_json, require_few_values, shown
+from ..bounded_json import TooManyValues, parse_json, require_few_values, shown, without_collections
 from ..errors import BundleError
 from ..files import replacing
 from ..page_terms import IntArray
@@ -109,6 +109,7 @@ def _write_whole(file: io.FileIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
+@without_collections()
 def read_bundle(
     path: str | os.PathLike[str],
     *,
@@ -159,6 +160,7 @@ def read_bundle(
     return bundle
 
 
+@without_collections()
 def read_signature(path: str | os.PathLike[str]) -> Signature | None:
     """The signature in a bundle's header; nothing is checked. Raises BundleError: the header cannot be read."""
     with _opened(path, str(path)) as file:
