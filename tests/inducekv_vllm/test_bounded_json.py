@@ -7,13 +7,20 @@ import gc
 import pytest
 
 from inducekv_vllm.bounded_json import without_collections
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import BundleError
 
 
 def test_collections_go_on_afterwards() -> None:
-    with pytest.raises(KeyError), without_collections():
+    with without_collections():
         assert not gc.isenabled()
         with without_collections():
             pass
         assert not gc.isenabled()
-        raise KeyError
+    assert gc.isenabled()
+
+
+def test_collections_go_on_after_an_error() -> None:
+    with pytest.raises(BundleError):
+        read_bundle("no-such-file")
     assert gc.isenabled()
