@@ -17,7 +17,6 @@ from benchmarks.versions.contents import make_contents as make_large_contents
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 
 BUDGETS = (8, 12)
-LARGE = 1024  # entries: loading them takes long enough to be in the way
 TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
 
@@ -47,8 +46,8 @@ class Contents:
         return [*self.kept, *self.replaced, *self.reloaded]
 
 
-def make_contents(model: Path, tasks: Path, work: Path) -> Contents:
-    """Eight bundles of examples of these tasks and of random entries."""
+def make_contents(model: Path, tasks: Path, work: Path, large: int) -> Contents:
+    """Eight bundles of examples of these tasks, two of them of so many random entries."""
     paths: dict[Content, Path] = {}
 
     def known(path: Path) -> Content:
@@ -56,19 +55,19 @@ def make_contents(model: Path, tasks: Path, work: Path) -> Contents:
         paths[digest] = path
         return digest
 
-    small, large = (work / f"B{budget}" for budget in BUDGETS)
-    for folder, budget in ((small, BUDGETS[0]), (large, BUDGETS[1])):
+    eight, twelve = (work / f"B{budget}" for budget in BUDGETS)
+    for folder, budget in ((eight, BUDGETS[0]), (twelve, BUDGETS[1])):
         folder.mkdir()
         build_bundles(model, tasks, [budget], "prior", folder)
-    of_small, of_large = (next(folder.glob("*.safetensors")) for folder in (small, large))
-    decoupled = decouple(of_large, large)
-    random = [pair[0].path for pair in make_large_contents(model, LARGE, work)]
+    of_eight, of_twelve = (next(folder.glob("*.safetensors")) for folder in (eight, twelve))
+    decoupled = decouple(of_twelve, twelve)
+    random = [pair[0].path for pair in make_large_contents(model, large, work)]
     found = Contents(
-        kept=(known(of_small), known(decoupled[decoupled_name("prompt")])),
-        replaced=(known(of_large), known(_changed(of_large, 3, large / "later.safetensors"))),
+        kept=(known(of_eight), known(decoupled[decoupled_name("prompt")])),
+        replaced=(known(of_twelve), known(_changed(of_twelve, 3, twelve / "later.safetensors"))),
         reloaded=(
-            known(_changed(of_small, 1, small / "other.safetensors")),
-            known(_changed(decoupled[decoupled_name("text")], 1, large / "other.safetensors")),
+            known(_changed(of_eight, 1, eight / "other.safetensors")),
+            known(_changed(decoupled[decoupled_name("text")], 1, twelve / "other.safetensors")),
         ),
         large=(known(random[0]), known(random[1])),
         paths=paths,

@@ -34,7 +34,7 @@ from server.demo import CHECKPOINT
 
 from . import gaps
 from .changes import Admin, meanwhile
-from .contents import BASE, LARGE, Contents, ask_alone, make_contents, make_questions
+from .contents import BASE, Contents, ask_alone, make_contents, make_questions
 from .crowd import Crowd, Verdicts
 from .leaks import Held, InUse, drained, follow, held_at_rest, in_use_at_rest
 
@@ -48,7 +48,7 @@ SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-mo
 # oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `primitives.py`.
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **FEW_PRIMITIVES}
-POOL_ENTRIES = 3 * LARGE  # both large bundles and all others
+SMALL_ENTRIES = 1024  # more than all bundles but the large ones have, all versions counted
 PREEMPTIONS = "vllm:num_preemptions_total{"
 TURN_S = 10.0
 COURSE_EVERY_S = 60.0
@@ -61,10 +61,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--turns", type=int, default=10, help="turns of 10 s for the time between tokens, of each kind")
+    parser.add_argument("--swapped-entries", type=int, default=1024, help="of the bundle that is swapped meanwhile")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
-    if min(args.requests, args.concurrency) < 1 or args.turns < 0:
-        parser.error("--requests and --concurrency must be at least 1, --turns at least 0")
+    if min(args.requests, args.concurrency, args.swapped_entries) < 1 or args.turns < 0:
+        parser.error("--requests, --concurrency and --swapped-entries must be at least 1, --turns at least 0")
     result = run(args)
     print(json.dumps(result, indent=2))
     if args.output is not None:
@@ -75,7 +76,7 @@ def main() -> int:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        contents = make_contents(CHECKPOINT, write_exemplars(work, [64]), work)
+        contents = make_contents(CHECKPOINT, write_exemplars(work, [64]), work, args.swapped_entries)
         key = secrets.token_hex()
         # As docs/operate.md says: with copies of the versions, and with a log.
         kept = ["--memory-state", str(work / "state"), "--memory-audit-log", str(work / "audit.jsonl")]
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "--memory-root",
             str(work),
             "--memory-pool-entries",
-            str(POOL_ENTRIES),
+            str(2 * args.swapped_entries + SMALL_ENTRIES),
             *kept,
             *SERVER,
         ]
@@ -148,6 +149,7 @@ async def measure(url: str, key: str, contents: Contents, args: argparse.Namespa
         "resident_mib": {"before": before.resident_mib, "after": after.resident_mib, "course": course},
         "open_files": {"before": before.open_files, "after": after.open_files},
         "in_use": {"before": asdict(empty), "after": asdict(in_use)},
+        "swapped_entries": args.swapped_entries,
         "swapped_mb": round(contents.paths[contents.large[0]].stat().st_size / 1e6, 1),
         "ms_between_tokens": times,
         "passed": not verdicts.faults

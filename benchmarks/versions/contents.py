@@ -22,12 +22,14 @@ class Content(NamedTuple):
     shared: int
 
 
-def make_contents(model: Path, entries: int, work: Path) -> list[tuple[Content, Content]]:
+def make_contents(
+    model: Path, entries: int, work: Path, payload_tokens: int = PAYLOAD_TOKENS
+) -> list[tuple[Content, Content]]:
     """Pairs of a bundle of random entries and its later version."""
     backbone = backbone_fingerprint(model)
     pairs = []
     for name, seed in (("a", 0), ("b", 1)):
-        first, other = (_random(backbone, entries, 2 * seed + part) for part in range(2))
+        first, other = (_random(backbone, entries, payload_tokens, 2 * seed + part) for part in range(2))
         replaced = torch.arange(entries) % REPLACED_EVERY == REPLACED_EVERY - 1  # [B]
         later = {part: tensor.clone() for part, tensor in first.items()}
         later["retrieval_keys"][replaced] = other["retrieval_keys"][replaced]
@@ -40,10 +42,10 @@ def make_contents(model: Path, entries: int, work: Path) -> list[tuple[Content, 
     return pairs
 
 
-def _random(backbone: BackboneFingerprint, entries: int, seed: int) -> dict[str, torch.Tensor]:
+def _random(backbone: BackboneFingerprint, entries: int, payload_tokens: int, seed: int) -> dict[str, torch.Tensor]:
     """A memory's costs do not depend on its numbers."""
     generator = torch.Generator().manual_seed(seed)
-    payload = (backbone.num_layers, entries, backbone.num_kv_heads, PAYLOAD_TOKENS, backbone.head_dim)
+    payload = (backbone.num_layers, entries, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
     return {
         "retrieval_keys": normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
         "payload_keys": torch.randn(payload, generator=generator),

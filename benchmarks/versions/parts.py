@@ -18,7 +18,7 @@ from inducekv_vllm.bundle.tensors import PAYLOADS, check_values, payload_digests
 from inducekv_vllm.device import device_of
 from inducekv_vllm.engine.memory_index import MemoryIndex
 
-from .contents import PAYLOAD_TOKENS, Content
+from .contents import Content
 
 Kind = Literal["full", "shared"]
 Milliseconds = dict[str, float]
@@ -40,7 +40,7 @@ class Stopwatch:
         return {part: round(median(values), 1) for part, values in self.parts.items()}
 
 
-def measure_parts(pair: tuple[Content, Content], entries: int, rounds: int) -> dict[Kind, Milliseconds]:
+def measure_parts(pair: tuple[Content, Content], pool_entries: int, rounds: int) -> dict[Kind, Milliseconds]:
     """Medians of loading the first of a pair into an empty pool, and the later one beside it."""
     watches: dict[Kind, Stopwatch] = {"full": Stopwatch(), "shared": Stopwatch()}
     pool = None
@@ -48,7 +48,7 @@ def measure_parts(pair: tuple[Content, Content], entries: int, rounds: int) -> d
         residents: list[ResidentBundle] = []
         for content, watch in zip(pair, watches.values(), strict=True):
             if pool is None:
-                pool = _pool(read_bundle(content.path, verify=False), 2 * entries)
+                pool = _pool(read_bundle(content.path, verify=False), pool_entries)
             residents.append(_load(content, pool, watch))
             assert residents[-1].num_shared == content.shared
         for resident in residents:
@@ -84,5 +84,4 @@ def _pool(bundle: Bundle, entries: int) -> PagePool:
         heads_per_kv_head=2,
         head_size=backbone.head_dim,
     )
-    assert bundle.payload_tokens == PAYLOAD_TOKENS
     return PagePool(shape, torch.float32, device_of(torch.device("cpu")))

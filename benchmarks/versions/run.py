@@ -2,6 +2,7 @@
 
     python -m benchmarks.versions.run                   # 4096 entries, 10 loads of each kind
     python -m benchmarks.versions.run --entries 256 --rounds 2
+    python -m benchmarks.versions.run --entries 1024 --payload-tokens 40
 
 A name of the demo model's server is replaced again and again: by a bundle that shares no entry with what is loaded, and
 by one of which every tenth entry is new. The seconds are those of the route, as a client sees them, on a server without
@@ -28,10 +29,11 @@ import httpx
 
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
+from inducekv_vllm.attention.pool import ENTRY_TOKENS
 from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from server.demo import CHECKPOINT
 
-from .contents import Content, make_contents
+from .contents import PAYLOAD_TOKENS, Content, make_contents
 from .parts import measure_parts
 
 NAME = "replaced"
@@ -43,23 +45,25 @@ DRAIN_SECONDS = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=4096)
+    parser.add_argument("--payload-tokens", type=int, default=PAYLOAD_TOKENS, help="of an entry (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="each has two loads of either kind")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
-    if args.entries < 10 or args.rounds < 1:
-        parser.error("--entries must be at least 10, --rounds at least 1")
-    result = run(args.entries, args.rounds)
+    if args.entries < 10 or args.rounds < 1 or args.payload_tokens < 1:
+        parser.error("--entries must be at least 10, --rounds and --payload-tokens at least 1")
+    result = run(args.entries, args.payload_tokens, args.rounds)
     print(json.dumps(result, indent=2))
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if result["reached"] else 1
 
 
-def run(entries: int, rounds: int) -> dict[str, Any]:
+def run(entries: int, payload_tokens: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        pairs = make_contents(CHECKPOINT, entries, work)
-        flags = [str(CHECKPOINT), "--memory-root", folder, "--memory-pool-entries", str(2 * entries + 64), *SERVER]
+        pairs = make_contents(CHECKPOINT, entries, work, payload_tokens)
+        pool = -(-2 * entries * payload_tokens // ENTRY_TOKENS) + 64
+        flags = [str(CHECKPOINT), "--memory-root", folder, "--memory-pool-entries", str(pool), *SERVER]
         key = secrets.token_hex()
         environment = {ADMIN_KEY_VARIABLE: key, "VLLM_CPU_KVCACHE_SPACE": "1"}
         loads = {}
@@ -67,12 +71,13 @@ def run(entries: int, rounds: int) -> dict[str, Any]:
             with serving([*flags, *more], work / "server.log", environment) as url:
                 loads[mode] = measure(url, key, pairs, rounds)
                 print(f"{mode}: {loads[mode]}", file=sys.stderr)
-        parts = measure_parts(pairs[0], entries, rounds)
+        parts = measure_parts(pairs[0], pool, rounds)
         megabytes = pairs[0][0].path.stat().st_size / 1e6
     return {
         "benchmark": "versions",
         "command": " ".join(["python -m benchmarks.versions.run", *sys.argv[1:]]),
         "entries": entries,
+        "payload_tokens": payload_tokens,
         "shared_entries": pairs[0][1].shared,
         "file_mb": round(megabytes, 1),
         "target_ratio": TARGET,  # without a state folder; with one, the file is read whole

@@ -22,7 +22,7 @@ def test_the_exit_status_is_that_of_the_target(
         slow = 3 if "--memory-state" in url else 1  # with a state folder the file is read whole: it has no target
         return {"ratio": slow * seconds["shared"] / seconds["full"]}
 
-    def pairs(checkpoint: Path, entries: int, folder: Path) -> Any:
+    def pairs(checkpoint: Path, entries: int, folder: Path, payload_tokens: int) -> Any:
         (folder / "full").write_bytes(b"0")
         content = versions.Content(folder / "full", 0)
         return [(content, content)]
