@@ -68,13 +68,17 @@ def random_bundles(
 
 
 def decouple(merged: Path, work: Path) -> dict[str, Path]:
-    """The entries of a merged bundle as decoupled memory, with each activation: its costs do not depend on values."""
+    """The keys of a merged bundle as decoupled memory, with each activation.
+
+    The costs do not depend on values. These are other ones than the merged bundle's: a server that has both would share the
+    entries, and the decoupled memory would lie apart from its null token.
+    """
     bundle = read_bundle(merged)
     facts = ("backbone", "budget", "entries", "recipe", "settings")
     bundles = {decoupled_name(activation): work / f"{activation}.safetensors" for activation in ACTIVATIONS}
     for activation, path in zip(ACTIVATIONS, bundles.values(), strict=True):
         decoupled = Bundle.create(
-            **bundle.tensors(),
+            **bundle.tensors() | {"payload_values": 0.5 * bundle.payload_values},
             **{name: getattr(bundle.metadata, name) for name in facts},
             weighting="uniform",
             form="decoupled",
