@@ -70,8 +70,8 @@ def random_bundles(
 def decouple(merged: Path, work: Path) -> dict[str, Path]:
     """The keys of a merged bundle as decoupled memory, with each activation.
 
-    The costs do not depend on values. These are other ones than the merged bundle's: a server that has both would share the
-    entries, and the decoupled memory would lie apart from its null token.
+    The costs do not depend on values. These are other ones than the merged bundle's: a server that has both would share
+    the entries, and the decoupled memory would lie apart from its null token.
     """
     bundle = read_bundle(merged)
     facts = ("backbone", "budget", "entries", "recipe", "settings")
