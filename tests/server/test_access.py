@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -207,8 +208,11 @@ class TestServer:
             assert bundles.load("logged", world.paths["sqrt"], replace=True).status_code == 200
         httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
         (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
-        lines = log.read_text().splitlines()
         before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
+        deadline = time.monotonic() + 60
+        while f"memory of digest {before} released" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)  # it is erased in the background
+        lines = log.read_text().splitlines()
         for level, line in (
             ("WARNING", r"load of memory bundle 'logged' by admin at 127.0.0.1 refused after \d.*: truncated"),
             ("INFO", rf"memory bundle 'logged' loaded by admin at 127.0.0.1 in \d.* s: digest {before}, 12 entries"),
