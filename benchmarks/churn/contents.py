@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Contents:
     replaced: tuple[Content, Content]  # the later version shares two thirds of the entries
     reloaded: tuple[Content, Content]  # nothing shared, and another form
     large: tuple[Content, Content]  # nothing shared; never asked
-    paths: dict[Content, Path] = field(default_factory=dict)
+    paths: dict[Content, Path]
 
     @property
     def asked(self) -> list[Content]:
@@ -56,10 +56,11 @@ def make_contents(model: Path, tasks: Path, work: Path, large: int) -> Contents:
         return digest
 
     eight, twelve = (work / f"B{budget}" for budget in BUDGETS)
+    built = []
     for folder, budget in ((eight, BUDGETS[0]), (twelve, BUDGETS[1])):
         folder.mkdir()
-        build_bundles(model, tasks, [budget], "prior", folder)
-    of_eight, of_twelve = (next(folder.glob("*.safetensors")) for folder in (eight, twelve))
+        built += build_bundles(model, tasks, [budget], "prior", folder).values()
+    of_eight, of_twelve = built
     decoupled = decouple(of_twelve, twelve)
     random = [pair[0].path for pair in make_large_contents(model, large, work)]
     found = Contents(

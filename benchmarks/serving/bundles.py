@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.geometries import Geometry
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
+from benchmarks.random_bundles import bundle_of, random_entries
 from benchmarks.serving.methods import DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
 from inducekv_vllm.activation import ACTIVATIONS
-from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.model import Backbone
 from selector.update.measures import entry_bytes
 
 SEED = 11
-TEMPERATURE = 0.07  # the paper's start
 
 
 def build_bundles(
@@ -37,33 +36,13 @@ def build_bundles(
     return bundles
 
 
-def random_bundles(
-    model: Path, geometry: Geometry, budgets: Sequence[int], weighting: Weighting, work: Path
-) -> dict[str, Path]:
-    """One bundle a budget for a model that has no weights: its costs do not depend on its numbers."""
-    generator = torch.Generator().manual_seed(SEED)
-    L, J, D, d = geometry.layers, geometry.kv_heads, geometry.head_size, geometry.hidden_size
+def random_bundles(model: Path, budgets: Sequence[int], weighting: Weighting, work: Path) -> dict[str, Path]:
+    """One bundle a budget for a model that has no weights."""
+    backbone = backbone_fingerprint(model)
     bundles = {}
     for budget in budgets:
-        shape = (L, budget, J, PAYLOAD_TOKENS, D)
-        bundle = Bundle.create(
-            retrieval_keys=normalize(torch.randn(budget, d, generator=generator), dim=1),
-            payload_keys=torch.randn(shape, generator=generator),
-            payload_values=0.01 * torch.randn(shape, generator=generator),
-            temperature=TEMPERATURE,
-            value_gates=torch.full((L,), 0.5),
-            layer_bias=torch.zeros(L),
-            backbone=backbone_fingerprint(model),
-            budget=budget,
-            entries=tuple(
-                EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(budget)
-            ),
-            weighting=weighting,
-            recipe="random",
-            settings={},
-        )
-        bundles[bundle_name(budget)] = work / f"B{budget}.safetensors"
-        write_bundle(bundle, bundles[bundle_name(budget)])
+        path = bundles[bundle_name(budget)] = work / f"B{budget}.safetensors"
+        write_bundle(bundle_of(backbone, random_entries(backbone, budget, PAYLOAD_TOKENS, SEED), weighting), path)
     return bundles
 
 

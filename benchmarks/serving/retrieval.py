@@ -7,12 +7,12 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.random_bundles import TEMPERATURE
 from inducekv_vllm.page_terms import page_terms
 from inducekv_vllm.retrieval import PrefixIndex
 
 ENTRIES = 512
 WIDTHS = (256, 768, 4096)  # hidden sizes: the demo model's, the 80M model's, an 8B model's
-TEMPERATURE = 0.07
 
 
 def retrieval_ms(width: int, top_k: int | None, repeats: int = 300) -> float:

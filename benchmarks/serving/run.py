@@ -83,7 +83,7 @@ def main() -> int:
         if geometry is None:
             bundles = build_bundles(model, tasks, args.budgets, args.weighting, work)
         else:
-            bundles = random_bundles(model, geometry, args.budgets, args.weighting, work)
+            bundles = random_bundles(model, args.budgets, args.weighting, work)
         bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
         prompts = PromptMaker(model, read_exemplars(tasks), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings

@@ -14,7 +14,7 @@ import torch
 from inducekv_vllm.attention.pages import ResidentBundle
 from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.bundle import Bundle, bundle_digest, read_bundle
-from inducekv_vllm.bundle.tensors import PAYLOADS, check_values, payload_digests
+from inducekv_vllm.bundle.tensors import check_values, payload_digests
 from inducekv_vllm.device import device_of
 from inducekv_vllm.engine.memory_index import MemoryIndex
 
@@ -63,7 +63,7 @@ def _load(content: Content, pool: PagePool, watch: Stopwatch) -> ResidentBundle:
     with watch.time("digest_of_metadata_and_keys"):
         bundle_digest(bundle)
     with watch.time("digests_of_payloads"):
-        payload_digests([tensor for name, tensor in bundle.tensors().items() if name in PAYLOADS])
+        payload_digests(bundle)
     with watch.time("all_checks"):  # both digests included
         check_values(bundle, "bundle")
     with watch.time("index"):

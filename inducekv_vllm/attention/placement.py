@@ -149,11 +149,5 @@ def null_groups(bundle: Bundle) -> list[int]:
     return list(itertools.accumulate(changes, initial=0))[: len(tasks)]
 
 
-def runs_of(numbers: IntArray) -> list[tuple[int, int]]:
-    """Where each run of adjacent numbers of [n] ascending ones begins and ends."""
-    edges = np.flatnonzero(np.diff(numbers) != 1) + 1
-    return list(itertools.pairwise([0, *edges.tolist(), len(numbers)])) if len(numbers) else []
-
-
 def _null_key(token: int) -> Hashable:
     return "null token", token

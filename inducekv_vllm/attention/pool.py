@@ -23,9 +23,10 @@ from ..bundle import Bundle
 from ..device import Device
 from ..errors import CapacityError, UnsupportedModel
 from ..page_terms import IntArray
+from ..runs import runs_of
 from .page_allocator import PageAllocator, Region
 from .pages import LayerPages, ResidentBundle, span_of
-from .placement import Placement, map_rank, runs_of
+from .placement import Placement, map_rank
 
 ENTRY_TOKENS = 8  # what the size of a pool counts as one entry: the paper's payload
 
@@ -47,18 +48,13 @@ class PoolShape:
 
     @property
     def num_pages(self) -> int:
-        """Also the rows of maps that fit the pool if it holds nothing else."""
+        """P / G; also the rows of maps that fit the pool if it holds nothing else."""
         return -(-self.entries * ENTRY_TOKENS // self.page_tokens)
 
     @property
     def num_tokens(self) -> int:
         """P"""
         return self.num_pages * self.page_tokens
-
-    @property
-    def num_map_rows(self) -> int:
-        """P / G"""
-        return self.num_pages
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.num_tokens * self.head_size * dtype.itemsize
@@ -179,7 +175,7 @@ class PagePool:
 
     def map_rows(self, layer: Tensor) -> Tensor:
         """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]."""
-        return layer.view(self.shape.num_kv_heads, self.shape.num_map_rows, -1)
+        return layer.view(self.shape.num_kv_heads, self.shape.num_pages, -1)
 
     def _fill(self, resident: ResidentBundle, placement: Placement, bundle: Bundle, layer: int, heads: slice) -> None:
         pages = resident.layers[layer]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..device import CpuDevice, Device
 from ..page_terms import FloatArray, PageTerms
+from ..runs import runs_of
 from .pages import RequestMemory, ResidentBundle, span_of
 from .pool import PoolShape
 
@@ -56,8 +57,8 @@ class TermTables:
             length=table(N, dtype=torch.int32),
             log_remainder=table(N).fill_(-math.inf),
             decoupled=table(N, dtype=torch.int32),
-            map_index=table(N, pool.num_map_rows, dtype=torch.int32),
-            map_weight=table(N, pool.num_map_rows),
+            map_index=table(N, pool.num_pages, dtype=torch.int32),
+            map_weight=table(N, pool.num_pages),
             map_length=table(N, dtype=torch.int32),
             gate=table(pool.num_layers, aligned)[:, :N],
             bias=table(pool.num_layers, aligned)[:, :N],
@@ -110,7 +111,7 @@ class TermTables:
             map_weight=map_weight if len(map_rows) and not bool((weight == 1).all()) else None,
             slot=slot,
             entries=entries.tobytes(),
-            first_entry=int(entries[0]) if bool((np.diff(entries) == 1).all()) else None,
+            first_entry=int(entries[0]) if len(runs_of(entries)) == 1 else None,
         )
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> Tensor:

@@ -25,6 +25,7 @@ from ..bounded_json import TooManyValues, parse_json, require_few_values, shown,
 from ..errors import BundleError
 from ..files import replacing
 from ..page_terms import IntArray
+from ..runs import runs_of
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .signature import SIGNATURE_KEY, Signature
 from .tensors import (
@@ -228,14 +229,12 @@ def _read_rows(
 ) -> None:
     """Read the rows of a tensor [L, B, ...] that begins at `start`; adjacent rows at once."""
     row_bytes = content.nbytes // (layers * len(rows))
-    ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows))
+    runs = runs_of(rows)
     for layer in range(layers):
-        first = 0
-        for end in ends.tolist():
-            begin = layer * len(rows)
+        begin = layer * len(rows)
+        for first, end in runs:
             span = content[(begin + first) * row_bytes : (begin + end) * row_bytes]
             _read_span(file, start + (layer * num_entries + int(rows[first])) * row_bytes, span, source)
-            first = end
 
 
 def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) -> None:

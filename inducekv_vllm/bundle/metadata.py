@@ -171,11 +171,11 @@ class BundleMetadata(BaseModel):
         return next((record for record in self.task_adapters if record.task == task), None)
 
 
-def format_version_for(metadata: BundleMetadata, entries: Sequence[EntryRecord]) -> FormatVersion:
-    """The lowest format version that holds a bundle with these entries and otherwise this metadata."""
+def format_version_for(metadata: BundleMetadata) -> FormatVersion:
+    """The lowest format version that holds a bundle of this metadata."""
     if metadata.payload_digests:
         return 6
-    if any(entry.is_dated for entry in entries):
+    if any(entry.is_dated for entry in metadata.entries):
         return 5
     if metadata.output_map is not None:
         return 4
@@ -214,7 +214,7 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
             f"{name}: expected a payload digest for each of {len(metadata.entries)} entries, "
             f"found {len(metadata.payload_digests)}"
         )
-    expected = format_version_for(metadata, metadata.entries)
+    expected = format_version_for(metadata)
     if metadata.format_version != expected:
         is_dated = any(entry.is_dated for entry in metadata.entries)
         maps = "no map" if metadata.output_map is None else "maps"

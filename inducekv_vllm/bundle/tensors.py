@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +146,7 @@ class Bundle:
         if gate is not None:
             tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        metadata = metadata.model_copy(update={"format_version": format_version_for(metadata, entries)})
+        metadata = metadata.model_copy(update={"format_version": format_version_for(metadata)})
         bundle = cls(**stored, metadata=metadata, signature=None, rows=None)
         check_structure(bundle, "bundle")
         return with_payload_digests(bundle)
@@ -210,15 +209,15 @@ def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
 
 def with_payload_digests(bundle: Bundle) -> Bundle:
     """The same bundle in the current format version; it has another digest, and is not signed."""
-    digests = payload_digests([tensor for name, tensor in bundle.tensors().items() if name in PAYLOADS])
+    digests = payload_digests(bundle)
     metadata = bundle.metadata.model_copy(update={"payload_digests": digests})
     return _sealed(replace(bundle, metadata=metadata, signature=None), metadata.entries)
 
 
 def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     """The bundle with these records of its entries, and the version and digest that they give it; checked."""
-    version = format_version_for(bundle.metadata, entries)
-    metadata = bundle.metadata.model_copy(update={"entries": entries, "format_version": version})
+    metadata = bundle.metadata.model_copy(update={"entries": entries})
+    metadata = metadata.model_copy(update={"format_version": format_version_for(metadata)})
     bundle = replace(bundle, metadata=metadata)
     bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
     check_bundle(bundle, "bundle")
@@ -245,14 +244,12 @@ def bundle_digest(bundle: Bundle) -> str:
     return sha.hexdigest()
 
 
-def payload_digests(payloads: Sequence[Tensor]) -> tuple[str, ...]:
-    """For each of N entries the sha256 over its part of every tensor (shape, bytes).
+def payload_digests(bundle: Bundle) -> tuple[str, ...]:
+    """For each of the N entries whose payloads are there, the sha256 over its keys, values and maps (shape, bytes).
 
     Entries of one digest have equal payloads and maps, to the bit; their keys, weights and dates may differ.
-
-    Args:
-        payloads: [L, N, J, ...] float16 each: payload keys, payload values, and the maps if there are any.
     """
+    payloads = [tensor for name, tensor in bundle.tensors().items() if name in PAYLOADS]  # [L, N, J, ...] float16
     entries = [tensor.contiguous().flatten(2).view(torch.uint8).numpy() for tensor in payloads]  # [L, N, bytes]
     head = "".join(f"{[len(tensor), *tensor.shape[2:]]}\n" for tensor in payloads).encode()
     starts = np.cumsum([0, *(len(entry) * entry.shape[2] for entry in entries)])
@@ -361,7 +358,7 @@ def check_values(bundle: Bundle, name: str) -> None:
 def _check_payloads(bundle: Bundle, name: str) -> None:
     """Check the payloads that are there against their digests."""
     metadata = bundle.metadata
-    found = payload_digests([tensor for part, tensor in bundle.tensors().items() if part in PAYLOADS])
+    found = payload_digests(bundle)
     rows = range(bundle.num_entries) if bundle.rows is None else bundle.rows.tolist()
     for row, digest in zip(rows, found, strict=True):
         if digest != metadata.payload_digests[row]:

@@ -243,7 +243,7 @@ def test_a_geometry_needs_no_weights(tmp_path: Path) -> None:
     geometry = Geometry(layers=2, heads=6, kv_heads=2, head_size=16, hidden_size=64, intermediate_size=96)
     model = save_without_weights(geometry, tmp_path / "model")
     assert not list(model.glob("*.safetensors"))
-    bundles = random_bundles(model, geometry, [64], "sqrt", tmp_path)
+    bundles = random_bundles(model, [64], "sqrt", tmp_path)
     bundles |= decouple(bundles["memory_B64"], tmp_path)
     assert stored_bytes(bundles, "memory_B64") == stored_bytes(bundles, "decoupled_B64_text") > 0
     assert stored_bytes(bundles, "model") == 0

@@ -47,8 +47,8 @@ class MemoryRows:
     @cached_property
     def one_slot(self) -> bool:
         slots, rows_of_slot = np.unique(self.slots[self.slots > 0], return_counts=True)
-        # Triton compiles for a bool, and fails with one of NumPy's.
         sets = np.unique(self.page_sets[self.page_sets > 0])
+        # Triton compiles for a bool, and fails with one of NumPy's.
         return bool(rows_of_slot.max() >= LEAST_LANES) or len(slots) == len(sets)
 
 
