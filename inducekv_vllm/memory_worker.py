@@ -7,6 +7,8 @@ The API process talks to a worker through the RPC methods `inducekv_*` and throu
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = logger_of(__name__)
+STEPPING_S = 0.1  # after a step the next one may follow
 
 
 class MemoryWorker(Worker):
@@ -57,7 +60,8 @@ class MemoryWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
         self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
-        self.resident = ResidentBundles(self._load_bundle)
+        self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
+        self._last_step = -math.inf  # when it began or ended
         self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known and the model is loaded.
@@ -127,6 +131,7 @@ class MemoryWorker(Worker):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        self._last_step = time.monotonic()
         self._device.begin_step()
         self._follow_schedule(scheduler_output)
         try:
@@ -137,6 +142,10 @@ class MemoryWorker(Worker):
         finally:
             self._rows = None
             self.attention.end_step()
+            self._last_step = time.monotonic()
+
+    def _is_stepping(self) -> bool:
+        return time.monotonic() - self._last_step < STEPPING_S
 
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
         """Assign slots to requests that start or resume in this step; release those of requests that stopped."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from .attention.page_allocator import Region
 from .attention.pages import ResidentBundle
+from .pace import beside_requests
+
+T = TypeVar("T")
 
 
 class ResidentBundles:
@@ -17,9 +21,13 @@ class ResidentBundles:
     keep it waiting for a core, and the steps would wait for it.
     """
 
-    def __init__(self, load: Callable[[str, str], ResidentBundle]) -> None:
-        """`load` reads the bundle at a path, checks that it has a digest, and stores it in the pool."""
-        self._load = load
+    def __init__(self, load: Callable[[str, str], ResidentBundle], is_busy: Callable[[], bool]) -> None:
+        """
+        Args:
+            load: reads the bundle at a path, checks that it has a digest, and stores it in the pool.
+            is_busy: whether there are steps that the thread should leave the cores to.
+        """
+        self._load, self._is_busy = load, is_busy
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
         self._leaving: dict[str, list[Future[ResidentBundle]]] = {}  # unloaded, and perhaps still in the pool
         self._to_erase: SimpleQueue[Region] = SimpleQueue()
@@ -42,7 +50,7 @@ class ResidentBundles:
         """Begin to load a bundle, and return at once. Does nothing if it is loaded or on its way."""
         future = self._bundles.get(digest)
         if future is None or (future.done() and future.exception() is not None):
-            self._bundles[digest] = self._thread.submit(self._erase_and_load, path, digest)
+            self._bundles[digest] = self._submit(self._erase_and_load, path, digest)
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
@@ -61,14 +69,14 @@ class ResidentBundles:
             # Erasing its pages takes the time of writing them. Later loads wait for it, steps do not.
             self._forget_what_has_left()
             self._leaving.setdefault(digest, []).append(future)
-            self._thread.submit(_release, future)
+            self._submit(_release, future)
         return True
 
     def release(self, region: Region) -> None:
         """Drop a request's reference to the pages of its bundle. After the last one, the thread erases them."""
         if region.drop():
             self._to_erase.put(region)
-            self._thread.submit(self._erase)
+            self._submit(self._erase)
 
     def is_erased(self, digest: str) -> bool:
         """Whether nothing is left in the pool of a bundle that was unloaded; ask until it is."""
@@ -84,6 +92,15 @@ class ResidentBundles:
         for future in self._bundles.values():
             future.cancel()
         self._thread.shutdown()
+
+    def _submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
+        """Let the thread do it, beside the steps."""
+
+        def run() -> T:
+            with beside_requests(self._is_busy):
+                return work(*arguments)
+
+        return self._thread.submit(run)
 
     def _erase_and_load(self, path: str, digest: str) -> ResidentBundle:
         self._erase()  # the load may need the room of what was released behind it

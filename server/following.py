@@ -86,7 +86,7 @@ class FollowingRegistry:
         self._wanted.add(digest)
         if digest in self._names.versions:
             return
-        memory = await read_in_thread(self._read, name, path)
+        memory = await read_in_thread(self._client, self._read, name, path)
         if memory.digest != digest:
             self._wanted.discard(digest)
             memory.erase()

@@ -187,7 +187,7 @@ class BundleRegistry:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
                 source = await asyncio.to_thread(access.resolve, path, f"bundle {name!r}")
-            memory = await read_in_thread(self._read_checked, name, source, access)
+            memory = await read_in_thread(self._client, self._read_checked, name, source, access)
             return await self._serve(name, memory, source, replace, who, "loaded", began)
 
     async def rollback(
@@ -213,7 +213,7 @@ class BundleRegistry:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 found = "no earlier version" if digest is None else f"no earlier version of digest {digest:.100}"
                 raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
-            memory = await read_in_thread(self._read_version, name, wanted[0])
+            memory = await read_in_thread(self._client, self._read_version, name, wanted[0])
             return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
@@ -221,7 +221,7 @@ class BundleRegistry:
         async with self._timed("restore", name, START):
             began = time.monotonic()
             self._check_name(name, replace=False)
-            memory = await read_in_thread(self._read_version, name, record)
+            memory = await read_in_thread(self._client, self._read_version, name, record)
             await self._serve(name, memory, record.source, False, START, "restored", began)
 
     async def _serve(

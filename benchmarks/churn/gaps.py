@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import httpx
 import numpy as np
@@ -45,9 +46,11 @@ async def measure(
     """Stream answers of one name while another is swapped or is left alone; in turns, so that both meet the same noise.
 
     Returns:
-        Milliseconds and their ratio for p50 and p99: {"p99": {"quiet": ..., "swaps": ..., "ratio": ...}, ...}.
+        Milliseconds and their ratio for p50 and p99, {"p99": {"quiet": ..., "swaps": ..., "ratio": ...}, ...}, and
+        "swaps": how many there were, and how many seconds they took in the median.
     """
     gaps = {"quiet": Gaps(), "swaps": Gaps()}
+    loads_before = len(admin.seconds)
     for turn in range(2 * turns):
         kind = ("quiet", "swaps")[turn % 2]
         swaps = [admin.keep_replacing(swapped, contents, SWAP_EVERY_S)] if kind == "swaps" else []
@@ -55,7 +58,8 @@ async def measure(
         async with meanwhile(*swaps), asyncio.TaskGroup() as group:
             for number in range(STREAMS):
                 group.create_task(_stream_until(client, streamed, questions[number::STREAMS], until, gaps[kind]))
-    found = {}
+    loads = admin.seconds[loads_before:]
+    found = {"swaps": {"count": len(loads), "median_s": round(median(loads), 2)}} if loads else {}
     for which in (50, 99):
         quiet, swapped_ms = (1000 * gaps[kind].percentile(which) for kind in ("quiet", "swaps"))
         ratio = swapped_ms / quiet

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..bundle import Bundle
 from ..device import Device
 from ..errors import CapacityError, UnsupportedModel
+from ..pace import rest
 from ..page_terms import IntArray
 from ..runs import runs_of
 from .page_allocator import PageAllocator, Region
@@ -170,8 +171,10 @@ class PagePool:
         with torch.inference_mode(), self._device.beside_steps():
             for first, end in runs_of(tokens):
                 span = slice(int(tokens[first]), int(tokens[end - 1]) + 1)
-                self.keys[:, :, span] = 0
-                self.values[:, :, span] = 0
+                for layer in range(self.shape.num_layers):
+                    self.keys[layer, :, span] = 0
+                    self.values[layer, :, span] = 0
+                    rest()
 
     def map_rows(self, layer: Tensor) -> Tensor:
         """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]."""
@@ -190,6 +193,7 @@ class PagePool:
                     scattered = torch.empty(own.shape, dtype=target.dtype, device=target.device).copy_(own)
                     target.index_copy_(1, self._device.upload(where), scattered.flatten(1, 2))
                     scattered.zero_()  # freed memory keeps its content, so there is no other copy
+            rest()
 
         sources = placement.sources(bundle)  # [N]
         for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory

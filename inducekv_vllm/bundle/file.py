@@ -24,6 +24,7 @@ from torch import Tensor
 from ..bounded_json import TooManyValues, parse_json, require_few_values, shown, without_collections
 from ..errors import BundleError
 from ..files import replacing
+from ..pace import rest
 from ..page_terms import IntArray
 from ..runs import runs_of
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
@@ -45,6 +46,7 @@ METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 6 * 2**20
 MAX_HEADER_VALUES = 100_000
 MAX_SIGNATURE_LENGTH = 1000
+READ_BYTES = 2**20  # at once
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -110,7 +112,6 @@ def _write_whole(file: io.FileIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-@without_collections()
 def read_bundle(
     path: str | os.PathLike[str],
     *,
@@ -161,7 +162,6 @@ def read_bundle(
     return bundle
 
 
-@without_collections()
 def read_signature(path: str | os.PathLike[str]) -> Signature | None:
     """The signature in a bundle's header; nothing is checked. Raises BundleError: the header cannot be read."""
     with _opened(path, str(path)) as file:
@@ -241,11 +241,13 @@ def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) ->
     """Fill `content` from byte `start` of the file on."""
     file.seek(start)
     while content.nbytes:
-        if not (count := file.readinto(content)):
+        if not (count := file.readinto(content[:READ_BYTES])):
             raise BundleError(f"{source}: the file became shorter while it was read")
         content = content[count:]
+        rest()
 
 
+@without_collections()
 def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:
     """Read the safetensors header as JSON, and its length; check sizes before parsing or allocating.
 
@@ -270,9 +272,11 @@ def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any
         raise BundleError(f"{source}: the header is not JSON, this is no safetensors file") from error
     if not isinstance(header, dict):
         raise BundleError(f"{source}: the header is not a JSON object, this is no safetensors file")
+    rest()
     return header, length
 
 
+@without_collections()
 def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     entry = header.get("__metadata__")
     text = entry.get(METADATA_KEY) if isinstance(entry, dict) else None
@@ -284,6 +288,7 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is too large: {error}") from error
     except ValueError as error:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
+    rest()
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in FORMAT_VERSIONS:
         supported = ", ".join(map(str, FORMAT_VERSIONS))
@@ -292,7 +297,9 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
         metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
         raise BundleError(f"{source}: metadata: {first_problem(error)}") from error
+    rest()
     check_metadata(metadata, source)
+    rest()
     return metadata
 
 

@@ -17,7 +17,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..activation import Activation
+from ..bounded_json import without_collections
 from ..errors import BundleError, FingerprintMismatch
+from ..pace import rest
 from ..page_terms import Form, IntArray, Weighting
 from .metadata import (
     AdapterRecord,
@@ -33,6 +35,7 @@ from .signature import Signature
 
 # Rounding a unit vector to float16 changes its norm by at most 2^-11, plus a little for subnormal components.
 UNIT_NORM_TOLERANCE = 2e-3
+CHECKED_AT_ONCE = 2**20  # values
 
 DTYPES = {
     "retrieval_keys": torch.float16,
@@ -182,6 +185,7 @@ class Bundle:
         """Overwrite the tensors with zeros: freed memory keeps its content. The bundle cannot be used afterwards."""
         for tensor in self.tensors().values():
             tensor.zero_()
+            rest()
 
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
@@ -224,6 +228,7 @@ def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     return bundle
 
 
+@without_collections()
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
@@ -235,7 +240,9 @@ def bundle_digest(bundle: Bundle) -> str:
     covered = PAYLOADS if bundle.metadata.payload_digests else ()
     sha = hashlib.sha256()
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
+    rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
+    rest()
     for name, tensor in sorted(bundle.tensors().items()):
         if name in covered:
             continue
@@ -266,6 +273,7 @@ def payload_digests(bundle: Bundle) -> tuple[str, ...]:
         sha = hashlib.sha256(head)
         sha.update(joined.data)
         digests.append(sha.hexdigest())
+        rest()
     joined.fill(0)  # freed memory keeps its content
     return tuple(digests)
 
@@ -335,12 +343,15 @@ def check_shapes(bundle: Bundle, name: str) -> None:
 
 def check_values(bundle: Bundle, name: str) -> None:
     for tensor_name, tensor in bundle.tensors().items():
-        # NaN propagates into the extremes, so this equals isfinite(tensor).all() but is about 25 times as fast.
-        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-            raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
+        for part in torch.split(tensor.reshape(-1), CHECKED_AT_ONCE):
+            # NaN propagates into the extremes, so this equals isfinite(part).all() but is about 25 times as fast.
+            if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
+                raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
+            rest()
     keys = bundle.retrieval_keys.float()  # [B, d]
     norms = keys.norm(dim=1)  # [B]
     keys.zero_()  # freed memory keeps its content
+    rest()
     if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
         worst = int(wrong[0])
         raise BundleError(f"{name}: retrieval key {worst} must have norm 1, found {float(norms[worst]):.6g}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from inducekv_vllm.attention.page_allocator import PageAllocator, Region
 from inducekv_vllm.errors import BundleError
+from inducekv_vllm.pace import PIECE_S, rest
 from inducekv_vllm.page_terms import IntArray
 from inducekv_vllm.resident import ResidentBundles
 
@@ -50,7 +52,7 @@ def loader() -> Loader:
 
 @pytest.fixture
 def bundles(loader: Loader) -> Iterator[ResidentBundles]:
-    bundles = ResidentBundles(loader.load)
+    bundles = ResidentBundles(loader.load, lambda: False)
     yield bundles
     loader.may_erase.set()
     loader.let_go.set()
@@ -211,3 +213,32 @@ def test_what_is_to_be_erased_is_erased_before_the_end(bundles: ResidentBundles,
     assert loader.allocator.num_free == 4
     assert sorted(token for _, tokens in loader.erased for token in tokens) == [0, 1, 2, 3]
     assert len(loader.threads) == 3  # D was never begun
+
+
+def test_loads_and_erasures_rest_while_there_are_steps() -> None:
+    asked: list[str] = []
+
+    def is_busy() -> bool:
+        asked.append(threading.current_thread().name)
+        return False
+
+    def piece() -> None:
+        until = time.thread_time() + 2 * PIECE_S
+        while time.thread_time() < until:
+            pass
+        rest()
+
+    def load(path: str, digest: str) -> Any:
+        piece()
+        region = allocator.region()
+        region.allocate(2)
+        return SimpleNamespace(region=region)
+
+    allocator = PageAllocator(8, erase=lambda tokens: piece())
+    bundles = ResidentBundles(load, is_busy)
+    bundles.begin("a", "A")
+    wait(bundles, "A")
+    assert asked == ["inducekv-load_0"]
+    bundles.unload("A")
+    bundles.close()
+    assert asked == ["inducekv-load_0"] * 2

@@ -35,6 +35,9 @@ class Workers:
         self.errored = False
         self.shared_entries = 0  # of the bundles that are loaded next
 
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
         if method == "inducekv_is_erased":

@@ -1,0 +1,45 @@
+"""Background work that leaves most of each core to the requests that run.
+
+On a CPU, loads and steps share the cores. Work that is done in one go holds a step up for as long as the scheduler lets
+it; in small pieces with rests between them, a step is late by a piece or two.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SHARE = 0.25  # of a core that the work takes while requests run
+PIECE_S = 0.001  # CPU time of a piece
+
+
+@dataclass
+class _Pace:
+    is_busy: Callable[[], bool]
+    began: float  # the running piece, in CPU time of the thread
+
+
+_threads = threading.local()
+
+
+@contextmanager
+def beside_requests(is_busy: Callable[[], bool]) -> Iterator[None]:
+    """Within this context the calling thread rests at each `rest`, if `is_busy` says that requests run."""
+    _threads.pace = _Pace(is_busy, time.thread_time())
+    try:
+        yield
+    finally:
+        _threads.pace = None
+
+
+def rest() -> None:
+    """Call it between small pieces of work. Outside of `beside_requests` it does nothing."""
+    pace: _Pace | None = getattr(_threads, "pace", None)
+    if pace is None or (worked := time.thread_time() - pace.began) < PIECE_S:
+        return
+    if pace.is_busy():
+        time.sleep(worked * (1 / SHARE - 1))
+    pace.began = time.thread_time()
