@@ -5,7 +5,7 @@
 
 Four names: one is replaced every second, one is unloaded and loaded again with other contents, two stay. Every answer
 is compared, token by token, with what the same content answers alone. Then the time between tokens of one of those that
-stay, while a large bundle is swapped every second and while none is. The command fails if an answer is wrong, if a
+stay, while a large bundle is swapped again and again and while none is. The command fails if an answer is wrong, if a
 request fails that should not, if something is left in the server, or if swaps cost more than `MOST_P99`. The server's
 cache of oneDNN primitives is small: with its usual size it alone grows by more than what is allowed here
 (`primitives.py`).
