@@ -91,11 +91,15 @@ class EngineStop:
             raise stopping() if self.requested else self._client.dead_error
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """`AsyncLLM.shutdown` with the steps of the module docstring. It blocks, so call it in a thread."""
+        """`AsyncLLM.shutdown` with the steps of the module docstring.
+
+        It blocks for as long as the time-out, so call it in a thread. vLLM calls it once more at the very end, on the
+        event loop: there it waits for nothing.
+        """
         self.requested = True
         deadline = time.monotonic() + (timeout or 0)
         # Without the event loop nothing comes to an end.
-        while self._busy() and self._loop.is_running() and time.monotonic() < deadline:
+        while self._busy() and self._loop.is_running() and not self._is_on_loop() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self._end_on_loop()
         self._plain_shutdown(timeout=None if timeout is None else max(0.0, deadline - time.monotonic()))
@@ -107,6 +111,9 @@ class EngineStop:
 
     def _end_on_loop(self) -> None:
         """Run `_end_what_waits` where streams and calls live; give up if the event loop is stuck."""
+        if self._is_on_loop():
+            self._end_what_waits()
+            return
         ended = threading.Event()
 
         def end() -> None:
@@ -116,6 +123,13 @@ class EngineStop:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(end)
             ended.wait(LOOP_WAIT_S if self._loop.is_running() else 0.0)
+
+    def _is_on_loop(self) -> bool:
+        """Whether the calling thread is the one that runs the event loop."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
 
     def _end_what_waits(self) -> None:
         processor = cast(AsyncLLM, self._client).output_processor

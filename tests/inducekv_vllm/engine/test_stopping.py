@@ -70,6 +70,21 @@ async def test_what_waits_ends_with_the_engine() -> None:
     assert engine.timeouts == [0]
 
 
+async def test_a_shutdown_on_the_event_loop_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls it once more there, when the HTTP server has ended."""
+    monkeypatch.setattr("inducekv_vllm.engine.stopping.LOOP_WAIT_S", None)  # for ever
+    engine = Engine()
+    stopped(engine)
+    engine.unfinished = 1
+    call = asyncio.create_task(engine.collective_rpc("inducekv_pop_key"))
+    await asyncio.sleep(0)
+    engine.shutdown(timeout=1e6)
+    assert engine.aborted == ["a", "b"]
+    assert len(engine.timeouts) == 1
+    with pytest.raises(RetryableRequestError, match="shutting down"):
+        await call
+
+
 async def test_calls_return_what_the_engine_answers() -> None:
     engine = Engine()
     stopped(engine)
