@@ -22,22 +22,26 @@ class _Pace:
     began: float  # the running piece, in CPU time of the thread
 
 
-_threads = threading.local()
+class _Thread(threading.local):
+    pace: _Pace | None = None
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def beside_requests(is_busy: Callable[[], bool]) -> Iterator[None]:
     """Within this context the calling thread rests at each `rest`, if `is_busy` says that requests run."""
-    _threads.pace = _Pace(is_busy, time.thread_time())
+    _thread.pace = _Pace(is_busy, time.thread_time())
     try:
         yield
     finally:
-        _threads.pace = None
+        _thread.pace = None
 
 
 def rest() -> None:
     """Call it between small pieces of work. Outside of `beside_requests` it does nothing."""
-    pace: _Pace | None = getattr(_threads, "pace", None)
+    pace = _thread.pace
     if pace is None or (worked := time.thread_time() - pace.began) < PIECE_S:
         return
     if pace.is_busy():

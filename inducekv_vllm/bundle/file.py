@@ -239,11 +239,10 @@ def _read_rows(
 
 def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) -> None:
     """Fill `content` from byte `start` of the file on."""
-    file.seek(start)
     while content.nbytes:
-        if not (count := file.readinto(content[:READ_BYTES])):
+        if not (count := os.preadv(file.fileno(), [content[:READ_BYTES]], start)):
             raise BundleError(f"{source}: the file became shorter while it was read")
-        content = content[count:]
+        start, content = start + count, content[count:]
         rest()
 
 

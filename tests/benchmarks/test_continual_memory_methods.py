@@ -28,7 +28,7 @@ from selector.paper.settings import PaperSettings
 from selector.refined.settings import RefinedSettings
 from tests.benchmarks.learned_streams import BUDGET, MEMORIES, NUM_TASKS, M
 from tests.benchmarks.small_streams import ORDER
-from tests.inducekv_vllm.parity import TOLERANCE, deviation, engine, greedy, make_world, prompts
+from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, deviation, engine, greedy, make_world, prompts
 
 # What an ablation changes in the recipe's settings.
 PAPER = {
@@ -242,7 +242,7 @@ def test_the_plugin_serves_what_the_ablations_make(learned, model, tmp_path):
     names = ["random_memory", "paper_no_gates", "paper_uniform", *refined] * 2
     bundles = [learned(name).bundles[1] for name in names]
     world, asked = make_world(model, tmp_path), prompts(len(names), seed=1)
-    with engine(model, enforce_eager=True) as llm:
+    with engine(model, environment=FEWER_PROCESSES, enforce_eager=True) as llm:
         offline = MemoryLLM(llm)
         loaded = {name: offline.load_bundle(learned(name).states[1] / BUNDLE) for name in set(names)}
         answers = offline.chat(

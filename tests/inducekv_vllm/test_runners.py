@@ -62,7 +62,7 @@ def served(world: World) -> Iterator[MemoryEngine]:
 
 
 def test_every_kind_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    served.check(prompts(9, seed=2), [KINDS[i % 7] for i in range(9)], greedy(max_tokens=40))
+    served.check(prompts(9, seed=2), [KINDS[i % 7] for i in range(9)], greedy(max_tokens=24))
     metrics = served.offline.llm.get_metrics()
     assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
 
