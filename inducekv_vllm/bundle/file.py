@@ -143,13 +143,14 @@ def read_bundle(
         size = os.fstat(file.fileno()).st_size
         if max_bytes is not None and size > max_bytes:
             raise BundleError(f"{source}: the file has {size} bytes, more than the limit of {max_bytes}")
-        header, header_bytes = _read_header(file, size, source)
-        metadata = _parse_metadata(header, source)
-        signature = _parse_signature(header, source)
-        starts = _check_layout(header, metadata, 8 + header_bytes, size, source)
-        if backbone is not None:
-            require_backbone(metadata, backbone, source)
-        rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
+        with without_collections():
+            header, header_bytes = _read_header(file, size, source)
+            metadata = _parse_metadata(header, source)
+            signature = _parse_signature(header, source)
+            starts = _check_layout(header, metadata, 8 + header_bytes, size, source)
+            if backbone is not None:
+                require_backbone(metadata, backbone, source)
+            rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
         tensors = _read_tensors(file, starts, metadata, rows, source)
     bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
     try:
@@ -162,6 +163,7 @@ def read_bundle(
     return bundle
 
 
+@without_collections()
 def read_signature(path: str | os.PathLike[str]) -> Signature | None:
     """The signature in a bundle's header; nothing is checked. Raises BundleError: the header cannot be read."""
     with _opened(path, str(path)) as file:
@@ -246,7 +248,6 @@ def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) ->
         rest()
 
 
-@without_collections()
 def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:
     """Read the safetensors header as JSON, and its length; check sizes before parsing or allocating.
 
@@ -275,7 +276,6 @@ def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any
     return header, length
 
 
-@without_collections()
 def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     entry = header.get("__metadata__")
     text = entry.get(METADATA_KEY) if isinstance(entry, dict) else None
