@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..device import CpuDevice, Device
 from ..page_terms import FloatArray, PageTerms
-from ..runs import runs_of
 from .pages import RequestMemory, ResidentBundle, span_of
 from .pool import PoolShape
 
@@ -87,6 +86,7 @@ class TermTables:
             )
             return None if bool((per_page == neutral).all()) else row
 
+        adjacent = span_of(entries)
         weight = np.exp(terms.log_weight) * terms.value_scale  # [k]
         map_weight = self._put(self.map_weight, slot, np.repeat(weight[order], r))
         log_weight = spread(self.log_weight, terms.log_weight, 0.0)
@@ -111,7 +111,7 @@ class TermTables:
             map_weight=map_weight if len(map_rows) and not bool((weight == 1).all()) else None,
             slot=slot,
             entries=entries.tobytes(),
-            first_entry=int(entries[0]) if len(runs_of(entries)) == 1 else None,
+            first_entry=adjacent.start if isinstance(adjacent, slice) else None,
         )
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> Tensor:

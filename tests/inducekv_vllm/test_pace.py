@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -55,17 +54,18 @@ def test_no_rest_after_less_than_a_piece(rests: list[float]) -> None:
     assert rests[0] >= 1.5 * PIECE_S * (1 / SHARE - 1)  # the first half counts
 
 
-@pytest.mark.parametrize("is_busy", [lambda: False, None], ids=["no requests", "not beside requests"])
-def test_otherwise_it_goes_on(rests: list[float], is_busy: Callable[[], bool] | None) -> None:
-    if is_busy is None:
-        with beside_requests(always):
-            pass
+def test_without_requests_it_goes_on(rests: list[float]) -> None:
+    with beside_requests(lambda: False):
         work(2 * PIECE_S)
         rest()
-    else:
-        with beside_requests(is_busy):
-            work(2 * PIECE_S)
-            rest()
+    assert rests == []
+
+
+def test_afterwards_it_goes_on(rests: list[float]) -> None:
+    with beside_requests(always):
+        pass
+    work(2 * PIECE_S)
+    rest()
     assert rests == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 
 from inducekv_vllm.attention.page_allocator import PageAllocator, Region
 from inducekv_vllm.errors import BundleError
-from inducekv_vllm.pace import PIECE_S, rest
+from inducekv_vllm.pace import rest
 from inducekv_vllm.page_terms import IntArray
 from inducekv_vllm.resident import ResidentBundles
 
@@ -215,26 +214,21 @@ def test_what_is_to_be_erased_is_erased_before_the_end(bundles: ResidentBundles,
     assert len(loader.threads) == 3  # D was never begun
 
 
-def test_loads_and_erasures_rest_while_there_are_steps() -> None:
+def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inducekv_vllm.pace.PIECE_S", 0)  # every piece is long enough
     asked: list[str] = []
 
     def is_busy() -> bool:
         asked.append(threading.current_thread().name)
         return False
 
-    def piece() -> None:
-        until = time.thread_time() + 2 * PIECE_S
-        while time.thread_time() < until:
-            pass
-        rest()
-
     def load(path: str, digest: str) -> Any:
-        piece()
+        rest()
         region = allocator.region()
         region.allocate(2)
         return SimpleNamespace(region=region)
 
-    allocator = PageAllocator(8, erase=lambda tokens: piece())
+    allocator = PageAllocator(8, erase=lambda tokens: rest())
     bundles = ResidentBundles(load, is_busy)
     bundles.begin("a", "A")
     wait(bundles, "A")

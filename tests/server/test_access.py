@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from inducekv_vllm.errors import BundleError
 from server.access import Access, ChangeRefused, SagemakerMiddleware
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import World, prompts
-from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of
+from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of, wait_until
 
 
 @pytest.fixture
@@ -209,9 +208,7 @@ class TestServer:
         httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
         (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
         before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
-        deadline = time.monotonic() + 60
-        while f"memory of digest {before} released" not in log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)  # it is erased in the background
+        wait_until(lambda: f"memory of digest {before} released" in log.read_text())  # it is erased in the background
         lines = log.read_text().splitlines()
         for level, line in (
             ("WARNING", r"load of memory bundle 'logged' by admin at 127.0.0.1 refused after \d.*: truncated"),
