@@ -22,21 +22,24 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: 
 
     Args:
         query: [n, R, H, D].
-        keys: [n, T, J, D], H a multiple of J; T = R if `causal`.
+        keys: [n, T, J, D], H a multiple of J.
         values: as the keys.
+        causal: row r does not see the last R - 1 - r tokens; what comes before the R own tokens is seen by every row.
     """
     if query.is_cuda and query.dtype in HALF:
         return _on_gpu(query, keys, values, causal, scale)
     own, keys, values = (x.transpose(1, 2) for x in (query, keys, values))  # [n, heads, tokens, D]
     keys, values = (x.repeat_interleave(own.shape[1] // keys.shape[1], dim=1) for x in (keys, values))
+    R, T = query.shape[1], keys.shape[2]
+    mask = torch.full((R, T), -torch.inf, device=query.device).triu(T - R + 1).to(query.dtype) if causal else None
     if not query.is_cuda:
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            own, keys, values, 0.0, causal, scale=scale
+            own, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
         return output.transpose(1, 2), lse.float().transpose(1, 2)
     logits = own @ keys.mT * scale  # float32 on a GPU, which FlashAttention does not take
-    if causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        logits = logits + mask
     return (logits.softmax(-1) @ values).transpose(1, 2), logits.logsumexp(-1).transpose(1, 2)
 
 
@@ -50,7 +53,13 @@ def use_fa3(library: Path) -> None:
 def _by_torch(query: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
     own, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
     output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        own, keys, values, 0.0, causal, False, scale=scale
+        own,
+        keys,
+        values,
+        0.0,
+        causal,
+        False,
+        scale=scale,  # its causal mask ends at the last token, as ours
     )
     return output.transpose(1, 2), lse[..., : query.shape[1]].transpose(1, 2)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels import attention, layers, plot, rivals, targets
+from benchmarks.kernels.rivals.work import Rival, Work
 from benchmarks.kernels.run import SECTIONS, parse_arguments
+from benchmarks.kernels.self_attention import attend
 from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build, plan_of
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
@@ -63,7 +66,10 @@ runpy.run_module("benchmarks.kernels.run", run_name="__main__")
     assert max(row["deviation"] for row in result["attention"]) < 2e-6
     assert {row["launches"] for row in result["attention"]} == {1, 2}
     assert [row["rows_with_memory"] > 0 for row in result["replay"]] == [False, True, True]
-    assert [row["rival"] for row in result["rivals"]] == list(rivals.RIVALS)
+    for case in rivals.small_cases():
+        found = {row["rival"]: row for row in result["rivals"] if row["case"] == case.name}
+        assert list(found) == list(rivals.RIVALS)
+        assert {name for name, row in found.items() if "deviation" in row} == {"flex", "concatenated", "copied", "lora"}
     assert "peaks" not in result  # nothing is timed, so nothing can be met or missed
     assert result["targets"] == []
 
@@ -96,7 +102,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(attention, "cases", lambda: [decode, prefill])
     monkeypatch.setattr(attention, "MOST_LAYERS", 2)
     monkeypatch.setattr(layers, "cases", lambda: [decode])
-    monkeypatch.setattr(rivals, "SIZES", [(1, 2)])
+    monkeypatch.setattr(rivals, "cases", rivals.small_cases)
     for module in (layers, rivals):
         monkeypatch.setattr(module, "CONTEXT", 16)
     monkeypatch.setattr(rivals, "LAYERS", 2)
@@ -114,17 +120,45 @@ def test_timed_sections_report_times_and_shares(clock: list[int]) -> None:
     assert [(row["plain_us"], row["memory_us"], row["speed"]) for row in whole] == [(100.0, 100.0, 1.0)]
     against = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
     assert all(row["right"] and row["us"] == 100.0 for row in against)
-    assert clock == [2, 2, 1, 1, *[2] * len(rivals.RIVALS)]
+    assert clock == [2, 2, 1, 1, *[2] * len(against)]
+
+
+@pytest.mark.parametrize("name", ["flex", "concatenated", "copied", "lora"])
+def test_a_wrong_rival_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = rivals.RIVALS[name]
+
+    def wrong(work: Work) -> Rival:
+        rival = prepare(work)
+        return replace(rival, run=lambda layer: rival.run(layer) * 1.01)
+
+    monkeypatch.setattr(rivals, "RIVALS", {name: wrong})
+    for row in rivals.measure(TINY, torch.float32, "cpu", print, timed=False):
+        assert not row["right"]
+        assert "error" not in row
+
+
+def test_rows_see_the_tokens_up_to_their_own() -> None:
+    """What stands in front of a prompt is seen by each of its rows."""
+    g = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, tokens, 3, 16, generator=g) for tokens in (4, 7, 7))
+    output, lse = attend(query, keys, values, causal=True, scale=0.25)
+    for row in range(4):
+        seen = slice(None, 7 - 3 + row)
+        expected = attend(query[:, row : row + 1], keys[:, seen], values[:, seen], causal=False, scale=0.25)
+        assert torch.allclose(output[:, row : row + 1], expected[0], atol=1e-6)
+        assert torch.allclose(lse[:, row : row + 1], expected[1], atol=1e-6)
 
 
 def test_a_rival_that_fails_is_named(clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: rivals.Rivalry) -> rivals.Rival:
+    def fails(_: Work) -> Rival:
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(rivals, "RIVALS", {"flex": fails})
-    (row,) = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
-    assert not row["right"]
-    assert row["error"] == "RuntimeError: out of registers"
+    rows = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
+    assert [row["case"] for row in rows] == [case.name for case in rivals.small_cases()]
+    for row in rows:
+        assert not row["right"]
+        assert row["error"] == "RuntimeError: out of registers"
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
