@@ -100,7 +100,7 @@ class History:
         copy = self._folder / f"{bundle.digest}.safetensors"
         # The same content may come with another signature.
         if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
-            write_bundle(bundle, copy)
+            write_bundle(bundle, copy, verify=False)
         return str(copy)
 
     def record(self, digest: str, parent_digest: str | None, by: str, source: str, path: str) -> VersionRecord:

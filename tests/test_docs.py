@@ -55,6 +55,7 @@ FOREIGN_PROGRAMS = (
     "promtool",
     "source",
     "vllm",
+    "vllm-router",
 )
 FOREIGN_FLAGS_AFTER = "--serve-args"
 

@@ -33,8 +33,8 @@ from .tensors import (
     DTYPES,
     PAYLOADS,
     Bundle,
-    check_bundle,
     check_shapes,
+    check_structure,
     check_values,
     expected_shapes,
     require_backbone,
@@ -50,8 +50,11 @@ READ_BYTES = 2**20  # at once
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 
-def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
+def write_bundle(bundle: Bundle, path: str | os.PathLike[str], *, verify: bool = True) -> None:
     """Write a bundle atomically: `path` holds either its old content or the complete new one.
+
+    Args:
+        verify: check values first, as `read_bundle` does; False for a bundle that it has just checked.
 
     Raises:
         BundleError: the bundle is inconsistent, its digest is stale, it has more metadata than `read_bundle` takes, or
@@ -59,7 +62,9 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str]) -> None:
     """
     assert bundle.rows is None, "the bundle was read in part"
     target = Path(path)
-    check_bundle(bundle, str(target))
+    check_structure(bundle, str(target))
+    if verify:
+        check_values(bundle, str(target))
     metadata = {METADATA_KEY: bundle.metadata.model_dump_json()}
     if bundle.signature is not None:
         metadata[SIGNATURE_KEY] = bundle.signature.model_dump_json()

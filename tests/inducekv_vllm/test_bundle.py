@@ -494,6 +494,16 @@ def test_a_stale_digest_is_not_written(path: Path) -> None:
     assert not path.exists()
 
 
+def test_what_was_checked_is_written_without_another_check_of_values(path: Path) -> None:
+    bundle = replace(random_bundle(), temperature=torch.tensor(0.5))  # its digest is stale
+    write_bundle(bundle, path, verify=False)
+    with pytest.raises(BundleError, match="does not match its digest"):
+        read_bundle(path)
+    misshapen = replace(bundle, layer_bias=torch.zeros(7))
+    with pytest.raises(BundleError, match="layer_bias must be"):
+        write_bundle(misshapen, path.with_name("other"), verify=False)
+
+
 def test_writing_replaces_the_old_file_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bundle(random_bundle(seed=1), path)
     before = path.read_bytes()
