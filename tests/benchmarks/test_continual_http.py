@@ -54,6 +54,7 @@ def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, 
     assert {card["id"] for card in models_at(server)} == {"base", "sqrt", "prior"}
 
 
+@pytest.mark.slow
 def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server, data, suite, tmp_path):
     """One adapter for all tasks, and one for each task, where the gate is open; past it, the server without LoRA."""
     arguments = ["--model", str(adapted.plain.model), "--method", "lora", "gated_task_lora", "no_memory"]

@@ -157,9 +157,10 @@ def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
     assert min(collected["base"]) > 0.7
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(finished, data, tmp_path):
     """SIGKILL to the command, while two processes of it run streams: they end too, and nothing is lost or repeated."""
-    seeds = ("--seed", "0", "1", "2")
+    seeds = ("--seed", "0", "1")
     whole, broken = shutil.copytree(finished, tmp_path / "whole"), tmp_path / "broken"
     assert main(command(data, whole, *seeds)) == 0
     results = [own_folder(broken, seed=seed) / "00-guild" / "result.json" for seed in (0, 1)]
@@ -167,13 +168,13 @@ def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(finished, d
     with killed_in_the_end([sys.executable, "-m", "benchmarks.continual", *arguments]) as process:
         wait_for(lambda: any(result.exists() for result in results), process)
     finished_then = {path: path.read_bytes() for path in broken.rglob("result.json")}
-    assert 0 < len(finished_then) < 2 * 3
+    assert 0 < len(finished_then) < 2 * 2
     for seed in (0, 1):
         with locked(own_folder(broken, seed=seed) / "lock", patience=5):
             pass  # the streams' processes ended with the command
 
     assert main(command(data, broken, *seeds)) == 0
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         before, after = (own_folder(folder, seed=seed) for folder in (whole, broken))
         matrices = [json.loads((folder / "matrix.json").read_bytes()) for folder in (before, after)]
         assert timeless(matrices[0]) == timeless(matrices[1])

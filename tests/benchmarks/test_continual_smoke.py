@@ -30,6 +30,7 @@ def out(data, tmp_path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_the_smoke_run_ends_with_all_its_results(out):
     # Idle worker processes would take the cores from the training; the test below has a server as users start it.
     environment = {**os.environ, **FEWER_PROCESSES}

@@ -97,6 +97,7 @@ def test_batches_of_every_kind_hold_their_pictures_and_answers(tokenizer):
     assert {family for family, _ in batch.spans} == set(questions.FAMILIES)
 
 
+@pytest.mark.slow
 def test_training_and_resuming_export_a_checkpoint_that_loads(tokenizer, tmp_path, monkeypatch):
     command = ["train", "--work", str(tmp_path), "--output", str(tmp_path / "out"), "--warm-up-steps", "1"]
     command += ["--no-compile", "--threads", "1", "--check-every", "1"]

@@ -160,6 +160,10 @@ def test_parity_and_merged_memory_is_refused(config: Any, tmp_path: Path) -> Non
             offline.load_bundle(tmp_path / "merged.safetensors")
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM's fp8 KV cache on a CPU needs AVX-512 or AMX",
+)
 def test_an_fp8_cache_rounds_no_more_than_without_memory(tmp_path: Path) -> None:
     case = make_case(soft_caps, tmp_path)
     options = {"enforce_eager": True, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}
