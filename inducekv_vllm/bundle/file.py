@@ -287,24 +287,29 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     if not isinstance(text, str):
         raise BundleError(f"{source}: no {METADATA_KEY!r} metadata: a safetensors file, but not a memory bundle")
     try:
-        raw = parse_json(text.encode(), MAX_HEADER_VALUES)
+        require_few_values(text.encode(), MAX_HEADER_VALUES)
+        metadata = BundleMetadata.model_validate_json(text)
     except TooManyValues as error:
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is too large: {error}") from error
-    except ValueError as error:
-        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
-    rest()
-    version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in FORMAT_VERSIONS:
-        supported = ", ".join(map(str, FORMAT_VERSIONS))
-        raise BundleError(f"{source}: format version {shown(version)} is not supported, expected one of {supported}")
-    try:
-        metadata = BundleMetadata.model_validate_json(text)
     except ValidationError as error:
+        _require_version(text, source)
         raise BundleError(f"{source}: metadata: {first_problem(error)}") from error
     rest()
     check_metadata(metadata, source)
     rest()
     return metadata
+
+
+def _require_version(text: str, source: str) -> None:
+    """Refuse metadata of a format version that is not known, whatever else is wrong with it."""
+    try:
+        raw = parse_json(text.encode(), MAX_HEADER_VALUES)
+    except ValueError as error:
+        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version not in FORMAT_VERSIONS:
+        supported = ", ".join(map(str, FORMAT_VERSIONS))
+        raise BundleError(f"{source}: format version {shown(version)} is not supported, expected one of {supported}")
 
 
 def _parse_signature(header: dict[str, Any], source: str) -> Signature | None:

@@ -45,7 +45,7 @@ from .passes import (
     make_injection_spec,
     require_rendered,
 )
-from .wire import LOAD_POLL_S, InjectionSpec
+from .wire import InjectionSpec, pauses
 
 _T = TypeVar("_T")
 
@@ -101,8 +101,9 @@ class MemoryLLM:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
         answers: list[Any]
+        waits = pauses()
         while None in (answers := self.llm.collective_rpc("inducekv_load_outcome", args=(bundle.digest,))):
-            time.sleep(LOAD_POLL_S)
+            time.sleep(next(waits))
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")

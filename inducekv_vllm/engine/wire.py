@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 EXTRA_ARGS_KEY = "inducekv"
-# Workers load bundles in the background; this often the API process asks them whether they have.
-LOAD_POLL_S = 0.02
+POLL_S = (0.002, 0.02)  # at least and at most
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each question whether the workers have done what they do in the background.
+
+    A tenth of the time that it has taken so far, so that the answer is little later than the work.
+    """
+    least, most = POLL_S
+    began = time.monotonic()
+    while True:
+        yield min(max(least, (time.monotonic() - began) / 10), most)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
-from inducekv_vllm.engine.wire import LOAD_POLL_S
+from inducekv_vllm.engine.wire import pauses
 from inducekv_vllm.errors import UnknownBundle
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, prompts
 
@@ -110,8 +110,9 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
         path = str(world.paths["sqrt"])
         memory = MemoryIndex.from_bundle(read_bundle(path), path)
         await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
+        waits = pauses()
         while (loaded := (await llm.collective_rpc("inducekv_load_outcome", args=(memory.digest,)))[0]) is None:
-            await asyncio.sleep(LOAD_POLL_S)
+            await asyncio.sleep(next(waits))
         assert loaded["ok"], loaded
         yield Served(llm, Memories(m=memory))
     finally:
