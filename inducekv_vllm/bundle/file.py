@@ -29,6 +29,7 @@ from ..page_terms import IntArray
 from ..runs import runs_of
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .signature import SIGNATURE_KEY, Signature
+from .spans import read_spans
 from .tensors import (
     DTYPES,
     PAYLOADS,
@@ -46,7 +47,6 @@ METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 6 * 2**20
 MAX_HEADER_VALUES = 100_000
 MAX_SIGNATURE_LENGTH = 1000
-READ_BYTES = 2**20  # at once
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -221,7 +221,7 @@ def _read_tensors(
         for name, tensor in tensors.items():
             content = tensor.reshape(-1).view(torch.uint8).numpy().data
             if rows is None or name not in PAYLOADS:
-                _read_span(file, starts[name], content, source)
+                read_spans(file, [(starts[name], content)], source)
             elif len(rows):
                 _read_rows(file, starts[name], content, rows, len(tensor), len(metadata.entries), source)
     except BaseException:
@@ -236,21 +236,15 @@ def _read_rows(
 ) -> None:
     """Read the rows of a tensor [L, B, ...] that begins at `start`; adjacent rows at once."""
     row_bytes = content.nbytes // (layers * len(rows))
-    runs = runs_of(rows)
+    runs = [(first, end, int(rows[first])) for first, end in runs_of(rows)]
+    spans = []
     for layer in range(layers):
-        begin = layer * len(rows)
-        for first, end in runs:
-            span = content[(begin + first) * row_bytes : (begin + end) * row_bytes]
-            _read_span(file, start + (layer * num_entries + int(rows[first])) * row_bytes, span, source)
-
-
-def _read_span(file: io.FileIO, start: int, content: memoryview, source: str) -> None:
-    """Fill `content` from byte `start` of the file on."""
-    while content.nbytes:
-        if not (count := os.preadv(file.fileno(), [content[:READ_BYTES]], start)):
-            raise BundleError(f"{source}: the file became shorter while it was read")
-        start, content = start + count, content[count:]
-        rest()
+        begin, there = layer * len(rows), start + layer * num_entries * row_bytes
+        spans += [
+            (there + row * row_bytes, content[(begin + first) * row_bytes : (begin + end) * row_bytes])
+            for first, end, row in runs
+        ]
+    read_spans(file, spans, source)
 
 
 def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import safetensors
 import torch
 
-from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, read_bundle, write_bundle
+from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, file, read_bundle, spans, write_bundle
 from inducekv_vllm.bundle.tensors import PAYLOADS
 from inducekv_vllm.errors import BundleError
 from tests.inducekv_vllm.bundles import D, G, J, L, older, random_bundle, random_gated_bundle, random_maps
@@ -27,8 +28,8 @@ def mapped_bundle(**changes: Any) -> Bundle:
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
-    with safetensors.safe_open(path, "pt") as file:
-        content: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
+    with safetensors.safe_open(path, "pt") as opened:
+        content: dict[str, Any] = json.loads(opened.metadata()[METADATA_KEY])
     return content
 
 
@@ -183,6 +184,59 @@ class TestPayloadDigests:
         for name, tensor in part.tensors().items():
             whole = bundle.tensors()[name]
             assert torch.equal(tensor, whole[:, rows] if name in PAYLOADS else whole)
+
+    @pytest.mark.parametrize(
+        ("limits", "calls"),
+        [
+            ({}, 2),  # one for each tensor of payloads, and nothing of it alone
+            ({"GAP_BYTES": 0}, 0),
+            ({"MOST_SPANS": 2}, None),
+            ({"READ_BYTES": 3000}, None),
+            ({"GAP_BYTES": 700, "READ_BYTES": 5000, "MOST_SPANS": 3}, None),
+        ],
+    )
+    def test_scattered_payloads_are_read_with_what_lies_between(
+        self, limits: dict[str, int], calls: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bundle, path = random_bundle(num_entries=40), tmp_path / "bundle.safetensors"
+        write_bundle(bundle, path)
+        for name, value in limits.items():
+            monkeypatch.setattr(spans, name, value)
+        read, scratch = spans._read_at_once, []
+
+        def read_at_once(source: Any, near: Any, between: memoryview) -> bool:
+            scratch.append(between)
+            assert len(near) > 1
+            return read(source, near, between)
+
+        monkeypatch.setattr(spans, "_read_at_once", read_at_once)
+        digests, rows = bundle.metadata.payload_digests, [0, 1, 5, 6, 7, 12, 20, 38]
+        part = read_bundle(path, known=lambda _: set(digests) - {digests[row] for row in rows})
+        assert part.rows is not None
+        assert part.rows.tolist() == rows
+        assert torch.equal(part.payload_keys, bundle.payload_keys[:, rows])
+        assert torch.equal(part.payload_values, bundle.payload_values[:, rows])
+        assert not any(map(any, scratch))
+        if calls is not None:
+            assert len(scratch) == calls
+
+    @pytest.mark.parametrize("left", [0, 0.3, 0.7, 0.99])
+    def test_a_file_that_becomes_shorter_meanwhile(
+        self, left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bundle, path = random_bundle(num_entries=40), tmp_path / "bundle.safetensors"
+        write_bundle(bundle, path)
+        read = file._read_tensors
+
+        def cut(*arguments: Any) -> dict[str, Any]:
+            size = path.stat().st_size
+            os.truncate(path, size - int((1 - left) * bundle.payload_keys.nbytes) - 1)
+            return read(*arguments)
+
+        monkeypatch.setattr(file, "_read_tensors", cut)
+        digests = bundle.metadata.payload_digests
+        with pytest.raises(BundleError, match="the file became shorter while it was read"):
+            read_bundle(path, known=lambda _: digests[1:-1:2])
 
     def test_a_version_without_digests_is_read_whole(self, tmp_path: Path) -> None:
         bundle = older(random_bundle())

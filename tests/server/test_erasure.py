@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, Gate, file, read_bundle, write_bundle
+from inducekv_vllm.bundle import AdapterRecord, Bundle, Gate, read_bundle, spans, write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.errors import BundleError, CapacityError, LoadTimeout, UnsupportedModel
@@ -50,7 +50,7 @@ def _has_content(memory: MemoryIndex) -> bool:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
-    read, make, fill = Read(), MemoryIndex.from_bundle, file._read_span
+    read, make, fill = Read(), MemoryIndex.from_bundle, spans._read_span
 
     def made(bundle: Bundle, path: str) -> MemoryIndex:
         read.indexes.append(make(bundle, path))
@@ -61,7 +61,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
         fill(source, start, content, name)
 
     monkeypatch.setattr(MemoryIndex, "from_bundle", staticmethod(made))
-    monkeypatch.setattr(file, "_read_span", filled)
+    monkeypatch.setattr(spans, "_read_span", filled)
     return read
 
 
@@ -191,14 +191,14 @@ def test_of_a_file_that_is_refused(files: Path, read: Read, monkeypatch: pytest.
         content[-1] ^= 1
         path.write_bytes(content)
     else:
-        fill = file._read_span
+        fill = spans._read_span
 
         def cut(source: Any, start: int, content: memoryview, name: str) -> None:
             fill(source, start, content, name)
             if len(read.tensors) == 4:
                 raise BundleError("the file became shorter while it was read")
 
-        monkeypatch.setattr(file, "_read_span", cut)
+        monkeypatch.setattr(spans, "_read_span", cut)
     with pytest.raises(BundleError):
         read_bundle(path)
     assert len(read.tensors) >= 4
