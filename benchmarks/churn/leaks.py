@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +27,11 @@ class Held:
     """What all processes of a server hold."""
 
     resident_mib: float
-    open_files: int
+    files: Counter[str]  # open files by what they are: "socket", "pipe", or a path
+
+    @property
+    def open_files(self) -> int:
+        return self.files.total()
 
     @classmethod
     def by(cls, url: str) -> Held:
@@ -30,8 +39,14 @@ class Held:
         processes = [psutil.Process(pid) for pid in processes_of(url)]
         return cls(
             resident_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
-            open_files=sum(process.num_fds() for process in processes),
+            files=Counter(kind for process in processes for kind in _open_files(process.pid)),
         )
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has been closed
+            yield os.readlink(file).partition(":[")[0]
 
 
 async def held_at_rest(url: str, open_files: int) -> Held:

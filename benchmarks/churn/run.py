@@ -147,7 +147,7 @@ async def measure(url: str, key: str, contents: Contents, args: argparse.Namespa
         "changes": len(admin.seconds),
         "preemptions": preempted,
         "resident_mib": {"before": before.resident_mib, "after": after.resident_mib, "course": course},
-        "open_files": {"before": before.open_files, "after": after.open_files},
+        "open_files": {"before": before.open_files, "after": after.open_files, "more": after.files - before.files},
         "in_use": {"before": asdict(empty), "after": asdict(in_use)},
         "swapped_entries": args.swapped_entries,
         "swapped_mb": round(contents.paths[contents.large[0]].stat().st_size / 1e6, 1),

@@ -52,14 +52,9 @@ def use_fa3(library: Path) -> None:
 
 def _by_torch(query: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
     own, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+    # Its causal mask ends at the last token, as that of `attend`.
     output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        own,
-        keys,
-        values,
-        0.0,
-        causal,
-        False,
-        scale=scale,  # its causal mask ends at the last token, as ours
+        own, keys, values, 0.0, causal, False, scale=scale
     )
     return output.transpose(1, 2), lse[..., : query.shape[1]].transpose(1, 2)
 

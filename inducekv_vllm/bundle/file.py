@@ -29,7 +29,7 @@ from ..page_terms import IntArray
 from ..runs import runs_of
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .signature import SIGNATURE_KEY, Signature
-from .spans import read_spans
+from .spans import Span, read_spans
 from .tensors import (
     DTYPES,
     PAYLOADS,
@@ -54,11 +54,12 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str], *, verify: bool =
     """Write a bundle atomically: `path` holds either its old content or the complete new one.
 
     Args:
-        verify: check values first, as `read_bundle` does; False for a bundle that it has just checked.
+        verify: check values first, as `read_bundle` does; False for a bundle that `read_bundle` has just checked.
 
     Raises:
-        BundleError: the bundle is inconsistent, its digest is stale, it has more metadata than `read_bundle` takes, or
-            the file cannot be written (missing folder, full disk, ...). No temporary file is left behind.
+        BundleError: the bundle is inconsistent, its digest is stale (if `verify`), it has more metadata than
+            `read_bundle` takes, or the file cannot be written (missing folder, full disk, ...). No temporary file is
+            left behind.
     """
     assert bundle.rows is None, "the bundle was read in part"
     target = Path(path)
@@ -137,7 +138,7 @@ def read_bundle(
         max_bytes: refuse a larger file.
         name: what messages call the file (default: its path).
         known: is called with the payload digests [B] of a file that has any, and tells which payloads the caller has
-            already. They are neither read nor checked: the bundle has the `rows` of the others alone.
+            already. They are not checked, and not kept if they are read: the bundle has the `rows` of the others alone.
 
     Raises:
         BundleError: names the file and the problem.
@@ -237,14 +238,14 @@ def _read_rows(
     """Read the rows of a tensor [L, B, ...] that begins at `start`; adjacent rows at once."""
     row_bytes = content.nbytes // (layers * len(rows))
     runs = [(first, end, int(rows[first])) for first, end in runs_of(rows)]
-    spans = []
-    for layer in range(layers):
-        begin, there = layer * len(rows), start + layer * num_entries * row_bytes
-        spans += [
-            (there + row * row_bytes, content[(begin + first) * row_bytes : (begin + end) * row_bytes])
-            for first, end, row in runs
-        ]
-    read_spans(file, spans, source)
+
+    def spans() -> Iterator[Span]:
+        for layer in range(layers):
+            begin, there = layer * len(rows), start + layer * num_entries * row_bytes
+            for first, end, row in runs:
+                yield there + row * row_bytes, content[(begin + first) * row_bytes : (begin + end) * row_bytes]
+
+    read_spans(file, spans(), source)
 
 
 def _read_header(file: io.FileIO, size: int, source: str) -> tuple[dict[str, Any], int]:
@@ -288,6 +289,10 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
     except ValidationError as error:
         _require_version(text, source)
         raise BundleError(f"{source}: metadata: {first_problem(error)}") from error
+    except ValueError as error:  # a lone surrogate
+        raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
+    if "format_version" not in metadata.model_fields_set:
+        _require_version(text, source)
     rest()
     check_metadata(metadata, source)
     rest()

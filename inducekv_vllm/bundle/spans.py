@@ -1,22 +1,22 @@
-"""Spans of bytes of a file, read into memory of the caller's and nowhere else."""
+"""Spans of bytes of a file, read into memory of the caller's. Nothing of the file stays elsewhere."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import BundleError
 from ..pace import rest
 
 READ_BYTES = 2**20  # at once
 GAP_BYTES = 2**15  # that are read along with what lies before and behind them
-MOST_SPANS = 256  # at once; the system allows 1024 memories, and each span may have a gap before it
+MOST_SPANS = 256  # at once; the system allows 1024 buffers (IOV_MAX), and each span may have a gap before it
 
 Span = tuple[int, memoryview]  # a byte of the file, and the memory to fill from there on
 
 
-def read_spans(file: io.FileIO, spans: Sequence[Span], source: str) -> None:
+def read_spans(file: io.FileIO, spans: Iterable[Span], source: str) -> None:
     """Fill each memory from its byte of the file on. The spans are in order.
 
     What lies between two spans is read along if it is little, and overwritten: that takes less time than another call.
@@ -24,27 +24,27 @@ def read_spans(file: io.FileIO, spans: Sequence[Span], source: str) -> None:
     Raises:
         BundleError: the file ends before; `source` is its name.
     """
-    between = memoryview(bytearray(GAP_BYTES))
+    gap = memoryview(bytearray(GAP_BYTES))
     try:
-        for group in _near(spans):
-            if len(group) == 1 or not _read_at_once(file, group, between):
+        for group in _groups(spans):
+            if len(group) == 1 or not _read_at_once(file, group, gap):
                 for start, content in group:
                     _read_span(file, start, content, source)
             rest()
     finally:
-        between[:] = bytes(GAP_BYTES)
+        gap[:] = bytes(GAP_BYTES)
 
 
-def _read_at_once(file: io.FileIO, spans: Sequence[Span], between: memoryview) -> bool:
-    """Fill near spans with one call; return whether it read them whole. `between` takes what lies between them."""
+def _read_at_once(file: io.FileIO, spans: Sequence[Span], gap: memoryview) -> bool:
+    """Fill near spans with one call; return whether it read them whole. `gap` takes what lies between them."""
     vectors, (place, _) = [], spans[0]
     for start, content in spans:
-        vectors += [between[: start - place], content]
+        vectors += [gap[: start - place], content]
         place = start + content.nbytes
     return os.preadv(file.fileno(), vectors, spans[0][0]) == place - spans[0][0]
 
 
-def _near(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _groups(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """The spans in groups that one call reads."""
     group: list[Span] = []
     for start, content in spans:

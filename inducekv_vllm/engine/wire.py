@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -10,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 EXTRA_ARGS_KEY = "inducekv"
-POLL_S = (0.002, 0.02)  # at least and at most
+LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before each question whether the workers have done what they do in the background.
+    """Seconds to wait between questions whether the workers have done what they do in the background.
 
-    A tenth of the time that it has taken so far, so that the answer is little later than the work.
+    A tenth of the time since this call, so that the answer comes little later than the end of the work.
     """
-    least, most = POLL_S
     began = time.monotonic()
-    while True:
-        yield min(max(least, (time.monotonic() - began) / 10), most)
+    return (min(max(LEAST_PAUSE_S, (time.monotonic() - began) / 10), LONGEST_PAUSE_S) for _ in itertools.count())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels import attention, layers, plot, rivals, targets
-from benchmarks.kernels.rivals.work import Rival, Work
+from benchmarks.kernels.rivals.inputs import Inputs, Rival
 from benchmarks.kernels.run import SECTIONS, parse_arguments
 from benchmarks.kernels.self_attention import attend
 from benchmarks.kernels.timing import Peaks
@@ -127,8 +127,8 @@ def test_timed_sections_report_times_and_shares(clock: list[int]) -> None:
 def test_a_wrong_rival_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = rivals.RIVALS[name]
 
-    def wrong(work: Work) -> Rival:
-        rival = prepare(work)
+    def wrong(inputs: Inputs) -> Rival:
+        rival = prepare(inputs)
         return replace(rival, run=lambda layer: rival.run(layer) * 1.01)
 
     monkeypatch.setattr(rivals, "RIVALS", {name: wrong})
@@ -150,7 +150,7 @@ def test_rows_see_the_tokens_up_to_their_own() -> None:
 
 
 def test_a_rival_that_fails_is_named(clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Work) -> Rival:
+    def fails(_: Inputs) -> Rival:
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(rivals, "RIVALS", {"flex": fails})

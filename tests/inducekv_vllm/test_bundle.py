@@ -28,6 +28,7 @@ from inducekv_vllm.bundle import (
     Gate,
     bundle_digest,
     read_bundle,
+    read_signature,
     write_bundle,
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
@@ -410,9 +411,22 @@ def test_metadata_that_cannot_be_used(path: Path) -> None:
     safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: "{no json"})
     with pytest.raises(BundleError, match="not JSON"):
         read_bundle(path)
-    safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: "[1]"})
-    with pytest.raises(BundleError, match="format version None"):
-        read_bundle(path)
+    del good["format_version"]
+    for text in ("[1]", json.dumps(good)):
+        safetensors.torch.save_file(tensors, path, metadata={METADATA_KEY: text})
+        with pytest.raises(BundleError, match="format version None"):
+            read_bundle(path)
+
+
+def test_a_lone_surrogate_in_the_metadata_is_refused(path: Path) -> None:
+    """The JSON of the header can escape one."""
+    write_bundle(random_bundle(recipe="abcdef"), path)
+    content = path.read_bytes()
+    assert content.count(b"abcdef") == 1
+    path.write_bytes(content.replace(b"abcdef", rb"\ud800"))
+    for read in (read_bundle, read_signature):
+        with pytest.raises(BundleError, match="metadata is not JSON"):
+            read(path)
 
 
 def test_tensors_that_cannot_be_used(path: Path) -> None:

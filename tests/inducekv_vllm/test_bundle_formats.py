@@ -204,10 +204,10 @@ class TestPayloadDigests:
             monkeypatch.setattr(spans, name, value)
         read, scratch = spans._read_at_once, []
 
-        def read_at_once(source: Any, near: Any, between: memoryview) -> bool:
-            scratch.append(between)
+        def read_at_once(source: Any, near: Any, gap: memoryview) -> bool:
+            scratch.append(gap)
             assert len(near) > 1
-            return read(source, near, between)
+            return read(source, near, gap)
 
         monkeypatch.setattr(spans, "_read_at_once", read_at_once)
         digests, rows = bundle.metadata.payload_digests, [0, 1, 5, 6, 7, 12, 20, 38]
@@ -226,14 +226,13 @@ class TestPayloadDigests:
     ) -> None:
         bundle, path = random_bundle(num_entries=40), tmp_path / "bundle.safetensors"
         write_bundle(bundle, path)
-        read = file._read_tensors
+        read = file._read_rows
 
-        def cut(*arguments: Any) -> dict[str, Any]:
-            size = path.stat().st_size
-            os.truncate(path, size - int((1 - left) * bundle.payload_keys.nbytes) - 1)
-            return read(*arguments)
+        def cut(opened: Any, start: int, *arguments: Any) -> None:
+            os.truncate(path, start + int(left * bundle.payload_keys.nbytes))
+            read(opened, start, *arguments)
 
-        monkeypatch.setattr(file, "_read_tensors", cut)
+        monkeypatch.setattr(file, "_read_rows", cut)
         digests = bundle.metadata.payload_digests
         with pytest.raises(BundleError, match="the file became shorter while it was read"):
             read_bundle(path, known=lambda _: digests[1:-1:2])

@@ -4,8 +4,8 @@
     flex           FlexAttention over [pages ; keys] with a block mask, compiled (flex.py)
     concatenated   the pages copied in front of each request's keys, step by step, then FlashAttention (copies.py)
     copied         the copies are made once and kept: FlashAttention over longer caches, and bytes for each request
-    lora           no memory: self-attention, and one LoRA adapter a memory, of its bytes, beside the four attention
-                   projections (lora.py)
+    lora           no memory: self-attention, and one LoRA adapter a memory, of at most its bytes, beside the four
+                   attention projections (lora.py)
 
 Decoupled memory has a softmax of its own, so its rivals attend a second time, to the pages and a null token, and add
 the result; `copied` keeps what that reads.
@@ -28,8 +28,8 @@ from benchmarks.kernels.workloads import FORMS, TOLERANCE, Case, deviation
 
 from .copies import concatenated, copied
 from .flex import flex
+from .inputs import Inputs, Rival, draw_inputs
 from .lora import lora
-from .work import Rival, Work, draw_work
 
 CONTEXT, SMALL_CONTEXT = 1024, 16  # tokens in the KV cache of each request that decodes
 LAYERS = 8  # whose pages and caches a graph goes through
@@ -55,11 +55,11 @@ def measure(
     """One row for each rival and case. A rival that fails is reported with its error."""
     results = []
     for case in cases() if timed else small_cases():
-        work = draw_work(case, geometry, dtype, device, LAYERS if timed else 1, CONTEXT if timed else SMALL_CONTEXT)
+        inputs = draw_inputs(case, geometry, dtype, device, LAYERS if timed else 1, CONTEXT if timed else SMALL_CONTEXT)
         for name, prepare in RIVALS.items():
             result: dict[str, Any] = {"case": case.name, "rival": name}
             try:
-                result |= measure_rival(prepare(work), work, dtype, timed)
+                result |= measure_rival(prepare(inputs), inputs, dtype, timed)
             except Exception as error:
                 result |= {"right": False, "error": f"{type(error).__name__}: {error}"[:500]}
             results.append(result)
@@ -69,26 +69,26 @@ def measure(
     return results
 
 
-def measure_rival(rival: Rival, work: Work, dtype: torch.dtype, timed: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"bytes_for_each_request": rival.bytes_for_each_request, "right": True}
-    if rival.like is not None:
-        error = deviation(rival.run(0), rival.like(0))
+def measure_rival(rival: Rival, inputs: Inputs, dtype: torch.dtype, timed: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"bytes_for_each_request": rival.bytes_for_each_request, **rival.more, "right": True}
+    if rival.expected is not None:
+        error = deviation(rival.run(0), rival.expected(0))
         # Both round, each in its own order.
         result |= {"deviation": error, "right": error < 2 * TOLERANCE[dtype]}
     if timed:
-        result["us"] = microseconds([partial(rival.run, layer) for layer in range(len(work.caches))])
+        result["us"] = microseconds([partial(rival.run, layer) for layer in range(len(inputs.caches))])
     return result
 
 
-def without_memory(work: Work) -> Rival:
-    return Rival(lambda layer: work.plain(layer)[0])
+def without_memory(inputs: Inputs) -> Rival:
+    return Rival(lambda layer: inputs.self_attention(layer)[0])
 
 
-def kernels(work: Work) -> Rival:
-    return Rival(lambda layer: work.by_kernels(work.prior, layer))
+def kernels(inputs: Inputs) -> Rival:
+    return Rival(lambda layer: inputs.by_kernels(inputs.prior, layer))
 
 
-RIVALS: dict[str, Callable[[Work], Rival]] = {
+RIVALS: dict[str, Callable[[Inputs], Rival]] = {
     "no memory": without_memory,
     "kernels": kernels,
     "flex": flex,

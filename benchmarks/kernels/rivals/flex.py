@@ -8,65 +8,65 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .work import Rival, Work
+from .inputs import Inputs, Rival
 
 Sees = Callable[[Tensor, Tensor], Tensor]  # whether a row sees a token
 
 
-def flex(work: Work) -> Rival:
-    run = _merged(work) if work.case.form == "merged" else _decoupled(work)
-    return Rival(run, like=lambda layer: work.by_kernels(work.prior, layer))
+def flex(inputs: Inputs) -> Rival:
+    run = _merged(inputs) if inputs.case.form == "merged" else _decoupled(inputs)
+    return Rival(run, expected=lambda layer: inputs.by_kernels(inputs.prior, layer))
 
 
-def _merged(work: Work) -> Callable[[int], Tensor]:
-    R, pages = work.case.rows, work.token_index.numel()
-    tokens = work.caches[0][0].shape[1]  # T of a request
-    own_page = _sees_page(work)
+def _merged(inputs: Inputs) -> Callable[[int], Tensor]:
+    R, pages = inputs.case.rows, inputs.token_index.numel()
+    tokens = inputs.caches[0][0].shape[1]  # T of a request
+    own_page, causal = _sees_page(inputs), inputs.causal
 
     def sees(row: Tensor, token: Tensor) -> Tensor:
         own = token - pages
-        own_key = own <= row if work.causal else own // tokens == row
+        own_key = own <= row if causal else own // tokens == row
         return torch.where(token < pages, own_page(row, token), own_key)
 
-    attention = _compiled(work, sees, R, pages + len(work.caches[0][0]) * tokens)
+    attention = _compiled(inputs, sees, R, pages + len(inputs.caches[0][0]) * tokens)
     joined = []
-    for layer, cache in enumerate(work.caches):
+    for layer, cache in enumerate(inputs.caches):
         own = (x.flatten(0, 1).transpose(0, 1) for x in cache)  # [J, n T, D]
-        joined.append([torch.cat([page, x], dim=1) for page, x in zip(_pages(work, layer), own, strict=True)])
+        joined.append([torch.cat([page, x], dim=1) for page, x in zip(_pages(inputs, layer), own, strict=True)])
     return lambda layer: attention(*joined[layer])
 
 
-def _decoupled(work: Work) -> Callable[[int], Tensor]:
+def _decoupled(inputs: Inputs) -> Callable[[int], Tensor]:
     """Self-attention, and a second attention over the pages and a null token: a key and a value of zeros."""
-    pages = work.token_index.numel()
-    own_page = _sees_page(work)
-    attention = _compiled(work, lambda row, token: (token == pages) | own_page(row, token), work.case.rows, pages + 1)
+    rows, pages, own_page = inputs.case.rows, inputs.token_index.numel(), _sees_page(inputs)
+    attention = _compiled(inputs, lambda row, token: (token == pages) | own_page(row, token), rows, pages + 1)
     padded = [
-        [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in _pages(work, layer)] for layer in range(len(work.caches))
+        [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in _pages(inputs, layer)] for layer in range(len(inputs.caches))
     ]
-    return lambda layer: work.plain(layer)[0] + attention(*padded[layer])
+    return lambda layer: inputs.self_attention(layer)[0] + attention(*padded[layer])
 
 
-def _pages(work: Work, layer: int) -> tuple[Tensor, Tensor]:
+def _pages(inputs: Inputs, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and gated values of all memories, [J, memories S, D]."""
-    pool, place = work.prior.pools[layer], work.token_index.flatten()
+    pool, place = inputs.prior.pools[layer], inputs.token_index.flatten()
     return pool.keys[:, place], (pool.values[:, place].float() * pool.gate[1]).to(pool.values.dtype)
 
 
-def _sees_page(work: Work) -> Sees:
-    S, memory, slot = work.case.tokens, work.memory_of_request, _slot_of_row(work)
-    return lambda row, token: (token // S == memory[slot[row]]) & (token < work.memories * S)
+def _sees_page(inputs: Inputs) -> Sees:
+    S, pages = inputs.case.tokens, inputs.token_index.numel()
+    memory, slot = inputs.memory_of_request, _slot_of_row(inputs)
+    return lambda row, token: (token // S == memory[slot[row]]) & (token < pages)
 
 
-def _slot_of_row(work: Work) -> Tensor:
+def _slot_of_row(inputs: Inputs) -> Tensor:
     """[R], from 0."""
-    return torch.arange(work.case.rows, device=work.prior.query.device) % work.case.slots
+    return torch.arange(inputs.case.rows, device=inputs.prior.query.device) % inputs.case.slots
 
 
-def _compiled(work: Work, sees: Sees, rows: int, tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _compiled(inputs: Inputs, sees: Sees, rows: int, tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Attention of all rows over keys and values [J, T, D], weighted where a token is a page's; [R, H, D]."""
-    g, prior = work.geometry, work.prior
-    device, S, pages, slot = prior.query.device, work.case.tokens, work.token_index.numel(), _slot_of_row(work)
+    g, prior = inputs.geometry, inputs.prior
+    device, S, pages, slot = prior.query.device, inputs.case.tokens, inputs.token_index.numel(), _slot_of_row(inputs)
     weights = prior.tables.log_weight[1:] + prior.pools[0].bias[1:, None]  # [n, S]
 
     def seen(batch: Tensor, head: Tensor, row: Tensor, token: Tensor) -> Tensor:
@@ -76,7 +76,10 @@ def _compiled(work: Work, sees: Sees, rows: int, tokens: int) -> Callable[[Tenso
         return torch.where(token < pages, score + weights[slot[row], token % S], score)
 
     mask = create_block_mask(seen, None, None, rows, tokens, device=str(device))
-    function = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    function = flex_attention
+    if device.type == "cuda":
+        torch.compiler.reset()  # of one function there are eight compilations; later ones would run without
+        function = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     query = prior.query.transpose(0, 1)[None]  # [1, H, R, D]
 
     def run(keys: Tensor, values: Tensor) -> Tensor:

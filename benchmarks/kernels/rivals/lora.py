@@ -1,4 +1,4 @@
-"""LoRA adapters of the bytes of a memory's pages, one for each memory: shrink and expand of the attention projections.
+"""LoRA adapters of at most the bytes of a memory's pages, one a memory: shrink and expand of the attention projections.
 
 Queries, keys and values share their input, so their shrinks are one product, as in vLLM. Rows lie in the order of their
 adapters and each adapter has equally many, so that every product is one batched product. Both favour this rival: in
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .work import Rival, Work
+from .inputs import Inputs, Rival
 
-ALIGNMENT = 16  # bytes: ranks are rounded up to whole ones, so that products are fast
+ALIGNMENT = 16  # bytes that a row of rank r is a multiple of, so that products are fast
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,26 +47,27 @@ class Layer:
     projections: list[Projections]  # of queries, keys and values; of attention's output
 
 
-def lora(work: Work) -> Rival:
-    layers = [_draw(work) for _ in work.caches]
+def lora(inputs: Inputs) -> Rival:
+    layers = [_draw(inputs) for _ in inputs.caches]
     expected = torch.cat([part.adapted() for part in layers[0].projections], dim=2)  # before `run` adds to the outputs
 
     def run(layer: int) -> Tensor:
-        work.plain(layer)
+        inputs.self_attention(layer)
         for part in layers[layer].projections:
             part.adapt()
         return layers[layer].outputs
 
-    return Rival(run, like=lambda layer: expected)
+    rank = layers[0].projections[0].expand[0].shape[1]
+    return Rival(run, expected=lambda layer: expected, more={"rank": rank})
 
 
-def _draw(work: Work) -> Layer:
-    g, query, adapters = work.geometry, work.prior.query, work.memories
+def _draw(inputs: Inputs) -> Layer:
+    g, query, adapters = inputs.geometry, inputs.prior.query, inputs.memories
     width, kv_width = g.heads * g.head_size, g.kv_heads * g.head_size
     sizes = [(g.hidden_size, [width, kv_width, kv_width]), (width, [g.hidden_size])]
     bytes_of_a_rank = query.element_size() * sum(i + o for i, widths in sizes for o in widths)
     multiple = ALIGNMENT // query.element_size()
-    rank = multiple * math.ceil(work.page_bytes / bytes_of_a_rank / multiple)
+    rank = max(multiple, inputs.page_bytes // bytes_of_a_rank // multiple * multiple)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(adapters, *shape, device=query.device).to(query.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from benchmarks.kernels.workloads import Case, Workload, build, with_sqrt_weight
 @dataclass(frozen=True)
 class Rival:
     run: Callable[[int], Tensor]  # a layer to its output
-    like: Callable[[int], Tensor] | None = None  # the same output by another way
+    expected: Callable[[int], Tensor] | None = None  # the same output by another way
     bytes_for_each_request: int = 0  # of a layer, beside what is shared
+    more: Mapping[str, Any] = field(default_factory=dict)  # for the result
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Inputs:
     """A step of n requests of R rows in all: one row each in decode, one request in prefill."""
 
     prior: Workload
@@ -67,17 +69,17 @@ class Work:
     def causal(self) -> bool:
         return self.case.phase == "prefill"
 
-    def plain(self, layer: int) -> tuple[Tensor, Tensor]:
+    def self_attention(self, layer: int) -> tuple[Tensor, Tensor]:
         """Self-attention."""
         return self.attend(*self.caches[layer], causal=self.causal)
 
     def by_kernels(self, workload: Workload, layer: int) -> Tensor:
-        output, lse = self.plain(layer)
+        output, lse = self.self_attention(layer)
         replace(workload, self_lse=lse if workload.shape.lse else None).add_memory(output, layer)
         return output
 
 
-def draw_work(case: Case, geometry: Geometry, dtype: torch.dtype, device: str, layers: int, context: int) -> Work:
+def draw_inputs(case: Case, geometry: Geometry, dtype: torch.dtype, device: str, layers: int, context: int) -> Inputs:
     """Random tensors; `context` is the number of cached tokens of a request that decodes."""
     prior = build(case, geometry, dtype, device, layers)
     alpha = prior.tables.log_weight[1:].exp()
@@ -87,4 +89,4 @@ def draw_work(case: Case, geometry: Geometry, dtype: torch.dtype, device: str, l
     def draw() -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    return Work(prior, with_sqrt_weighting(prior, alpha), [(draw(), draw()) for _ in range(layers)])
+    return Inputs(prior, with_sqrt_weighting(prior, alpha), [(draw(), draw()) for _ in range(layers)])
