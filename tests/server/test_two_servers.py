@@ -25,7 +25,7 @@ def kill(url: str) -> None:
     server, *others = map(psutil.Process, processes_of(url))
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
-    for process in others:  # without its server an engine ends by itself, but not at once
+    for process in others:  # vLLM's engine does not see that its server is gone
         if process.is_running():
             process.kill()
 
