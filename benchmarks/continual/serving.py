@@ -30,6 +30,8 @@ from selector.update.settings import BuildSettings
 SERVED_NAME = "untouched"
 # The worker runs in the process of its engine: one of its own would wait for work in a loop that takes a core.
 NO_IDLE_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# By default vLLM takes most of a machine's memory for one server on a CPU; a run may have two, and trains beside them.
+KV_CACHE_GIB = {"VLLM_CPU_KVCACHE_SPACE": "2"}
 PAYLOAD_TOKENS = 8  # m of a memory, if a method has no setting of that name
 
 
@@ -87,7 +89,8 @@ def own_servers(needs: Needs, out: Path, logs: Path, more: Sequence[str] = ()) -
 
         def start(log: str, arguments: Sequence[str], environment: dict[str, str]) -> Callable[[], str]:
             flags = [str(needs.model), "--memory-root", str(out), *server_flags(), *arguments, *more]
-            return stack.enter_context(starting(flags, logs / log, {**NO_IDLE_WORKER, **environment}))
+            everything = {**KV_CACHE_GIB, **os.environ, **NO_IDLE_WORKER, **environment}
+            return stack.enter_context(starting(flags, logs / log, everything))
 
         adapters = start("server-lora.log", *lora_flags(needs)) if needs.users_of("adapter") else None
         plain = start("server.log", (), {}) if needs.plain or adapters is None else adapters
