@@ -67,6 +67,7 @@ def test_a_suite_file_gives_the_tasks_it_names_in_their_order(folder, suite):
     assert from_json.digest() == suite.digest()
 
 
+@pytest.mark.slow
 def test_a_suite_file_is_run(folder, finished):
     """The same tasks give the same answers wherever they come from."""
     out = folder / "out"

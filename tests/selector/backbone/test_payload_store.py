@@ -143,6 +143,7 @@ def measure(model: Path, task: Path, folder: Path | None, limit: int | None) -> 
     return growth, [digest.hexdigest(), *loss_and_gradients(backbone, candidates, many)]
 
 
+@pytest.mark.slow
 def test_it_takes_less_memory_than_it_has_bytes(
     model_folders: dict[str, Path], task_file: Path, tmp_path: Path
 ) -> None:
