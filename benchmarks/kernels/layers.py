@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import Geometry
-from benchmarks.kernels.self_attention import attend
+from benchmarks.kernels.self_attention import attend_rows
 from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import TOLERANCE, Case, Phase, Workload, build, deviation
 
@@ -83,12 +83,11 @@ AddMemory = Callable[[Workload, int, Tensor, Tensor, Tensor], None]  # query, se
 
 
 def _by_kernels(workload: Workload, layer: int, query: Tensor, output: Tensor, lse: Tensor) -> None:
-    replace(workload, query=query, self_lse=lse if workload.shape.lse else None).add_memory(output, layer)
+    replace(workload, query=query).with_lse(lse).add_memory(output, layer)
 
 
 def _by_twin(workload: Workload, layer: int, query: Tensor, output: Tensor, lse: Tensor) -> None:
-    step = replace(workload, query=query, self_output=output, self_lse=lse if workload.shape.lse else None)
-    output.copy_(step.by_twin(layer))
+    output.copy_(replace(workload, query=query, self_output=output).with_lse(lse).by_twin(layer))
 
 
 def forward(layers: list[Layer], hidden: Tensor, workload: Workload, add_memory: AddMemory | None) -> Tensor:
@@ -98,12 +97,9 @@ def forward(layers: list[Layer], hidden: Tensor, workload: Workload, add_memory:
     for number, layer in enumerate(layers):
         qkv = hidden @ layer.qkv
         query, key, value = qkv.view(R, -1, D).split([g.heads, J, J], dim=1)  # [R, H, D], [R, J, D] twice
-        if workload.case.phase == "decode":
-            output, lse = attend(query[:, None], layer.keys, layer.values, causal=False, scale=g.scale)
-            output, lse = output[:, 0], lse[:, 0]  # [R, H, D], [R, H]
-        else:
-            output, lse = attend(query[None], key[None], value[None], causal=True, scale=g.scale)
-            output, lse = output[0], lse[0]
+        is_prompt = workload.case.phase == "prefill"
+        keys, values = (key[None], value[None]) if is_prompt else (layer.keys, layer.values)
+        output, lse = attend_rows(query, keys, values, causal=is_prompt, scale=g.scale)  # [R, H, D], [R, H]
         if add_memory is not None:
             add_memory(workload, number, query, output, lse)
         hidden = torch.addmm(hidden, output.reshape(R, -1), layer.out)

@@ -43,6 +43,17 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: 
     return (logits.softmax(-1) @ values).transpose(1, 2), logits.logsumexp(-1).transpose(1, 2)
 
 
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: float) -> Attended:
+    """`attend` for the rows of a step: query [R, H, D] of n requests, each with R / n of them.
+
+    Returns:
+        Output [R, H, D], log-sum-exp [R, H] float32.
+    """
+    of_request = query.unflatten(0, (len(keys), -1))  # [n, R / n, H, D]
+    output, lse = attend(of_request, keys, values, causal=causal, scale=scale)
+    return output.flatten(0, 1), lse.flatten(0, 1)
+
+
 def use_fa3(library: Path) -> None:
     """Load vLLM's FlashAttention 3, and use it from now on for float16 and bfloat16 on a GPU."""
     global _on_gpu

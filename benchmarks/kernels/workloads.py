@@ -86,6 +86,10 @@ class Workload:
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
         launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
 
+    def with_lse(self, lse: Tensor) -> Workload:
+        """The same step behind a self-attention of log-sum-exp [R, H], which not every launch takes."""
+        return replace(self, self_lse=lse if self.shape.lse else None)
+
     def by_twin(self, layer: int = 0) -> Tensor:
         """The output in float32, which is not rounded to the kernels' precision."""
         output = self.self_output.to(torch.float32, copy=True)

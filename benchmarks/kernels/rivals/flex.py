@@ -53,21 +53,15 @@ def _pages(inputs: Inputs, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def _sees_page(inputs: Inputs) -> Sees:
-    S, pages = inputs.case.tokens, inputs.token_index.numel()
-    memory, slot = inputs.memory_of_request, _slot_of_row(inputs)
-    return lambda row, token: (token // S == memory[slot[row]]) & (token < pages)
-
-
-def _slot_of_row(inputs: Inputs) -> Tensor:
-    """[R], from 0."""
-    return torch.arange(inputs.case.rows, device=inputs.prior.query.device) % inputs.case.slots
+    S, pages, memory = inputs.case.tokens, inputs.token_index.numel(), inputs.memory_of_row
+    return lambda row, token: (token // S == memory[row]) & (token < pages)
 
 
 def _compiled(inputs: Inputs, sees: Sees, rows: int, tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Attention of all rows over keys and values [J, T, D], weighted where a token is a page's; [R, H, D]."""
     g, prior = inputs.geometry, inputs.prior
-    device, S, pages, slot = prior.query.device, inputs.case.tokens, inputs.token_index.numel(), _slot_of_row(inputs)
-    weights = prior.tables.log_weight[1:] + prior.pools[0].bias[1:, None]  # [n, S]
+    device, S, pages, slot = prior.query.device, inputs.case.tokens, inputs.token_index.numel(), prior.step.row_slot
+    weights = prior.tables.log_weight + prior.pools[0].bias[:, None]  # [n + 1, S]
 
     def seen(batch: Tensor, head: Tensor, row: Tensor, token: Tensor) -> Tensor:
         return sees(row, token)

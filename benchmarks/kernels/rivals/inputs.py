@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.geometries import Geometry
-from benchmarks.kernels.self_attention import attend
+from benchmarks.kernels.self_attention import attend_rows
 from benchmarks.kernels.workloads import Case, Workload, build, with_sqrt_weighting
 
 
@@ -49,9 +49,9 @@ class Inputs:
         return self.prior.tables.token_index[1 : self.memories + 1].long()
 
     @property
-    def memory_of_request(self) -> Tensor:
-        """[n]"""
-        return torch.from_numpy(self.case.set_of_slot).long().to(self.prior.query.device)
+    def memory_of_row(self) -> Tensor:
+        """[R], from 0."""
+        return torch.from_numpy(self.case.memory_rows.page_sets - 1).to(self.prior.query.device)
 
     @property
     def page_bytes(self) -> int:
@@ -61,9 +61,7 @@ class Inputs:
 
     def attend(self, keys: Tensor, values: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
         """Output [R, H, D] and log-sum-exp [R, H] of attention over each request's keys and values [n, T, J, D]."""
-        query = self.prior.query.unflatten(0, (len(keys), -1))  # [n, R / n, H, D]
-        output, lse = attend(query, keys, values, causal=causal, scale=self.geometry.scale)
-        return output.flatten(0, 1), lse.flatten(0, 1)
+        return attend_rows(self.prior.query, keys, values, causal=causal, scale=self.geometry.scale)
 
     @property
     def causal(self) -> bool:
@@ -75,7 +73,7 @@ class Inputs:
 
     def by_kernels(self, workload: Workload, layer: int) -> Tensor:
         output, lse = self.self_attention(layer)
-        replace(workload, self_lse=lse if workload.shape.lse else None).add_memory(output, layer)
+        workload.with_lse(lse).add_memory(output, layer)
         return output
 
 
