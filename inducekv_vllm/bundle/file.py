@@ -291,8 +291,6 @@ def _parse_metadata(header: dict[str, Any], source: str) -> BundleMetadata:
         raise BundleError(f"{source}: metadata: {first_problem(error)}") from error
     except ValueError as error:  # a lone surrogate
         raise BundleError(f"{source}: the {METADATA_KEY!r} metadata is not JSON") from error
-    if "format_version" not in metadata.model_fields_set:
-        _require_version(text, source)
     rest()
     check_metadata(metadata, source)
     rest()

@@ -125,7 +125,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: FormatVersion = 1  # see `format_version_for`
+    format_version: FormatVersion  # see `format_version_for`
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m

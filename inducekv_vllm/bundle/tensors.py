@@ -120,6 +120,7 @@ class Bundle:
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
+                format_version=1,  # until all that decides it is there
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
