@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from benchmarks.server_process import serving
 
 SHOWN_ENTRIES = 3
 MAX_TOKENS = 16
+# By default vLLM takes a share of the machine's memory on a CPU, and does not start where others have that memory.
+KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ def served(model: Path, bundle: Path, arguments: Sequence[str], console: Console
     """A client of a server of `arguments`. Raises ServerFailed: it does not start."""
     console.print(f"starting inducekv-serve on {model} with {bundle} ...")
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder) / "server.log") as url:
+    environment = {KV_CACHE_GIB: os.environ.get(KV_CACHE_GIB, "1")}
+    with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder) / "server.log", environment) as url:
         console.print(f"serving at {url} after {time.perf_counter() - start:.0f} s")
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
