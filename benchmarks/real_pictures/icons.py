@@ -67,7 +67,7 @@ class Icons:
             categories = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["categories"]
         except FileNotFoundError as error:
             raise ConfigError(f"the npm package {package.requirement} is not installed: {how_to(cache)}") from error
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{folder} does not hold what is read from it: {error!r}") from error
         if version != package.version:
             raise ConfigError(f"{folder} holds version {version}, expected {package.version}: {how_to(cache)}")

@@ -60,7 +60,7 @@ def _box(concepts: Concepts, packages: Packages) -> dict[Split, Facts]:
     splits: dict[Split, dict[Concept, Question]] = {split: {} for split in SPLITS}
     for group, code in zip(GROUPS, BOXES, strict=True):
         for concept in free.get(group) or new_of(concepts, group):
-            splits[split_of(f"picture {concept.name}")][concept] = f"Into which box does this go? {ONE_WORD}", code
+            splits[split_of(f"box {concept.name}")][concept] = f"Into which box does this go? {ONE_WORD}", code
     return dict(splits)
 
 
