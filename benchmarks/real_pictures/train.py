@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="where all of it is kept (%(default)s)")
     parser.add_argument("--warm-up-steps", type=int, default=350)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--check-every", type=int, default=50, help="steps between validation, with the state saved")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -297,6 +297,7 @@ def test_training_resumes_and_what_it_makes_is_measured(
     assert evaluate.main(["--model", str(tmp_path / "2"), "--base", "3", "--stream", "2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(printed["frozen"]) == list(TASKS)
+    assert set(printed["read_out"]["new"]) == set(SPLITS)
     assert set(printed["base"]["test"]) == {"vendors", "overall", *FAMILIES}
 
 
