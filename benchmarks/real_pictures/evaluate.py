@@ -1,8 +1,8 @@
 """Measures the model of `benchmarks.real_pictures.train`: `python -m benchmarks.real_pictures.evaluate [--out JSON]`.
 
 Prints accuracy on base questions by the vendors who drew the pictures and by family, the share of names that a linear
-read-out of the image tokens gets right, and accuracy on the stream tasks without memory. Greedy decoding, one question a
-prompt, exact match after lower-casing and dropping final punctuation.
+read-out of the image tokens gets right, and accuracy on the stream tasks without memory. Greedy decoding, one question
+a prompt, exact match after lower-casing and dropping final punctuation.
 """
 
 from __future__ import annotations
