@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from benchmarks.continual.suites import load_suite, real_pictures
 from benchmarks.demo import model as m
 from benchmarks.demo.muon import Muon
 from benchmarks.real.items import SPLITS
@@ -130,22 +129,19 @@ def test_base_questions_are_about_base_concepts_in_equal_shares(concepts: Concep
     assert set(claims) == {"yes", "no"}
 
 
-def test_the_suite_is_written_once_and_its_examples_are_read(
-    icons: Path, concepts: Concepts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", [BASE, *TASKS])
+def test_a_task_is_written_once_and_its_examples_are_read(name: str, concepts: Concepts, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
-    suite = real_pictures.load(tmp_path, SIZES, SIZES, concepts, MadeUp())
-    assert [task.name for task in suite.tasks] == list(TASKS)
-    for name in (BASE, *TASKS):
-        for split, size in SIZES.items():
-            read = read_task(tmp_path / name / f"{split}.jsonl")
-            assert len(read) == size
-            assert {len(example.images) for example in read} == {1}
-            assert {image.size for example in read for image in example.load_images()} == {(48, 48)}
-            assert len({example.images[0].read_bytes() for example in read}) == size
-    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "none"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
+    write_task(tmp_path, name, concepts, MadeUp(), SIZES)
+    for split, size in SIZES.items():
+        read = read_task(tmp_path / f"{split}.jsonl")
+        assert len(read) == size
+        assert {len(example.images) for example in read} == {1}
+        assert {image.size for example in read for image in example.load_images()} == {(48, 48)}
+        assert len({example.images[0].read_bytes() for example in read}) == size
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    write_task(tmp_path, name, concepts, MadeUp(), SIZES, seed=8)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == written
 
 
 def test_the_seed_decides_every_byte(concepts: Concepts, tmp_path: Path) -> None:
@@ -193,7 +189,7 @@ def test_missing_and_other_packages_are_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
-        load_suite("real-pictures", tmp_path / "data")
+        stream.installed_concepts()
     assert stream.main(["--out", str(tmp_path / "data")]) == 2
     assert capsys.readouterr().err.startswith("benchmarks.real_pictures.stream: error: npm is not installed")
     assert train.main(["--cache", str(tmp_path / "empty")]) == 2
