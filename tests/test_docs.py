@@ -23,6 +23,8 @@ import pytest
 
 from benchmarks.continual.report.names import title
 from benchmarks.real.tasks import TASKS
+from benchmarks.real_pictures.icons import PACKAGES
+from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.config import InduceKVConfig
 
@@ -439,3 +441,20 @@ def test_the_real_data_stream_lists_its_tasks() -> None:
         assert package.partition(" ")[0] == TASKS[name].package
         assert licence == TASKS[name].licence.partition(" (")[0]
         assert split_by == TASKS[name].split_by
+
+
+def test_the_real_picture_stream_lists_its_packages_and_tasks() -> None:
+    packages, tasks = section(DOCS / "benchmarks.md", "### Real pictures").partition("| task |")[::2]
+    assert rows(packages) == [[f"`{p.name}`", p.vendor, p.licence, p.role] for p in PACKAGES]
+    assert rows(f"| task |{tasks}") == [[f"`{name}`", t.about, t.split_by] for name, t in PICTURE_TASKS.items()]
+
+
+def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
+    measured = run("real_pictures_model.json")
+    answered, read = section(DOCS / "results.md", "### Real pictures").partition("| things |")[::2]
+    for (_, *cells), row in zip(rows(answered), measured["base"].values(), strict=True):
+        assert cells == [f"{row[score]:.3f}" for score in ("overall", "name", "group", "claim")]
+    for (_, *cells), row in zip(rows(f"| things |{read}"), measured["read_out"].values(), strict=True):
+        assert cells == [f"{value:.3f}" for value in row.values()]
+    assert f"answers {100 * measured['base']['test']['overall']:.1f}%" in answered
+    assert set(measured["frozen"].values()) == {0.0}

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.demo import model as m
-from benchmarks.demo.questions import ask
+from benchmarks.demo.questions import Question, ask
 from benchmarks.demo.scenes import Scene, random_scene, render
 
 ROW = 192
@@ -46,17 +46,23 @@ def normalise(pictures: Sequence[np.ndarray]) -> torch.Tensor:
     return stacked / 127.5 - 1.0
 
 
-def _blocks(
-    tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, scenes: list[Scene], weights: dict[str, float]
-) -> list[list[tuple[str, list[int], list[int]]]]:
-    """For each scene, questions drawn by family weight: (family, tokens up to the assistant's turn, answer and end)."""
+def _drawn_questions(
+    rng: np.random.Generator, scenes: Sequence[Scene], weights: dict[str, float]
+) -> list[list[tuple[str, Question]]]:
+    """For each scene, families drawn by their weights, each with its question and answer."""
     families = list(weights)
     share = np.array([weights[f] for f in families])
     drawn = rng.choice(len(families), size=(len(scenes), 16), p=share / share.sum())
-    questions = [
+    return [
         [(families[i], q) for i in row if (q := ask(rng, scene, families[i])) is not None]
         for scene, row in zip(scenes, drawn, strict=True)
     ]
+
+
+def _blocks(
+    tokenizer: PreTrainedTokenizerFast, questions: Sequence[Sequence[tuple[str, Question]]]
+) -> list[list[tuple[str, list[int], list[int]]]]:
+    """For each picture its questions as tokens: (family, those up to the assistant's turn, those of answer and end)."""
     texts = [text for row in questions for _, question in row for text in question]
     ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return [[(family, [*next(ids), m.ASSISTANT], [*next(ids), m.END]) for family, _ in row] for row in questions]
@@ -86,10 +92,26 @@ def make_batch(
     exemplars: int = 0,
 ) -> Batch:
     """Rows of the three kinds over random scenes of `split`, filled with questions until none fits."""
+    scenes = [random_scene(rng, split, low=1) for _ in range(separate + conversations + EXEMPLARS * exemplars)]
+    questions = _drawn_questions(rng, scenes, weights)
+    return pack(tokenizer, [render(s) for s in scenes], questions, separate, conversations, exemplars)
+
+
+def pack(
+    tokenizer: PreTrainedTokenizerFast,
+    pictures: Sequence[np.ndarray],
+    questions: Sequence[Sequence[tuple[str, Question]]],
+    separate: int,
+    conversations: int = 0,
+    exemplars: int = 0,
+) -> Batch:
+    """Rows of the three kinds, each filled with its pictures' questions until none fits.
+
+    `pictures`: `[48, 48, 3] uint8`, one a row, `EXEMPLARS` a row of exemplars; `questions`: of each picture, by family.
+    """
     rows = separate + conversations + exemplars
-    pictures = [1] * (separate + conversations) + [EXEMPLARS] * exemplars
-    scenes = [random_scene(rng, split, low=1) for _ in range(sum(pictures))]
-    blocks = iter(_blocks(tokenizer, rng, scenes, weights))
+    held = [1] * (separate + conversations) + [EXEMPLARS] * exemplars
+    blocks = iter(_blocks(tokenizer, questions))
 
     tokens = np.full((rows, ROW), m.PAD, np.int64)
     positions = np.tile(np.arange(ROW), (rows, 1))
@@ -99,9 +121,9 @@ def make_batch(
     for n in range(rows):
         alone = n < separate
         row = _Row(tokens[n], positions[n], block_of[n])
-        for _ in range(pictures[n]):
+        for _ in range(held[n]):
             row.put(PREFIX, block=0, start=row.used)
-            room = ROW - row.used if pictures[n] == 1 else ROW // EXEMPLARS - len(PREFIX)
+            room = ROW - row.used if held[n] == 1 else ROW // EXEMPLARS - len(PREFIX)
             number = 0
             for family, question, answer in next(blocks):
                 turn = [m.USER, *question] if number and not alone else question
@@ -114,13 +136,13 @@ def make_batch(
                 targets[n, first : first + len(answer)] = answer
                 row.put([*turn, *answer], block=number if alone else 0, start=len(PREFIX) if alone else row.used)
                 spans.append((family, len(answer)))
-                if pictures[n] > 1:
+                if held[n] > 1:
                     break
     block = torch.from_numpy(block_of)
     causal = torch.ones(ROW, ROW, dtype=torch.bool).tril()
     mask = causal & ((block[:, :, None] == block[:, None, :]) | (block == 0)[:, None, :])
     return Batch(
-        pixels=normalise([render(s) for s in scenes]),
+        pixels=normalise(pictures),
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         mask=mask[:, None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -61,28 +61,37 @@ def examples(task: str, split: str, number: int, seed: int = SEED) -> Iterator[t
             continue
         name = f"{split}_{len(seen):05d}"
         seen.add(pixels.tobytes())
-        parts = [{"type": "image_url", "image_url": {"url": f"images/{name}.png"}}, {"type": "text", "text": question}]
-        record = {
-            "id": f"{task}/{name}",
-            "task": task,
-            "family": family,
-            "messages": [{"role": "user", "content": parts}],
-            "answer": answer,
-        }
-        yield record, pixels
+        yield record_of(task, name, family, question, answer), pixels
+
+
+def record_of(task: str, name: str, family: str, question: str, answer: str) -> dict:
+    """One example about one picture, which is to be `images/NAME.png`."""
+    parts = [{"type": "image_url", "image_url": {"url": f"images/{name}.png"}}, {"type": "text", "text": question}]
+    return {
+        "id": f"{task}/{name}",
+        "task": task,
+        "family": family,
+        "messages": [{"role": "user", "content": parts}],
+        "answer": answer,
+    }
 
 
 def write_task(directory: Path, task: str, sizes: dict[str, int], seed: int = SEED) -> None:
-    """Writes one task's splits and pictures; a split's JSONL appears only once it and its pictures are complete."""
-    (directory / "images").mkdir(parents=True, exist_ok=True)
+    """Writes one task's splits and pictures."""
     for split, number in sizes.items():
-        lines = []
-        for record, pixels in examples(task, split, number, seed):
-            Image.fromarray(pixels).save(directory / record["messages"][0]["content"][0]["image_url"]["url"])
-            lines.append(json.dumps(record) + "\n")
-        temporary = directory / f"{split}.jsonl.tmp"
-        temporary.write_text("".join(lines))
-        os.replace(temporary, directory / f"{split}.jsonl")
+        write_split(directory, split, examples(task, split, number, seed))
+
+
+def write_split(directory: Path, split: str, written: Iterable[tuple[dict, np.ndarray]]) -> None:
+    """Writes examples (record, picture); the split's JSONL appears only once it and its pictures are complete."""
+    (directory / "images").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for record, pixels in written:
+        Image.fromarray(pixels).save(directory / record["messages"][0]["content"][0]["image_url"]["url"])
+        lines.append(json.dumps(record) + "\n")
+    temporary = directory / f"{split}.jsonl.tmp"
+    temporary.write_text("".join(lines))
+    os.replace(temporary, directory / f"{split}.jsonl")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from benchmarks.chat import normalise_answer, same_answer
 from benchmarks.demo import model as m
-from benchmarks.demo import packing, questions, streams, train, world
+from benchmarks.demo import packing, questions, stages, streams, train, world
 from benchmarks.demo.evaluate import Answerer, accuracy
 from server.demo import CHECKPOINT
 
@@ -78,7 +78,7 @@ def test_a_packed_question_sees_what_its_own_prompt_would_show(tokenizer):
     weights = dict.fromkeys(questions.FAMILIES, 1.0)
     batch = packing.make_batch(tokenizer, np.random.default_rng(0), "train", weights, separate=1)
     with torch.no_grad():
-        packed = train.answer_logits(model, batch)[0].split([length for _, length in batch.spans])
+        packed = stages.answer_logits(model, batch)[0].split([length for _, length in batch.spans])
         row, starts = batch.tokens[0], (batch.positions[0] == len(packing.PREFIX)).nonzero().flatten().tolist()
         assert len(starts) == len(batch.spans) > 3
         for start, logits in zip(starts, packed, strict=True):
@@ -148,7 +148,7 @@ def test_frozen_image_tokens_tell_digits_apart(answerer):
         digits = [streams.Digit(index, 0, 0) for index in streams.digit_indices(split)[:number]]
         pixels = packing.normalise([streams.render_digit(d) for d in digits])
         with torch.no_grad():
-            features = train.image_features(answerer.model, pixels).flatten(1).double()
+            features = stages.image_features(answerer.model, pixels).flatten(1).double()
         return features, torch.tensor([d.value for d in digits])
 
     (seen, labels), (unseen, wanted) = read("train", 600), read("test", 200)

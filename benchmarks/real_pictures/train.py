@@ -1,0 +1,146 @@
+"""Trains a model that knows what half of the concepts look like: `python -m benchmarks.real_pictures.train`.
+
+It continues the demo model, on training vendors' drawings of base concepts, in the demo's two stages: the vision tower
+with heads for names and groups, then the text model. Every batch is drawn from its step number. Run it again to resume
+where it stopped; it prints the checkpoint's folder, and does nothing else if that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.demo import model as m
+from benchmarks.demo.packing import EXEMPLARS, Batch, normalise, pack
+from benchmarks.demo.questions import Question, pick
+from benchmarks.demo.stages import Training, log_to, packed_accuracy, train, warm_up
+from benchmarks.real.model import cache_folder
+from benchmarks.real.sources import Packages
+from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts, concepts_of
+from benchmarks.real_pictures.drawings import drawing, picture
+from benchmarks.real_pictures.icons import Role, install, read_all
+from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
+from benchmarks.real_pictures.questions import COPY, FAMILIES, copy, vocabulary
+from inducekv_vllm.errors import ConfigError
+
+SEED: Final = 20
+STRENGTH: Final = 1.5  # of the changes to training pictures; 1 in the tasks
+ROWS: Final = {"separate": 5, "conversations": 1, "exemplars": 1}
+FAMILY_OF: Final = (*FAMILIES, "name", "claim", COPY)  # drawn evenly: names and claims more often
+QUESTIONS: Final = 20  # of a picture: as many as a row may hold
+
+
+class PictureHeads(nn.Module):
+    """Linear read-outs of the mean image token for the warm-up: the concept and its group."""
+
+    def __init__(self, width: int, concepts: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList((nn.Linear(width, concepts), nn.Linear(width, len(GROUPS))))
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """features [P, 36, d], labels [P, 2] -> loss [], share of concepts right []."""
+        names, groups = (head(features.mean(1)) for head in self.heads)
+        loss = F.cross_entropy(names, labels[:, 0], label_smoothing=0.1)
+        loss = loss + 0.3 * F.cross_entropy(groups, labels[:, 1])
+        return loss, (names.argmax(-1) == labels[:, 0]).float().mean()
+
+
+class Lessons:
+    """Training batches, each drawn from its step number."""
+
+    def __init__(self, concepts: Concepts, words: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
+        self.concepts, self.words, self.tokenizer = concepts, words, tokenizer
+
+    def labelled(self, step: int, rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels [rows, 3, 48, 48] and the numbers of concept and group [rows, 2]."""
+        rng = np.random.default_rng([SEED, 1, step])
+        chosen = rng.integers(len(self.concepts.base), size=rows).tolist()
+        drawn = [self.concepts.base[number] for number in chosen]
+        labels = [(number, list(GROUPS).index(c.group)) for number, c in zip(chosen, drawn, strict=True)]
+        return normalise([self._picture(rng, c, "train", STRENGTH) for c in drawn]), torch.tensor(labels)
+
+    def packed(self, step: int) -> Batch:
+        return self._batch(np.random.default_rng([SEED, 2, step]), "train", STRENGTH, FAMILY_OF, **ROWS)
+
+    def asked(self, number: int, role: Role) -> Batch:
+        """Questions of the measured families, evenly, without earlier turns."""
+        return self._batch(np.random.default_rng([SEED, 3, number]), role, 1.0, tuple(FAMILIES), separate=16)
+
+    def _batch(
+        self, rng: np.random.Generator, role: Role, strength: float, families: Sequence[str], separate: int, **more: int
+    ) -> Batch:
+        number = separate + more.get("conversations", 0) + EXEMPLARS * more.get("exemplars", 0)
+        drawn = [pick(rng, self.concepts.base) for _ in range(number)]
+        pictures = [self._picture(rng, concept, role, strength) for concept in drawn]
+        questions = [[self._ask(rng, concept, families) for _ in range(QUESTIONS)] for concept in drawn]
+        return pack(self.tokenizer, pictures, questions, separate, **more)
+
+    def _ask(self, rng: np.random.Generator, concept: Concept, families: Sequence[str]) -> tuple[str, Question]:
+        family = pick(rng, families)
+        if family == COPY:
+            return family, copy(rng, self.words)
+        return family, FAMILIES[family](rng, concept, self.concepts.base)
+
+    def _picture(self, rng: np.random.Generator, concept: Concept, role: Role, strength: float) -> np.ndarray:
+        return picture(drawing(pick(rng, self.concepts.drawn_by(role, concept)), concept.name), rng, strength)
+
+
+def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -> Path:
+    """The checkpoint's folder, whole or absent. Raises ConfigError: a package is missing."""
+    folder = model_folder(cache)
+    if (folder / "config.json").is_file():
+        return folder
+    install(cache)
+    concepts = concepts_of(read_all(cache))
+    words = vocabulary(concepts.base, Packages())
+    tokenizer = build_tokenizer(concepts.base, words, SEED)
+    model = from_demo(tokenizer, SEED)
+    lessons = Lessons(concepts, words, tokenizer)
+    work = folder.with_name(f"{folder.name}.training")
+    work.mkdir(parents=True, exist_ok=True)
+    log = log_to(work / "log.jsonl")
+
+    def warm() -> None:
+        heads = PictureHeads(model.config.text_config.hidden_size, len(concepts.base))
+        warm_up(model, heads, lessons.labelled, warm_up_steps, log, reduced=False)
+
+    def check() -> dict[str, float]:
+        return packed_accuracy(model, [lessons.asked(number, "validation") for number in range(2)])
+
+    training = Training(work / "state.pt", steps, check_every, lr=2e-3, rise_steps=20, reduced=False)
+    train(model, training, warm, lessons.packed, check, log)
+    m.export(model, tokenizer, folder)
+    shutil.copy(work / "log.jsonl", folder / "training.jsonl")
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="where all of it is kept (%(default)s)")
+    parser.add_argument("--warm-up-steps", type=int, default=350)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--check-every", type=int, default=50, help="steps between validation, with the state saved")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        folder = train_model(options.cache, options.warm_up_steps, options.steps, options.check_every)
+    except ConfigError as error:
+        print(f"benchmarks.real_pictures.train: error: {error}", file=sys.stderr)
+        return 2
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
