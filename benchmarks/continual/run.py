@@ -42,7 +42,8 @@ class RunOutcome:
 def add_stream_options(parser: argparse.ArgumentParser) -> None:
     """What a run and a search have in common."""
     add = parser.add_argument
-    add("--suite", default="demo", metavar="demo|real-text|FILE", help="FILE.toml or FILE.json: data on disk")
+    suites = "demo|real-text|real-pictures|FILE"
+    add("--suite", default="demo", metavar=suites, help="FILE.toml or FILE.json: data on disk")
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
     add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--seed", nargs="+", type=int, default=[0])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 import torch
 
-COEFFICIENTS: Final = (3.4445, -4.775, 2.0315)  # of Newton and Schulz's iteration, as torch has them
-ITERATIONS: Final = 5
+from selector.refined.muon import orthogonalized
 
 
 class Muon(torch.optim.Optimizer):
@@ -23,18 +21,6 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
                 momentum.lerp_(matrix.grad, 0.05)
-                change = orthogonal(matrix.grad.lerp(momentum, 0.95))
+                change = orthogonalized(matrix.grad.lerp(momentum, 0.95))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(change, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """[M, N] -> [M, N]: the same singular vectors, with singular values near 1."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if tall else matrix
-    found = found / found.norm().clamp(min=1e-7)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if tall else found

@@ -1,4 +1,7 @@
-"""Pictures of the model's size from vendors' drawings; a seed moves, turns, stretches and colours each a little."""
+"""Pictures of the model's size from vendors' drawings; a seed moves, turns, stretches and colours each a little.
+
+For training a drawing is first restyled, as another vendor might have drawn it: with other colours, or with an outline.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from functools import cache
 from typing import Final
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageEnhance, ImageFilter, ImageOps
 
 from benchmarks.demo.scenes import PICTURE
 from benchmarks.real_pictures.icons import Icons
 from inducekv_vllm.errors import ConfigError
 
 SIDE: Final = 64  # of a drawing: a little more than a picture's, so that a turned one stays sharp
+HUE_SHIFT: Final = 12  # standard deviation, of 256 hues
+OUTLINED: Final = 0.4  # of restyled drawings
 INSTALL: Final = 'install it with `make setup-real`, or with `pip install "inducekv[real]"`'
 
 
@@ -30,6 +35,29 @@ def drawing(icons: Icons, name: str) -> Image.Image:
     png = resvg_py.svg_to_bytes(svg_string=icons.svg(name), width=2 * SIDE, height=2 * SIDE)
     whole = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
     return ImageOps.pad(whole.crop(whole.getbbox()), (SIDE, SIDE), color=(0, 0, 0, 0))
+
+
+def restyled(drawn: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """RGBA, of the same size: other hues, strength of colours and brightness, and in some cases a dark outline."""
+    alpha = drawn.getchannel("A")
+    hue, *others = drawn.convert("RGB").convert("HSV").split()
+    shift = int(rng.normal(0, HUE_SHIFT))
+    turned = Image.merge("HSV", (hue.point([(value + shift) % 256 for value in range(256)]), *others)).convert("RGB")
+    colourful = ImageEnhance.Color(turned).enhance(rng.choice((0.0, 1.0), p=(0.15, 0.85)) * rng.uniform(0.5, 1.5))
+    bright = ImageEnhance.Brightness(colourful).enhance(rng.uniform(0.75, 1.25))
+    if rng.random() < OUTLINED:
+        ink = _edges(bright, alpha).point(lambda value: min(255, 3 * value))
+        bright.paste((20, 20, 20), mask=ink)
+        alpha = alpha.filter(ImageFilter.MaxFilter(3))
+    bright.putalpha(alpha)
+    return bright
+
+
+def _edges(colours: Image.Image, alpha: Image.Image) -> Image.Image:
+    """L: where the drawing ends, and where its brightness changes."""
+    outer = ImageChops.difference(alpha.filter(ImageFilter.MaxFilter(3)), alpha.filter(ImageFilter.MinFilter(3)))
+    inner = colours.convert("L").filter(ImageFilter.FIND_EDGES)
+    return ImageChops.lighter(outer, ImageChops.multiply(inner, alpha))
 
 
 def picture(drawn: Image.Image, rng: np.random.Generator, strength: float = 1.0) -> np.ndarray:

@@ -41,10 +41,10 @@ PACKAGES: Final = (
     IconPackage("noto", "1.2.9", "Google", "Apache-2.0", "train"),
     IconPackage("noto-v1", "1.2.5", "Google", "Apache-2.0", "train"),
     IconPackage("fluent-emoji-flat", "1.2.6", "Microsoft", "MIT", "train"),
-    IconPackage("emojione", "1.2.3", "EmojiOne", "CC-BY-4.0", "train"),
-    IconPackage("emojione-v1", "1.2.3", "EmojiOne", "CC-BY-SA-4.0", "train", partial=True),
+    IconPackage("openmoji", "1.2.29", "OpenMoji", "CC-BY-SA-4.0", "train"),
     IconPackage("fxemoji", "1.2.2", "Mozilla", "Apache-2.0", "train", partial=True),
-    IconPackage("openmoji", "1.2.29", "OpenMoji", "CC-BY-SA-4.0", "validation"),
+    IconPackage("emojione", "1.2.3", "EmojiOne", "CC-BY-4.0", "validation"),
+    IconPackage("emojione-v1", "1.2.3", "EmojiOne", "CC-BY-SA-4.0", "validation", partial=True),
     IconPackage("twemoji", "1.2.5", "Twitter", "CC-BY-4.0", "test"),
 )
 

@@ -27,7 +27,7 @@ from benchmarks.demo.stages import Training, log_to, packed_accuracy, train, war
 from benchmarks.real.model import cache_folder
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts, concepts_of
-from benchmarks.real_pictures.drawings import drawing, picture
+from benchmarks.real_pictures.drawings import drawing, picture, restyled
 from benchmarks.real_pictures.icons import Role, install, read_all
 from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
 from benchmarks.real_pictures.questions import COPY, FAMILIES, copy, vocabulary
@@ -92,7 +92,8 @@ class Lessons:
         return family, FAMILIES[family](rng, concept, self.concepts.base)
 
     def _picture(self, rng: np.random.Generator, concept: Concept, role: Role, strength: float) -> np.ndarray:
-        return picture(drawing(pick(rng, self.concepts.drawn_by(role, concept)), concept.name), rng, strength)
+        drawn = drawing(pick(rng, self.concepts.drawn_by(role, concept)), concept.name)
+        return picture(restyled(drawn, rng) if role == "train" else drawn, rng, strength)
 
 
 def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -> Path:
@@ -127,8 +128,8 @@ def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="where all of it is kept (%(default)s)")
-    parser.add_argument("--warm-up-steps", type=int, default=350)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--warm-up-steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--check-every", type=int, default=50, help="steps between validation, with the state saved")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)

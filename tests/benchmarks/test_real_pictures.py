@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
+from benchmarks.continual.suites import load_suite, real_pictures
 from benchmarks.demo import model as m
 from benchmarks.demo.muon import Muon
 from benchmarks.real.items import SPLITS
@@ -19,7 +20,7 @@ from benchmarks.real.records import BASE
 from benchmarks.real_pictures import evaluate, stream, train
 from benchmarks.real_pictures import icons as icons_module
 from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts
-from benchmarks.real_pictures.drawings import picture
+from benchmarks.real_pictures.drawings import OUTLINED, picture, restyled
 from benchmarks.real_pictures.icons import PACKAGES, Icons, how_to, install
 from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
 from benchmarks.real_pictures.questions import COPY, FAMILIES, vocabulary
@@ -129,19 +130,22 @@ def test_base_questions_are_about_base_concepts_in_equal_shares(concepts: Concep
     assert set(claims) == {"yes", "no"}
 
 
-@pytest.mark.parametrize("name", [BASE, *TASKS])
-def test_a_task_is_written_once_and_its_examples_are_read(name: str, concepts: Concepts, tmp_path: Path) -> None:
+def test_the_suite_is_written_once_and_its_examples_are_read(
+    icons: Path, concepts: Concepts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("resvg_py")
-    write_task(tmp_path, name, concepts, MadeUp(), SIZES)
-    for split, size in SIZES.items():
-        read = read_task(tmp_path / f"{split}.jsonl")
-        assert len(read) == size
-        assert {len(example.images) for example in read} == {1}
-        assert {image.size for example in read for image in example.load_images()} == {(48, 48)}
-        assert len({example.images[0].read_bytes() for example in read}) == size
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
-    write_task(tmp_path, name, concepts, MadeUp(), SIZES, seed=8)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == written
+    suite = real_pictures.load(tmp_path, SIZES, SIZES, concepts, MadeUp())
+    assert [task.name for task in suite.tasks] == list(TASKS)
+    for name in (BASE, *TASKS):
+        for split, size in SIZES.items():
+            read = read_task(tmp_path / name / f"{split}.jsonl")
+            assert len(read) == size
+            assert {len(example.images) for example in read} == {1}
+            assert {image.size for example in read for image in example.load_images()} == {(48, 48)}
+            assert len({example.images[0].read_bytes() for example in read}) == size
+    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
 
 
 def test_the_seed_decides_every_byte(concepts: Concepts, tmp_path: Path) -> None:
@@ -157,6 +161,21 @@ def test_the_seed_decides_every_byte(concepts: Concepts, tmp_path: Path) -> None
     assert a == b
     assert a.keys() == c.keys()
     assert a != c
+
+
+def test_a_restyled_drawing_has_other_colours_and_in_some_cases_an_outline() -> None:
+    drawn = Image.new("RGBA", (64, 64))
+    drawn.paste((200, 40, 20, 255), (16, 16, 48, 48))
+    assert restyled(drawn, np.random.default_rng(1)).tobytes() == restyled(drawn, np.random.default_rng(1)).tobytes()
+    many = [restyled(drawn, np.random.default_rng(seed)) for seed in range(200)]
+    assert len({image.getpixel((32, 32)) for image in many}) > 100
+    outlined = [image for image in many if image.getpixel((15, 32))[3]]
+    assert 0.7 * OUTLINED < len(outlined) / len(many) < 1.3 * OUTLINED
+    assert all(image.getpixel((15, 32)) == (20, 20, 20, 255) for image in outlined)
+    inside = Image.new("L", drawn.size)
+    inside.paste(255, (16, 16, 48, 48))
+    plain = [image for image in many if image not in outlined]
+    assert all(image.getchannel("A").tobytes() == inside.tobytes() for image in plain)
 
 
 def test_a_picture_is_the_drawing_changed_a_little() -> None:
@@ -189,7 +208,7 @@ def test_missing_and_other_packages_are_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
-        stream.installed_concepts()
+        load_suite("real-pictures", tmp_path / "data")
     assert stream.main(["--out", str(tmp_path / "data")]) == 2
     assert capsys.readouterr().err.startswith("benchmarks.real_pictures.stream: error: npm is not installed")
     assert train.main(["--cache", str(tmp_path / "empty")]) == 2

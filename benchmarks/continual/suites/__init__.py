@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.continual.suites import demo, files, real_text
+from benchmarks.continual.suites import demo, files, real_pictures, real_text
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
 
@@ -13,6 +13,7 @@ SUITES: Mapping[str, Callable[[Path], Suite]] = {
     "demo": demo.load,
     "demo-search": demo.load_search,
     real_text.NAME: real_text.load,
+    real_pictures.NAME: real_pictures.load,
 }
 
 __all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
