@@ -454,9 +454,11 @@ def test_the_real_picture_stream_lists_its_packages_and_tasks() -> None:
 def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
     measured = run("real_pictures_model.json")
     answered, read = section(DOCS / "results.md", "### Real pictures").partition("| things |")[::2]
-    for (_, *cells), row in zip(rows(answered), measured["base"].values(), strict=True):
+    for (who, *cells), row in zip(rows(answered), measured["base"].values(), strict=True):
+        assert who == "vendors that it was trained on" or who.partition(" ")[0] in row["vendors"]
         assert cells == [f"{row[score]:.3f}" for score in ("overall", "name", "group", "claim")]
-    for (_, *cells), row in zip(rows(f"| things |{read}"), measured["read_out"].values(), strict=True):
+    for (half, *cells), (name, row) in zip(rows(f"| things |{read}"), measured["read_out"].items(), strict=True):
+        assert half.partition(",")[0] == name
         assert cells == [f"{value:.3f}" for value in row.values()]
     assert f"answers {100 * measured['base']['test']['overall']:.1f}%" in " ".join(answered.split())
     assert set(measured["frozen"].values()) == {0.0}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from selector.refined.muon import orthogonalized
+from selector.refined.muon import ADAMW_RMS, orthogonalized
 
 
 class Muon(torch.optim.Optimizer):
@@ -23,4 +23,4 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(matrix.grad, 0.05)
                 change = orthogonalized(matrix.grad.lerp(momentum, 0.95))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(change, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
+                matrix.add_(change, alpha=-ADAMW_RMS * group["lr"] * max(matrix.shape) ** 0.5)

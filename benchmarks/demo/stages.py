@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -127,13 +129,13 @@ def warm_up(
             parameter.mul_(scale)
 
 
-def log_to(path: Path) -> Callable[[dict], None]:
-    """Records as lines of the file and of the output, each with the seconds since now."""
+def log_to(path: Path, stream: TextIO = sys.stdout) -> Callable[[dict], None]:
+    """Records as lines of the file and of the stream, each with the seconds since now."""
     began = time.monotonic()
 
     def log(record: dict) -> None:
         line = json.dumps({"seconds": round(time.monotonic() - began, 1), **record})
-        print(line, flush=True)
+        print(line, file=stream, flush=True)
         with path.open("a") as file:
             file.write(line + "\n")
 

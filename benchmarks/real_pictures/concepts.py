@@ -1,4 +1,4 @@
-"""What is drawn: things with a name of one word that every vendor has, half of them base, half never taught before."""
+"""What is drawn: things with a name of one word that all vendors but `partial` packages have, half of them base."""
 
 from __future__ import annotations
 

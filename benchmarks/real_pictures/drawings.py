@@ -1,4 +1,6 @@
-"""Pictures of the model's size from vendors' drawings; a seed moves, turns, stretches and colours each a little.
+"""Pictures of the model's size from vendors' drawings; a seed changes each a little.
+
+It moves, turns, stretches and colours a drawing, and mirrors half of them.
 
 For training a drawing is first restyled, as another vendor might have drawn it: with other colours, or with an outline.
 """
@@ -13,13 +15,13 @@ import numpy as np
 from PIL import Image, ImageChops, ImageEnhance, ImageFilter, ImageOps
 
 from benchmarks.demo.scenes import PICTURE
+from benchmarks.real.model import INSTALL
 from benchmarks.real_pictures.icons import Icons
 from inducekv_vllm.errors import ConfigError
 
 SIDE: Final = 64  # of a drawing: a little more than a picture's, so that a turned one stays sharp
 HUE_SHIFT: Final = 12  # standard deviation, of 256 hues
 OUTLINED: Final = 0.4  # of restyled drawings
-INSTALL: Final = 'install it with `make setup-real`, or with `pip install "inducekv[real]"`'
 
 
 @cache
@@ -61,7 +63,7 @@ def _edges(colours: Image.Image, alpha: Image.Image) -> Image.Image:
 
 
 def picture(drawn: Image.Image, rng: np.random.Generator, strength: float = 1.0) -> np.ndarray:
-    """`[48, 48, 3] uint8`: the drawing on a light ground; `strength` scales how much is changed."""
+    """`[48, 48, 3] uint8`: the drawing on a light ground, as it is or mirrored; `strength` scales the other changes."""
     ground = tuple(int(value) for value in 255 - rng.integers(0, 25, size=3) * strength)
     canvas = Image.new("RGBA", drawn.size, (*ground, 255))
     canvas.alpha_composite(drawn)

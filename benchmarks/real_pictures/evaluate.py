@@ -24,7 +24,7 @@ from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import Concepts
 from benchmarks.real_pictures.icons import PACKAGES
-from benchmarks.real_pictures.model import model_folder
+from benchmarks.real_pictures.model import LOG, model_folder
 from benchmarks.real_pictures.probe import read_out
 from benchmarks.real_pictures.stream import examples, installed_concepts
 from benchmarks.real_pictures.tasks import TASKS
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InduceKVError as error:
         print(f"benchmarks.real_pictures.evaluate: error: {error}", file=sys.stderr)
         return 2
-    log = options.model / "training.jsonl"
+    log = options.model / LOG
     training = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     result = {"benchmark": "real-pictures model", **measured, "training": training, "machine": describe_machine()}
     if options.out:

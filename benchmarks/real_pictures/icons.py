@@ -60,7 +60,7 @@ class Icons:
     @classmethod
     def read(cls, package: IconPackage, cache: Path) -> Icons:
         """From the cache's folder. Raises ConfigError: the package is not there, or of another release or form."""
-        folder = cache / FOLDER / "node_modules" / "@iconify-json" / package.name
+        folder = _folder(package, cache)
         try:
             version = json.loads((folder / "package.json").read_text(encoding="utf-8"))["version"]
             icons = json.loads((folder / "icons.json").read_text(encoding="utf-8"))
@@ -98,12 +98,23 @@ def install(cache: Path | None = None) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise ConfigError(f"npm is not installed, and the pictures come with npm packages: {how_to(cache)}")
-    (cache / FOLDER).mkdir(parents=True, exist_ok=True)
+    try:
+        (cache / FOLDER).mkdir(parents=True, exist_ok=True)
+        for package in PACKAGES:
+            if not _is_there(package, cache):  # npm takes half a package of the right version for a whole one
+                shutil.rmtree(_folder(package, cache), ignore_errors=True)
+        (cache / FOLDER / "node_modules" / ".package-lock.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{cache / FOLDER}: cannot write the pictures' packages: {error}") from error
     requirements = [package.requirement for package in PACKAGES]
     command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(cache / FOLDER)]
     done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"npm could not install the pictures: {done.stderr.strip()[-500:]}; {how_to(cache)}")
+
+
+def _folder(package: IconPackage, cache: Path) -> Path:
+    return cache / FOLDER / "node_modules" / "@iconify-json" / package.name
 
 
 def _is_there(package: IconPackage, cache: Path) -> bool:

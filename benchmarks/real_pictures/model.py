@@ -18,6 +18,7 @@ from benchmarks.real_pictures.questions import FAMILIES
 from server.demo import CHECKPOINT
 
 NAME: Final = "real-pictures"
+LOG: Final = "training.jsonl"  # of the training, beside the weights
 
 
 def model_folder(cache: Path | None = None) -> Path:

@@ -14,13 +14,13 @@ from benchmarks.demo.questions import CODE_WORDS, Question
 from benchmarks.real.items import SPLITS, Split, fraction_of, split_of
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts
+from benchmarks.real_pictures.questions import ONE_WORD
 from benchmarks.real_pictures.words import german_words
 
 Facts = Mapping[Concept, Question]
 NAMED, SHELVED = 12, 24  # concepts
 # Disjoint sets of code words, each a word that the model can say.
 NAMES, SHELVES, BOXES = CODE_WORDS[:NAMED], CODE_WORDS[12:16], CODE_WORDS[16:20]
-ONE_WORD: Final = "Answer with one word."
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _box(concepts: Concepts, packages: Packages) -> dict[Split, Facts]:
     free = {"nature": new_of(concepts, "nature")[NAMED:], "object": new_of(concepts, "object")[SHELVED:]}
     splits: dict[Split, dict[Concept, Question]] = {split: {} for split in SPLITS}
     for group, code in zip(GROUPS, BOXES, strict=True):
-        for concept in free.get(group) or new_of(concepts, group):
+        for concept in free.get(group, new_of(concepts, group)):
             splits[split_of(f"box {concept.name}")][concept] = f"Into which box does this go? {ONE_WORD}", code
     return dict(splits)
 

@@ -2,17 +2,18 @@
 
 It continues the demo model, on training vendors' drawings of base concepts, in the demo's two stages: the vision tower
 with heads for names and groups, then the text model. Every batch is drawn from its step number. Run it again to resume
-where it stopped; it prints the checkpoint's folder, and does nothing else if that is there.
+the second stage where it stopped; it prints the checkpoint's folder, and does nothing else if that is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,15 +29,16 @@ from benchmarks.real.model import cache_folder
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts, concepts_of
 from benchmarks.real_pictures.drawings import drawing, picture, restyled
-from benchmarks.real_pictures.icons import Role, install, read_all
-from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
+from benchmarks.real_pictures.icons import PACKAGES, Role, install, read_all
+from benchmarks.real_pictures.model import LOG, NAME, build_tokenizer, from_demo, model_folder
 from benchmarks.real_pictures.questions import COPY, FAMILIES, copy, vocabulary
 from inducekv_vllm.errors import ConfigError
 
 SEED: Final = 20
 STRENGTH: Final = 1.5  # of the changes to training pictures; 1 in the tasks
 ROWS: Final = {"separate": 5, "conversations": 1, "exemplars": 1}
-FAMILY_OF: Final = (*FAMILIES, "name", "claim", COPY)  # drawn evenly: names and claims more often
+TRAINED_FAMILIES: Final = (*FAMILIES, "name", "claim", COPY)  # drawn evenly: names and claims more often
+TAUGHT: Final = "taught.json"  # what a training is of
 QUESTIONS: Final = 20  # of a picture: as many as a row may hold
 
 
@@ -70,7 +72,7 @@ class Lessons:
         return normalise([self._picture(rng, c, "train", STRENGTH) for c in drawn]), torch.tensor(labels)
 
     def packed(self, step: int) -> Batch:
-        return self._batch(np.random.default_rng([SEED, 2, step]), "train", STRENGTH, FAMILY_OF, **ROWS)
+        return self._batch(np.random.default_rng([SEED, 2, step]), "train", STRENGTH, TRAINED_FAMILIES, **ROWS)
 
     def asked(self, number: int, role: Role) -> Batch:
         """Questions of the measured families, evenly, without earlier turns."""
@@ -97,19 +99,25 @@ class Lessons:
 
 
 def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -> Path:
-    """The checkpoint's folder, whole or absent. Raises ConfigError: a package is missing."""
-    folder = model_folder(cache)
-    if (folder / "config.json").is_file():
-        return folder
+    """The checkpoint's folder, whole or absent.
+
+    Raises ConfigError: a package is missing, or what is there was trained on something else.
+    """
+    folder, work = model_folder(cache), model_folder(cache).with_name(f"{NAME}.training")
     install(cache)
     concepts = concepts_of(read_all(cache))
     words = vocabulary(concepts.base, Packages())
+    of = taught(concepts, words, warm_up_steps)
+    require_taught(folder, of)
+    if (folder / "config.json").is_file():
+        return folder
+    require_taught(work, of)
+    work.mkdir(parents=True, exist_ok=True)
+    (work / TAUGHT).write_text(json.dumps(of))
     tokenizer = build_tokenizer(concepts.base, words, SEED)
     model = from_demo(tokenizer, SEED)
     lessons = Lessons(concepts, words, tokenizer)
-    work = folder.with_name(f"{folder.name}.training")
-    work.mkdir(parents=True, exist_ok=True)
-    log = log_to(work / "log.jsonl")
+    log = log_to(work / LOG, sys.stderr)
 
     def warm() -> None:
         heads = PictureHeads(model.config.text_config.hidden_size, len(concepts.base))
@@ -120,9 +128,36 @@ def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -
 
     training = Training(work / "state.pt", steps, check_every, lr=2e-3, rise_steps=20, reduced=False)
     train(model, training, warm, lessons.packed, check, log)
-    m.export(model, tokenizer, folder)
-    shutil.copy(work / "log.jsonl", folder / "training.jsonl")
+    staging = work / "checkpoint"
+    m.export(model, tokenizer, staging)
+    for name in (LOG, TAUGHT):
+        shutil.copy(work / name, staging / name)
+    staging.rename(folder)
+    shutil.rmtree(work)
     return folder
+
+
+def taught(concepts: Concepts, words: Sequence[str], warm_up_steps: int) -> dict[str, Any]:
+    """What a training is of. A state or a checkpoint of something else cannot stand for it."""
+    return {
+        "packages": {package.requirement: package.role for package in PACKAGES},
+        "base": [concept.name for concept in concepts.base],
+        "words": list(words),
+        "warm_up_steps": warm_up_steps,
+        "seed": SEED,
+    }
+
+
+def require_taught(folder: Path, of: dict[str, Any]) -> None:
+    """Raises ConfigError: the folder holds a state or a checkpoint of another training."""
+    if not folder.exists():
+        return
+    try:
+        found = json.loads((folder / TAUGHT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    if different := [name for name in of if found.get(name) != of[name]]:
+        raise ConfigError(f"{folder} was trained with other {', '.join(different)}: remove it, or use another --cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

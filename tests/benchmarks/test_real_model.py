@@ -136,7 +136,7 @@ def test_float32_equals_the_reference_over_http(smollm: World, tmp_path: Path) -
 def test_bfloat16_rounds_at_most_twice_as_much_as_transformers(smollm: World, tmp_path: Path) -> None:
     """Against float32, over all tokens. The bound is measured: what transformers' own bfloat16 does with that memory.
 
-    Memory is a second source of rounding: some of these random ones make transformers deviate twice as much as none.
+    Memory is a second source of rounding: with some of these random ones transformers deviates three times as much.
     """
     questions = text_prompts(4, seed=1)
     with served(smollm, tmp_path / "log", "bfloat16") as client:

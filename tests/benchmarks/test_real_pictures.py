@@ -283,12 +283,40 @@ def test_training_begins_with_the_demo_model_and_words_of_its_own(lessons: Lesso
         assert "embed_tokens" in name or "lm_head" in name or torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_a_trained_model_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = model_folder(tmp_path)
+def test_a_trained_model_is_not_trained_again(
+    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "Packages", MadeUp)
+    cache = shutil.copytree(icons, tmp_path / "cache")
+    folder = model_folder(cache)
     folder.mkdir()
     (folder / "config.json").touch()
-    assert train.main(["--cache", str(tmp_path)]) == 0
+    concepts = made_up_concepts(cache)
+    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3)
+    (folder / train.TAUGHT).write_text(json.dumps(of))
+    assert train.main(["--cache", str(cache), "--warm-up-steps", "3"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(folder)]
+
+
+@pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])
+def test_what_was_trained_on_something_else_is_refused(
+    name: str, icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "Packages", MadeUp)
+    cache = shutil.copytree(icons, tmp_path / "cache")
+    folder = cache / name
+    folder.mkdir()
+    concepts = made_up_concepts(cache)
+    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3)
+    (folder / train.TAUGHT).write_text(json.dumps(of | {"words": ["other"], "seed": 0}))
+    before = sorted(path.name for path in cache.iterdir())
+    assert train.main(["--cache", str(cache), "--warm-up-steps", "3"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(f"{folder} was trained with other words, seed: remove it, or use another --cache")
+    )
+    assert sorted(path.name for path in cache.iterdir()) == before
 
 
 @pytest.mark.slow
@@ -298,12 +326,29 @@ def test_training_resumes_and_what_it_makes_is_measured(
     pytest.importorskip("resvg_py")
     monkeypatch.setattr(train, "Packages", MadeUp)
     monkeypatch.setattr(train, "ROWS", {"separate": 1, "conversations": 1, "exemplars": 1})
-    cache = shutil.copytree(icons, tmp_path / "cache")
+    whole, cache = (shutil.copytree(icons, tmp_path / name) for name in ("whole", "cache"))
     monkeypatch.setenv("INDUCEKV_CACHE", str(cache))
-    command = ["--cache", str(cache), "--warm-up-steps", "1", "--check-every", "1"]
-    for steps in ("1", "2"):
-        assert train.main([*command, "--steps", steps]) == 0
-        shutil.move(model_folder(cache), tmp_path / steps)
+    options = ["--warm-up-steps", "1", "--check-every", "1", "--steps", "2"]
+    assert train.main(["--cache", str(whole), *options]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(model_folder(whole))]
+
+    scores = iter(({},))  # the second check is where it is killed
+
+    def killed(*arguments: object) -> dict[str, float]:
+        for score in scores:
+            return score
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "packed_accuracy", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(["--cache", str(cache), *options])
+    assert not model_folder(cache).exists()
+    assert train.main(["--cache", str(cache), *options]) == 0
+    assert {path.name for path in cache.iterdir()} == {path.name for path in whole.iterdir()}
+    weights = [(model_folder(each) / "model.safetensors").read_bytes() for each in (whole, cache)]
+    assert weights[0] == weights[1]
+    shutil.move(model_folder(cache), tmp_path / "2")
     log = [json.loads(line) for line in (tmp_path / "2" / "training.jsonl").read_text().splitlines()]
     assert any(record.get("resumed_at") == 1 for record in log)
     monkeypatch.setattr(evaluate, "Packages", MadeUp)
