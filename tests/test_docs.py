@@ -453,7 +453,8 @@ def test_the_real_picture_stream_lists_its_packages_and_tasks() -> None:
 
 def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
     measured = run("real_pictures_model.json")
-    answered, read = section(DOCS / "results.md", "### Real pictures").partition("| things |")[::2]
+    model, stream = section(DOCS / "results.md", "### Real pictures").split("**The stream**")
+    answered, read = model.partition("| things |")[::2]
     for (who, *cells), row in zip(rows(answered), measured["base"].values(), strict=True):
         assert who == "vendors that it was trained on" or who.partition(" ")[0] in row["vendors"]
         assert cells == [f"{row[score]:.3f}" for score in ("overall", "name", "group", "claim")]
@@ -461,4 +462,9 @@ def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
         assert half.partition(",")[0] == name
         assert cells == [f"{value:.3f}" for value in row.values()]
     assert f"answers {100 * measured['base']['test']['overall']:.1f}%" in " ".join(answered.split())
-    assert set(measured["frozen"].values()) == {0.0}
+    results = {title(row["method"]): row for row in run("real_pictures.json")["results"]}
+    assert {name.strip("*") for name, *_ in rows(stream)} == set(results)
+    for name, *cells in rows(stream):
+        row = results[name.strip("*")]
+        values = (row["metrics"]["AP"], *(row["tasks"][task] for task in PICTURE_TASKS), row["metrics"]["AF"])
+        assert cells == [mean(value) for value in (*values, row["metrics"]["base_final"])], name
