@@ -73,7 +73,7 @@ class Icons:
             raise ConfigError(f"{folder} holds version {version}, expected {package.version}: {how_to(cache)}")
         return cls(package, icons, categories)
 
-    @property
+    @functools.cached_property
     def names(self) -> frozenset[str]:
         return frozenset(self._icons["icons"])
 

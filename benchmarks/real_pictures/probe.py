@@ -24,14 +24,14 @@ SEED: Final = 9
 
 def read_out(model: LlavaForConditionalGeneration, concepts: Concepts, asked: Sequence[Concept]) -> dict[str, float]:
     """Accuracy by split, of ridge regression to the names that is fitted to pictures by training vendors."""
-    seen, names = mean_tokens(model, concepts, asked, "train")
+    tokens_and_names = {split: mean_tokens(model, concepts, asked, split) for split in SPLITS}
+    seen, names = tokens_and_names["train"]
     centre = seen.mean(0)
     spread = (seen - centre).T @ (seen - centre)
     ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(spread), dtype=spread.dtype)
     weights = torch.linalg.solve(spread + ridge, (seen - centre).T @ F.one_hot(names).to(seen.dtype))
     found = {}
-    for split in SPLITS:
-        tokens, wanted = mean_tokens(model, concepts, asked, split)
+    for split, (tokens, wanted) in tokens_and_names.items():
         right = ((tokens - centre) @ weights).argmax(-1) == wanted
         found[split] = round(right.double().mean().item(), 3)
     return found

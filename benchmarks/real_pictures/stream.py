@@ -14,14 +14,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.demo.questions import Question, pick
+from benchmarks.demo.questions import pick
 from benchmarks.demo.scenes import stable_hash
 from benchmarks.demo.world import record_of, write_split
 from benchmarks.real.items import SPLITS, Split
 from benchmarks.real.model import cache_folder
 from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
-from benchmarks.real_pictures.concepts import Concept, Concepts, concepts_of
+from benchmarks.real_pictures.concepts import Concepts, concepts_of
 from benchmarks.real_pictures.drawings import drawing, picture
 from benchmarks.real_pictures.icons import install, read_all
 from benchmarks.real_pictures.questions import FAMILIES
@@ -42,32 +42,18 @@ def examples(
     Raises ConfigError: a package is missing, or no concept is left for the split.
     """
     rng = np.random.default_rng([seed, stable_hash(task), SPLITS.index(split)])
-    asked = list(concepts.base) if task == BASE else list(TASKS[task].facts(concepts, packages)[split])
+    facts = None if task == BASE else TASKS[task].facts(concepts, packages)[split]
+    asked = list(concepts.base if facts is None else facts)
     if not asked:
         raise ConfigError(f"{task}: the packages have no concept for the {split} questions")
     for index in range(number):
         if index % len(asked) == 0:
             order = rng.permutation(len(asked))
         concept = asked[order[index % len(asked)]]
-        family, (question, answer) = _ask(task, split, index, concept, concepts, packages, rng)
+        family = list(FAMILIES)[index % len(FAMILIES)] if facts is None else task
+        question, answer = FAMILIES[family](rng, concept, concepts.base) if facts is None else facts[concept]
         pixels = picture(drawing(pick(rng, concepts.drawn_by(split, concept)), concept.name), rng)
         yield record_of(task, f"{split}_{index:05d}", family, question, answer) | {"concepts": [concept.name]}, pixels
-
-
-def _ask(
-    task: str,
-    split: Split,
-    index: int,
-    concept: Concept,
-    concepts: Concepts,
-    packages: Packages,
-    rng: np.random.Generator,
-) -> tuple[str, Question]:
-    """The family (of base questions; the task otherwise) and the question with its answer."""
-    if task != BASE:
-        return task, TASKS[task].facts(concepts, packages)[split][concept]
-    family = list(FAMILIES)[index % len(FAMILIES)]
-    return family, FAMILIES[family](rng, concept, concepts.base)
 
 
 def write_task(folder: Path, task: str, concepts: Concepts, packages: Packages, sizes: Sizes, seed: int = SEED) -> None:

@@ -27,11 +27,12 @@ from benchmarks.demo.questions import Question, pick
 from benchmarks.demo.stages import Training, log_to, packed_accuracy, train, warm_up
 from benchmarks.real.model import cache_folder
 from benchmarks.real.sources import Packages
-from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts, concepts_of
+from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts
 from benchmarks.real_pictures.drawings import drawing, picture, restyled
-from benchmarks.real_pictures.icons import PACKAGES, Role, install, read_all
+from benchmarks.real_pictures.icons import PACKAGES, Role
 from benchmarks.real_pictures.model import LOG, NAME, build_tokenizer, from_demo, model_folder
 from benchmarks.real_pictures.questions import COPY, FAMILIES, copy, vocabulary
+from benchmarks.real_pictures.stream import installed_concepts
 from inducekv_vllm.errors import ConfigError
 
 SEED: Final = 20
@@ -104,8 +105,7 @@ def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -
     Raises ConfigError: a package is missing, or what is there was trained on something else.
     """
     folder, work = model_folder(cache), model_folder(cache).with_name(f"{NAME}.training")
-    install(cache)
-    concepts = concepts_of(read_all(cache))
+    concepts = installed_concepts(cache)
     words = vocabulary(concepts.base, Packages())
     of = taught(concepts, words, warm_up_steps)
     require_taught(folder, of)

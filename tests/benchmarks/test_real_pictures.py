@@ -19,7 +19,7 @@ from benchmarks.real.items import SPLITS
 from benchmarks.real.records import BASE
 from benchmarks.real_pictures import evaluate, stream, train
 from benchmarks.real_pictures import icons as icons_module
-from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts
+from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts, concepts_of
 from benchmarks.real_pictures.drawings import OUTLINED, picture, restyled
 from benchmarks.real_pictures.icons import PACKAGES, Icons, how_to, install
 from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
@@ -87,7 +87,7 @@ def test_a_concept_that_a_vendor_lacks_is_no_concept(icons: Path, concepts: Conc
     del held["icons"][gone]
     file.write_text(json.dumps(held))
     fewer = icons_module.read_all(cache)
-    found = train.concepts_of(fewer)
+    found = concepts_of(fewer)
     assert gone not in {concept.name for concept in (*found.base, *found.new)}
 
 
