@@ -3,7 +3,8 @@
 Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
 better off with it; so the latest activation is kept that is not clearly worse than the best. Tasks that combine what
 the model knows want a lower learning rate than tasks with new pictures: the latest activation, whose training is the
-cheapest, is trained with each rate, and the others with the better one.
+cheapest, is trained with each rate, and the others with the better one. In deep models that may be too high for them:
+an activation that ends worse than a later one is trained with the next lower rate too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import progress_bar
 from ..update.inputs import TaskInputs
 from .entries import new_task
-from .lr_search import Trial, own_entries, progress_text, require_storable, search_learning_rate
+from .lr_search import LEARNING_RATES, Trial, own_entries, progress_text, require_storable, search_learning_rate
 from .settings import RefinedSettings
-from .training import StepRecord, Training, train
+from .training import StepRecord, train
 from .training_problem import TrainingProblem
 
 DECOUPLED_RATES: Final = (0.1, 0.3)
@@ -59,7 +60,6 @@ def train_candidates(
     """
     candidates: list[Candidate] = []
     failure: InduceKVError | None = None
-    rate = settings.learning_rate
     tried: list[list[list[int] | None]] = []
     for activation in reversed(activations_to_try(settings)):
         problem, validation = prepare(activation)
@@ -67,8 +67,10 @@ def train_candidates(
         if positions in tried:
             continue  # without pictures, "text" and "prompt" are the same
         tried.append(positions)
-        for training, trials in _trainings(problem, settings, rate, validation, checkpoint, progress):
+        for rates in _rates_to_try(settings, candidates):
             try:
+                trials = search_learning_rate(problem, settings, rates, validation, checkpoint, progress)
+                training = min(trials, key=_loss).training
                 name = f"refinement-{activation}-{training.learning_rate}"
                 with progress_bar("Training", settings.steps, progress) as advance:
                     train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
@@ -81,16 +83,13 @@ def train_candidates(
             if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
                 accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
                 loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
-            rates = tuple((trial.learning_rate, trial.validation_nll) for trial in trials)
+            tried_in_part = tuple((trial.learning_rate, trial.validation_nll) for trial in trials if len(trials) > 1)
             history = tuple(training.history)
-            candidates.append(Candidate(activation, training.learning_rate, memory, history, accuracy, loss, rates))
-        if not candidates:
-            continue
-        best = min(candidates, key=_loss)
-        if best.accuracy == 1:
+            candidates.append(
+                Candidate(activation, training.learning_rate, memory, history, accuracy, loss, tried_in_part)
+            )
+        if candidates and min(candidates, key=_loss).accuracy == 1:
             break  # none is better, and this is the latest
-        if settings.form == "decoupled":
-            rate = best.learning_rate
     if failure is not None and not candidates:
         raise failure
     return sorted(candidates, key=lambda candidate: ACTIVATIONS.index(candidate.activation))
@@ -100,26 +99,28 @@ def _positions(questions: Questions) -> list[int] | None:
     return None if questions.first_active is None else questions.first_active.tolist()
 
 
-def _loss(candidate: Candidate) -> float:
-    return math.inf if candidate.validation_nll is None else candidate.validation_nll
+def _loss(tried: Candidate | Trial) -> float:
+    return math.inf if tried.validation_nll is None else tried.validation_nll
 
 
-def _trainings(
-    problem: TrainingProblem,
-    settings: RefinedSettings,
-    rate: float | None,
-    validation: Questions,
-    checkpoint: Checkpoint,
-    progress: bool,
-) -> Iterator[tuple[Training, Sequence[Trial]]]:
-    """The trainings to finish, and the trials that led to each."""
-    if settings.form == "merged":
-        trials = search_learning_rate(problem, settings, validation, checkpoint, progress)
-        best = min(trials, key=lambda trial: math.inf if trial.validation_nll is None else trial.validation_nll)
-        yield best.training, trials if len(trials) > 1 else ()
-        return
-    for each in DECOUPLED_RATES if rate is None else (rate,):
-        yield Training(problem, settings, each), ()
+def _rates_to_try(settings: RefinedSettings, candidates: Sequence[Candidate]) -> Iterator[tuple[float, ...]]:
+    """The learning rates of an activation's next training; short trials choose among several.
+
+    Args:
+        candidates: so far; it grows while the trainings are made.
+    """
+    if settings.learning_rate is not None:
+        yield (settings.learning_rate,)
+    elif settings.form == "merged":
+        yield LEARNING_RATES
+    elif not candidates:
+        yield from ((rate,) for rate in DECOUPLED_RATES)
+    else:
+        best = min(candidates, key=_loss)
+        for rate in sorted((rate for rate in DECOUPLED_RATES if rate <= best.learning_rate), reverse=True):
+            yield (rate,)
+            if min(candidates, key=_loss) is not best:
+                return
 
 
 def activations_to_try(settings: RefinedSettings) -> tuple[Activation, ...]:

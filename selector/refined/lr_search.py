@@ -6,6 +6,7 @@ Shapes: K entries of the memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,22 +39,25 @@ class Trial:
 def search_learning_rate(
     problem: TrainingProblem,
     settings: RefinedSettings,
+    rates: Sequence[float],
     validation: Questions,
     checkpoint: Checkpoint,
     progress: bool,
 ) -> list[Trial]:
-    """Train with each learning rate for part of the whole run's schedule: a schedule of its own favours high rates.
+    """Train with each of `rates` for part of the whole run's schedule: a schedule of its own favours high rates.
+
+    One rate alone is not tried.
 
     Raises:
         TaskDataError, BundleError: training diverges with every learning rate.
     """
-    if settings.learning_rate is not None:
-        return [Trial(settings.learning_rate, None, Training(problem, settings, settings.learning_rate))]
+    if len(rates) == 1:
+        return [Trial(rates[0], None, Training(problem, settings, rates[0]))]
     steps = math.ceil(TRIAL_SHARE * settings.steps)
     trials: list[Trial] = []
     failure: InduceKVError | None = None
-    with progress_bar("Searching the learning rate", steps * len(LEARNING_RATES), progress) as advance:
-        for number, rate in enumerate(LEARNING_RATES):
+    with progress_bar("Searching the learning rate", steps * len(rates), progress) as advance:
+        for number, rate in enumerate(rates):
 
             def report(training: Training, done: int = number * steps) -> None:
                 advance(done + training.step, progress_text(training))

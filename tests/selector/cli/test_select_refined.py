@@ -157,7 +157,7 @@ def test_the_learning_rate_is_searched_and_the_best_trial_goes_on(stream: Stream
 
 
 def test_a_learning_rate_that_diverges_is_out_of_the_search(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selector.refined.lr_search.LEARNING_RATES", (0.05, 1e30))
+    monkeypatch.setattr("selector.refined.candidates.LEARNING_RATES", (0.05, 1e30))
     bundle = searching(stream).update("colours", "--steps", "12")
     trials = stream.report("colours")["refinement"]["search"]
     assert [trial["validation_nll"] is None for trial in trials] == [False, True]

@@ -202,10 +202,37 @@ def test_activation_and_learning_rate_are_searched_together(
     latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["activation"] == "generation"}
     assert set(latest) == set(DECOUPLED_RATES)
     rate = min(latest, key=lambda each: latest[each])
-    assert [(t["activation"], t["learning_rate"]) for t in trials[:2]] == [("prompt", rate), ("text", rate)]
+    earlier = [(t["activation"], t["learning_rate"]) for t in trials if t["activation"] != "generation"]
+    assert {("prompt", rate), ("text", rate)} <= set(earlier)
     assert result.bundle.metadata.settings["learning_rate"] == rate
     alone = learn(llava, tmp_path / "alone", examples, activation="generation", learning_rate=rate)
     assert torch.equal(result.bundle.payload_values, alone.bundle.payload_values)
+
+
+@pytest.mark.parametrize(
+    ("losses", "tried"),
+    [
+        ([2.0, 1.0, 16.6, 0.9, 0.8], [("prompt", 0.1), ("text", 0.1), ("text", 0.3)]),
+        ([2.0, 1.0, 0.9, 0.8], [("prompt", 0.3), ("text", 0.3)]),
+        ([1.0, 2.0, 1.1, 1.2], [("prompt", 0.1), ("text", 0.1)]),
+        ([2.0, 1.0, 16.6, 1.8, 17.0, 2.0], [("prompt", 0.1), ("prompt", 0.3), ("text", 0.1), ("text", 0.3)]),
+    ],
+)
+def test_an_earlier_activation_worse_than_a_later_one_gets_the_lower_rate_too(
+    llava: Backbone,
+    tmp_path: Path,
+    examples: list[Example],
+    monkeypatch: pytest.MonkeyPatch,
+    losses: list[float],
+    tried: list[tuple[str, float]],
+) -> None:
+    """`losses` are made up: of the generation with 0.1 and 0.3, then of what is trained after it."""
+    measured, made_up = Scorer.mean_loss, iter(losses)
+    monkeypatch.setattr(Scorer, "mean_loss", lambda *args: next(made_up, None) or measured(*args))
+    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
+    trials = [t for t in result.report["activation"]["search"] if t["activation"] != "generation"]
+    assert sorted((t["activation"], t["learning_rate"]) for t in trials) == tried
+    assert {t["nll"] for t in trials} == set(losses[2:])
 
 
 def test_nothing_earlier_is_tried_once_all_answers_are_right(
