@@ -27,7 +27,7 @@ from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import footprint_bytes
 from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
@@ -187,6 +187,30 @@ def test_plain_lora_is_replay_without_the_replay(learned):
     assert plain[0] == replay[0]
     assert plain[1] != replay[1]
     assert json.dumps(learned("lora").artifacts[1].report)
+
+
+def test_each_task_takes_the_learning_rate_of_the_least_validation_loss(model, suite, tmp_path):
+    def learn(name, **settings):
+        method = replace(SMALL["gated_task_lora"], **settings)
+        (tmp_path / name).mkdir()
+        stream = LearnedStream(method, model, suite, tmp_path / name)
+        return [a.report for a in stream.artifacts], [matrices(state) for state in stream.states]
+
+    def matrices(state):
+        return {path.parent.name: path.read_bytes() for path in state.rglob("adapter_model.safetensors")}
+
+    rates = (1e-9, 3e-3, 1e30)  # one that learns nothing, one that diverges
+    searched, adapters = learn("searched", learning_rates=rates)
+    alone, expected = learn("alone", learning_rate=3e-3)
+    assert adapters == expected
+    for report, single in zip(searched, alone, strict=True):
+        assert (report["learning_rate"], report["validation_nll"]) == (3e-3, single["validation_nll"])
+        assert list(report["rates_tried"]) == ["1e-09", "0.003", "1e+30"]
+        assert report["rates_tried"]["1e+30"] is None
+        assert report["rates_tried"]["1e-09"] > report["rates_tried"]["0.003"]
+        assert report["compute"]["steps"] == 3 * single["compute"]["steps"]
+    with pytest.raises(TaskDataError, match="the loss is not a finite number"):
+        learn("diverging", learning_rates=(1e30, 1e31))
 
 
 def test_an_adapter_of_its_own_is_never_changed_again(learned):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inducekv_vllm.errors import TaskDataError
 from selector.backbone.scoring import Scorer, batch_rows
 from selector.data.examples import Example
 
@@ -54,6 +55,32 @@ class Fit:
                 history.append({"step": step} | {name: float(term.detach()) for name, term in terms.items()})
         return history
 
+    def run_best(self, rates: Sequence[float], steps: int, validation: Sequence[Example]) -> dict[str, Any]:
+        """`run` with each rate from the same start; the parameters of the least mean NLL on `validation` stay.
+
+        Returns that rate, its history and its NLL, and the NLL by rate: None if the training diverged.
+
+        Raises:
+            TaskDataError: training diverges with every rate.
+        """
+        start = [parameter.detach().clone() for parameter in self.parameters]
+        finished: dict[float, tuple[float, list[dict[str, Any]], list[Tensor]]] = {}
+        for rate in rates:
+            assign(self.parameters, start)
+            try:
+                history = self.run(rate, steps)
+                loss = self.mean_loss(validation)
+            except TaskDataError:
+                if rate == rates[-1] and not finished:
+                    raise
+                continue
+            finished[rate] = loss, history, [parameter.detach().clone() for parameter in self.parameters]
+        best = min(finished, key=lambda rate: finished[rate][0])
+        loss, history, trained = finished[best]
+        assign(self.parameters, trained)
+        tried = {str(rate): finished[rate][0] if rate in finished else None for rate in rates}
+        return {"learning_rate": best, "history": history, "validation_nll": loss, "rates_tried": tried}
+
     def losses(self, batch: Sequence[Example]) -> dict[str, Tensor]:
         """The terms whose sum a step minimises: the mean NLL, and the penalty if there is one. [] each."""
         with torch.autocast(self.scorer.backbone.device.type, torch.bfloat16, enabled=self.autocast):
@@ -76,6 +103,12 @@ class Fit:
         """Mean NLL."""
         batches = (examples[start : start + batch_size] for start in range(0, len(examples), batch_size))
         return sum(float(self.scorer.losses(batch).double().sum()) for batch in batches) / len(examples)
+
+
+@torch.no_grad()
+def assign(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def share_of_rate(step: int, steps: int) -> float:

@@ -64,11 +64,15 @@ class GatedTaskLora(LoraReplay):
     name: str = "gated_task_lora"
     base: bool = True
     learning_rate: float = 3e-3  # larger, for so small a rank
+    learning_rates: tuple[float, ...] = ()  # if any, each task takes the one that is best on its validation questions
     trials: ClassVar[Trials] = ({"learning_rate": 1e-3}, {"learning_rate": 3e-3}, {"learning_rate": 1e-2})
 
     def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         together = memory_bytes(backbone, context.budget, self.payload_tokens, gated_tasks=0)
         return together // context.num_tasks
+
+    def rates(self) -> Sequence[float]:
+        return self.learning_rates or super().rates()
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         earlier_anchors(previous, out)

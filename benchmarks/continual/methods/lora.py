@@ -71,18 +71,20 @@ class Lora:
         fit = Fit(
             scorer, parameters, task.train, rehearsed, self.batch_size, seed, self.precision == "bfloat16", penalty
         )
-        history = fit.run(self.learning_rate, self.steps)
         report = {
             "rank": rank,
             "bytes_allowed": allowed,
-            "history": history,
-            "validation_nll": fit.mean_loss(task.validation),
             "rehearsed": len(rehearsed),
-            "compute": {"steps": self.steps, "batch_size": self.batch_size},
+            "compute": {"steps": self.steps * len(self.rates()), "batch_size": self.batch_size},
         }
+        report |= fit.run_best(self.rates(), self.steps, task.validation)
         report |= self.keep(training)
         report["seconds"] = round(time.monotonic() - began, 1)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER), report)
+
+    def rates(self) -> Sequence[float]:
+        """The learning rates to train with; the one with the least validation loss is kept."""
+        return (self.learning_rate,)
 
     def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         """Of one adapter: those of a memory of the whole stream, with its gate."""
