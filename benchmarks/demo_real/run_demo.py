@@ -22,6 +22,7 @@ from rich.table import Column, Table
 
 from benchmarks.chat import messages_of, same_answer
 from benchmarks.continual.answering.plans import plan
+from benchmarks.continual.methods import Artifact
 from benchmarks.demo.asking import ask, base_model, gate_is_open, marked, served
 from benchmarks.demo_real.teaching import Taught, teach
 from benchmarks.real.model import cache_folder
@@ -36,7 +37,8 @@ LEGEND = """\
 No question was taught. "base" are questions that the model answers well by itself.
 PromptReplay shows the model the nearest taught questions and answers in its prompt, for every question.
 The gate gives a question the memory of the task with the largest margin, if that is above 0; else it is closed, and the
-untouched model answers."""
+untouched model answers.
+A few questions say little, so the last column has all validation questions of the task, as they were after learning."""
 
 
 def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console) -> None:
@@ -64,10 +66,17 @@ def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console)
     console.print(table)
     console.print(LEGEND)
     asked = Counter(example.task for example in examples)
-    summary = Table("right answers", *METHODS)
+    summary = Table("right answers", *METHODS, "with memory, validation")
     for task, count in asked.items():
-        summary.add_row(task, *(f"{right[task, method]} of {count}" for method in METHODS))
+        learned = taught.learned.get(task)
+        validation = "" if learned is None else validation_of(learned)
+        summary.add_row(task, *(f"{right[task, method]} of {count}" for method in METHODS), validation)
     console.print(summary)
+
+
+def validation_of(learned: Artifact) -> str:
+    """The share of a task's validation questions that were right after it was learned."""
+    return f"{learned.report['validation_accuracy']['deployed']:.0%} of {learned.report['pool']['validation_examples']}"
 
 
 def question_of(example: Example) -> str:

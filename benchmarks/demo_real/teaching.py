@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,6 +47,7 @@ class Taught:
     model: Path
     suite: Suite
     bundle: Path
+    learned: Mapping[str, Artifact]  # of the memory, by task
     replay: Artifact
     replay_state: Path
 
@@ -73,8 +74,11 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
             artifact = learn(run, number)
             if is_new:
                 console.print(f"  learned in {time.perf_counter() - start:.0f} s")
-    memory, replay = (run.task_folder(len(TASKS) - 1) / "state" for run in runs)
-    return Taught(model, suite, memory / BUNDLE, artifact, replay)
+    memory, replay = runs
+    learned = {task: Artifact.read(memory.task_folder(number) / "state") for number, task in enumerate(TASKS)}
+    last = len(TASKS) - 1
+    bundle, replay_state = memory.task_folder(last) / "state" / BUNDLE, replay.task_folder(last) / "state"
+    return Taught(model, suite, bundle, learned, artifact, replay_state)
 
 
 def taught_already(run: Run, number: int) -> bool:

@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.continual.answering.plans import plan
 from benchmarks.continual.suites import real_text
 from benchmarks.demo_real import teaching
-from benchmarks.demo_real.run_demo import question_of, verdict_of
+from benchmarks.demo_real.run_demo import question_of, validation_of, verdict_of
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp
@@ -30,6 +30,10 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     bundle = read_bundle(taught.bundle)
     assert bundle.metadata.tasks == teaching.TASKS
     assert bundle.gate is not None
+    assert tuple(taught.learned) == teaching.TASKS
+    for learned in taught.learned.values():
+        right = learned.report["validation_accuracy"]["deployed"] * SIZES["validation"]
+        assert validation_of(learned) == f"{round(right) / SIZES['validation']:.0%} of {SIZES['validation']}"
     question = taught.suite.tasks[0].test[0]
     (shown,) = plan(taught.replay, taught.replay_state, model).asks([question])
     assert shown.exemplars
