@@ -466,5 +466,5 @@ def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
     assert {name.strip("*") for name, *_ in rows(stream)} == set(results)
     for name, *cells in rows(stream):
         row = results[name.strip("*")]
-        values = (row["metrics"]["AP"], *(row["tasks"][task] for task in PICTURE_TASKS), row["metrics"]["AF"])
-        assert cells == [mean(value) for value in (*values, row["metrics"]["base_final"])], name
+        values = (*(row["tasks"][task] for task in PICTURE_TASKS), row["metrics"]["AF"], row["metrics"]["base_final"])
+        assert cells == [mean_and_error(row["metrics"]["AP"]), *map(mean, values)], name
