@@ -37,8 +37,10 @@ LEGEND = """\
 No question was taught. "base" are questions that the model answers well by itself.
 PromptReplay shows the model the nearest taught questions and answers in its prompt, for every question.
 The gate gives a question the memory of the task with the largest margin, if that is above 0; else it is closed, and the
-untouched model answers.
-A few questions say little, so the last column has all validation questions of the task, as they were after learning."""
+untouched model answers."""
+VALIDATION = """\
+A few questions say little: the last column has all validation questions of the task, right after it was learned. Its
+gate was fitted to them too."""
 
 
 def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console) -> None:
@@ -72,6 +74,7 @@ def run(client: openai.OpenAI, taught: Taught, questions: int, console: Console)
         validation = "" if learned is None else validation_of(learned)
         summary.add_row(task, *(f"{right[task, method]} of {count}" for method in METHODS), validation)
     console.print(summary)
+    console.print(VALIDATION)
 
 
 def validation_of(learned: Artifact) -> str:

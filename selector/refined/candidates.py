@@ -3,8 +3,8 @@
 Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
 better off with it; so the latest activation is kept that is not clearly worse than the best. Tasks that combine what
 the model knows want a lower learning rate than tasks with new pictures: the latest activation, whose training is the
-cheapest, is trained with each rate, and the others with the better one. In deep models that may be too high for them:
-an activation that ends worse than a later one is trained with the next lower rate too.
+cheapest, is trained with each rate, and each earlier one with that of the best training so far. In deep models that may
+be too high: an activation that ends worse than a later one is trained with the next lower rate too.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def train_candidates(
                     train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
                 memory = training.memory()
                 require_storable(memory)
+                accuracy = loss = None
+                if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
+                    accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
+                    loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
             except (TaskDataError, BundleError) as error:
                 failure = error
                 continue
-            accuracy = loss = None
-            if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
-                accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
-                loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
             tried_in_part = tuple((trial.learning_rate, trial.validation_nll) for trial in trials if len(trials) > 1)
             history = tuple(training.history)
             candidates.append(

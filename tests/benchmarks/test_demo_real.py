@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.continual.answering.plans import plan
+from benchmarks.continual.methods import Artifact
 from benchmarks.continual.suites import real_text
 from benchmarks.demo_real import teaching
 from benchmarks.demo_real.run_demo import question_of, validation_of, verdict_of
@@ -30,10 +31,9 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     bundle = read_bundle(taught.bundle)
     assert bundle.metadata.tasks == teaching.TASKS
     assert bundle.gate is not None
-    assert tuple(taught.learned) == teaching.TASKS
-    for learned in taught.learned.values():
-        right = learned.report["validation_accuracy"]["deployed"] * SIZES["validation"]
-        assert validation_of(learned) == f"{round(right) / SIZES['validation']:.0%} of {SIZES['validation']}"
+    for number, (task, learned) in enumerate(taught.learned.items()):
+        assert learned.report["composition"]["after"].keys() == set(teaching.TASKS[: number + 1])
+        assert task == teaching.TASKS[number]
     question = taught.suite.tasks[0].test[0]
     (shown,) = plan(taught.replay, taught.replay_state, model).asks([question])
     assert shown.exemplars
@@ -47,6 +47,11 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(teaching, "BUDGET", 24)
     with pytest.raises(ConfigError, match=r"demo\.json: the results are of another configuration \(budget: 12 there"):
         teaching.teach(tmp_path / "cache", model, console)
+
+
+def test_the_share_of_validation_questions() -> None:
+    report = {"validation_accuracy": {"no_memory": 0.1, "deployed": 0.578125}, "pool": {"validation_examples": 64}}
+    assert validation_of(Artifact("bundle", None, 0, report)) == "58% of 64"
 
 
 def test_the_table_says_what_the_gate_decided() -> None:

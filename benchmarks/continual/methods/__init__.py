@@ -93,10 +93,14 @@ def changeable(method: Any) -> set[str]:
 
 
 def with_setting(method: Any, key: str, value: Any) -> Any:
-    """`method` with another value of one setting. Raises ConfigError: it is of another type (an int may be a float)."""
+    """`method` with another value of one setting. Raises ConfigError: it is of another type.
+
+    An int may stand for a float, and None where the setting may be None.
+    """
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
     value = float(value) if isinstance(old, float) and type(value) is int else value
-    if old is not None and type(value) is not type(old):
+    optional = value is None and any(field.name == key and "None" in str(field.type) for field in fields(method))
+    if old is not None and not optional and type(value) is not type(old):
         raise ConfigError(f"{method.name}: {key} must be like {old!r}, found {value!r}")
     return replace(method, **{key: value})

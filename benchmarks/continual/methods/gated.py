@@ -33,6 +33,7 @@ from selector.update.gate_fit import fit_gate
 
 ADAPTERS = "adapters"
 GATE = "gate.safetensors"
+RATES = (1e-3, 3e-3, 1e-2)  # of a LoRA for each task
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,15 @@ class GatedTaskLora(LoraReplay):
     kind: ClassVar[Kind] = "gated_adapters"
     name: str = "gated_task_lora"
     base: bool = True
-    learning_rate: float = 3e-3  # larger, for so small a rank
-    learning_rates: tuple[float, ...] = ()  # if any, each task takes the one that is best on its validation questions
-    trials: ClassVar[Trials] = ({"learning_rate": 1e-3}, {"learning_rate": 3e-3}, {"learning_rate": 1e-2})
+    learning_rate: float | None = 3e-3  # larger, for so small a rank; None: chosen for each task, by validation loss
+    trials: ClassVar[Trials] = tuple({"learning_rate": rate} for rate in RATES)
 
     def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         together = memory_bytes(backbone, context.budget, self.payload_tokens, gated_tasks=0)
         return together // context.num_tasks
 
     def rates(self) -> Sequence[float]:
-        return self.learning_rates or super().rates()
+        return RATES if self.learning_rate is None else (self.learning_rate,)
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         earlier_anchors(previous, out)

@@ -21,10 +21,17 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import read_config, text_geometry
 
 KEPT = ("method", "budget", "seed", "settings", "complete", "accuracy", "base", "stored_bytes", "seconds", "metrics")
+TRIED = ("activation", "rates_tried")  # of a task's report
 DIGITS = 4
 ANSWERS_OF = (UNTOUCHED, *RECIPES, *RIVALS)  # methods whose answers to an example question are shown
 
 Content = dict[str, Any]
+
+
+def _tried(run: Mapping[str, Any]) -> Content:
+    """For each task the trainings among which a method chose; nothing if it does not choose."""
+    tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in run.get("reports", ())]
+    return {"tried": tried} if any(tried) else {}
 
 
 def read_folder(
@@ -50,7 +57,7 @@ def read_folder(
         "diagnostics": [_read_diagnostic(path) for path in sorted((out / "diagnostics").glob("*.json"))],
         "commands": read_commands(out),
         "runs": [
-            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
+            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])} | _tried(run)
             for run in streams.runs
         ],
         **_examples_and_footprint(finished, streams.budgets),
