@@ -423,6 +423,20 @@ def test_the_comparison_on_a_real_model_is_quoted() -> None:
     )
 
 
+def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
+    text = section(DOCS / "results.md", "### Eight tasks")
+    measured = run("real_text_eight.json")
+    results = {title(row["method"]): row for row in measured["results"]}
+    assert {name.strip("*") for name, *_ in rows(text)} == set(results)
+    for name, *cells in rows(text):
+        metrics, tasks = results[name.strip("*")]["metrics"], results[name.strip("*")]["tasks"]
+        values = (metrics["AP"], *(tasks[task] for task in measured["order"]), metrics["AF"], metrics["base_final"])
+        assert cells == [mean(value) for value in values], name
+    (lead,) = [d["AP"]["mean"] for d in measured["differences"] if d["against"] == "gated_task_lora"]
+    for page in (text, section(DOCS / "results.md", "## Where InduceKV falls short")):
+        assert f"is {100 * lead:.1f} points ahead" in " ".join(page.replace("*", "").split())
+
+
 def test_the_parts_of_the_papers_memory_on_a_real_model_are_quoted() -> None:
     measured: dict[str, dict[str, float]] = {}
     for row in run("real_text_parts.json")["rows"]:
