@@ -432,6 +432,10 @@ def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
         metrics, tasks = results[name.strip("*")]["metrics"], results[name.strip("*")]["tasks"]
         values = (metrics["AP"], *(tasks[task] for task in measured["order"]), metrics["AF"], metrics["base_final"])
         assert cells == [mean(value) for value in values], name
+    found = run("real_text_perplexity_eight.json")
+    assert (found["opened"], found["perplexity"]) == ([0.0], [found["untouched"]])
+    assert f"none of {found['paragraphs']} paragraphs" in text
+    assert f"is {found['untouched']:.2f}, as without" in text
     (lead,) = [d["AP"]["mean"] for d in measured["differences"] if d["against"] == "gated_task_lora"]
     for page in (text, section(DOCS / "results.md", "## Where InduceKV falls short")):
         assert f"is {100 * lead:.1f} points ahead" in " ".join(page.replace("*", "").split())
