@@ -34,14 +34,12 @@ class Meter:
     """Calls functions that read files, and keeps what came of it."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    used_bytes: int = field(default_factory=lambda: status_bytes("VmRSS"))
+    used_bytes: int = field(default_factory=lambda: used_without_freed_memory())
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
         """Any error that is not ours passes through."""
         if status_bytes("VmRSS") > self.used_bytes + RESTING_BYTES:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            self.used_bytes = status_bytes("VmRSS")
+            self.used_bytes = used_without_freed_memory()
         before = resource.getrlimit(resource.RLIMIT_AS)
         value, error = None, None
         resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + ROOM, before[1]))
@@ -75,6 +73,13 @@ def check(outcome: Outcome, error: type[InduceKVError]) -> None:
         assert isinstance(outcome.error, error), f"{type(outcome.error).__name__}: {message:.1000}"
         assert message.isprintable(), f"{message!r:.1000}"
         assert len(message) <= MAX_MESSAGE, f"{len(message)} characters: {message:.200}"
+
+
+def used_without_freed_memory() -> int:
+    """Gives freed memory back first: a call would take it again, unseen."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status_bytes("VmRSS")
 
 
 def status_bytes(name: str) -> int:

@@ -129,6 +129,14 @@ def test_what_takes_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         meter.call(bytearray, 10**12)
 
 
+def test_memory_freed_before_hides_no_peak() -> None:
+    blocks = [bytearray(60_000) for _ in range(1500)]
+    above = bytearray(60_000)  # what lies above freed blocks keeps them with the process
+    del blocks
+    assert Meter().call(spend, 0.0, 5 * 10**7).peak_bytes > 0.49e8
+    del above
+
+
 @pytest.mark.parametrize("error", [InduceKVError("no such class"), TaskDataError("of the other kind")])
 def test_other_errors_are_noticed(error: InduceKVError) -> None:
     with pytest.raises(AssertionError, match=type(error).__name__):
