@@ -64,6 +64,7 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
     runs = [Run(suite, method, model, BUDGET, 0, folder) for method in methods()]
     if not all(taught_already(run, number) for run in runs for number in range(len(TASKS))):
         console.print(f"Teaching SmolLM2 once: what it learns is kept in {folder}, and goes on if it is stopped.")
+    artifacts: dict[str, dict[str, Artifact]] = {run.method.name: {} for run in runs}
     for run in runs:
         claim_stream(run)
         for number, task in enumerate(suite.tasks):
@@ -71,14 +72,11 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
             if is_new:
                 count = f"{number + 1} of {len(TASKS)}"
                 console.print(f"{TITLES[run.method.name]}, task {count}: {task.name}, {len(task.train)} examples ...")
-            artifact = learn(run, number)
+            artifacts[run.method.name][task.name] = learn(run, number)
             if is_new:
                 console.print(f"  learned in {time.perf_counter() - start:.0f} s")
-    memory, replay = runs
-    learned = {task: Artifact.read(memory.task_folder(number) / "state") for number, task in enumerate(TASKS)}
-    last = len(TASKS) - 1
-    bundle, replay_state = memory.task_folder(last) / "state" / BUNDLE, replay.task_folder(last) / "state"
-    return Taught(model, suite, bundle, learned, artifact, replay_state)
+    memory, replay = (run.task_folder(len(TASKS) - 1) / "state" for run in runs)
+    return Taught(model, suite, memory / BUNDLE, artifacts[MEMORY], artifacts[REPLAY][TASKS[-1]], replay)
 
 
 def taught_already(run: Run, number: int) -> bool:

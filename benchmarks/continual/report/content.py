@@ -28,12 +28,6 @@ ANSWERS_OF = (UNTOUCHED, *RECIPES, *RIVALS)  # methods whose answers to an examp
 Content = dict[str, Any]
 
 
-def _tried(run: Mapping[str, Any]) -> Content:
-    """For each task the trainings among which a method chose; nothing if it does not choose."""
-    tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in run.get("reports", ())]
-    return {"tried": tried} if any(tried) else {}
-
-
 def read_folder(
     out: Path, model: Path | None = None, data: Path | None = None, tuned: Mapping[str, Any] | None = None
 ) -> Content:
@@ -124,6 +118,12 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
         return None
     margin = None if difference.margin is None else round(difference.margin, DIGITS)
     return {**rounded(difference, DIGITS), "margin": margin, "verdict": difference.verdict}
+
+
+def _tried(run: Mapping[str, Any]) -> Content:
+    """For each task the trainings among which a method chose; nothing if it does not choose."""
+    tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in run.get("reports", ())]
+    return {"tried": tried} if any(tried) else {}
 
 
 def _short(value: Any) -> Any:
