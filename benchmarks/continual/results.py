@@ -30,6 +30,7 @@ from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
+STATE = "state"  # the folder of what a method made of a task
 WHERE = "where"  # key of run.json: where the run read its files, which may have moved since
 
 
@@ -82,7 +83,7 @@ class FinishedRun:
         return self.folder / f"{number:02d}-{self.order[number]}"
 
     def state(self, number: int = -1) -> Path:
-        return self.task_folder(number) / "state"
+        return self.task_folder(number) / STATE
 
     def artifact(self, number: int = -1) -> Artifact:
         """The artifact that answers after task `number`. Raises ConfigError: the state was not kept."""

@@ -29,7 +29,7 @@ from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
-from benchmarks.continual.results import WHERE
+from benchmarks.continual.results import STATE, WHERE
 from benchmarks.continual.suites import Suite
 from inducekv_vllm.errors import ConfigError
 from selector.runtime.files import replace_file
@@ -55,6 +55,13 @@ class Run:
 
     def task_folder(self, number: int) -> Path:
         return self.own_folder / f"{number:02d}-{self.suite.tasks[number].name}"
+
+    def state(self, number: int) -> Path:
+        """What the method made of a task: whole or absent."""
+        return self.task_folder(number) / STATE
+
+    def unfinished_state(self, number: int) -> Path:
+        return self.task_folder(number) / f"{STATE}.tmp"
 
     @property
     def title(self) -> str:
@@ -121,12 +128,11 @@ def take_task(run: Run, number: int, answers: StoredAnswers) -> None:
 
 def learn(run: Run, number: int) -> Artifact:
     """The state after task `number`, learned unless it exists. Raises ConfigError: the previous state is gone."""
-    folder = run.task_folder(number)
-    state, unfinished = folder / "state", folder / "state.tmp"
+    state, unfinished = run.state(number), run.unfinished_state(number)
     if not state.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        previous = run.task_folder(number - 1) / "state" if number else None
+        previous = run.state(number - 1) if number else None
         if previous is not None and not previous.exists():
             raise ConfigError(f"{previous} is gone, and the stream goes on from it: remove {run.own_folder} to redo it")
         context = RunContext(run.model, run.budget, run.seed, number, len(run.suite.tasks), run.suite.base.train)
@@ -144,7 +150,7 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     began = time.monotonic()
     tasks = (*run.suite.tasks[: number + 1], run.suite.base)
     questions = [(task, example) for task in tasks for example in task.test]
-    texts, num_asked = answers.answers(artifact, folder / "state", [example for _, example in questions])
+    texts, num_asked = answers.answers(artifact, run.state(number), [example for _, example in questions])
     lines = [
         {
             "task": task.name,
@@ -164,7 +170,7 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
         "anchor_bytes": artifact.report.get("anchor_bytes", 0),
         "questions": {"answered": len(questions), "asked": num_asked},
         "seconds": {
-            "learn": json.loads((folder / "state" / "seconds.json").read_bytes()),
+            "learn": json.loads((run.state(number) / "seconds.json").read_bytes()),
             "evaluate": round(time.monotonic() - began, 1),
         },
         "report": artifact.report,
@@ -179,7 +185,7 @@ def tidy(run: Run, keep: KeepStates) -> None:
     done = run.next_task
     needless = {"all": 0, "last": done - 1, "none": done if run.finished else done - 1}[keep]
     for number in range(needless):
-        state, going = run.task_folder(number) / "state", run.task_folder(number) / "state.tmp"
+        state, going = run.state(number), run.unfinished_state(number)
         if state.exists():
             shutil.rmtree(going, ignore_errors=True)
             state.rename(going)  # half a state never stands under the name of a whole one

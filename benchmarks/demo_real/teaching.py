@@ -62,25 +62,21 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
     claim(folder, "demo.json", {"data": suite.digest(), "tasks": TASKS, "budget": BUDGET, "train": TRAIN})
     prepare_process(threads=1)
     runs = [Run(suite, method, model, BUDGET, 0, folder) for method in methods()]
-    if not all(taught_already(run, number) for run in runs for number in range(len(TASKS))):
+    if not all(run.state(number).exists() for run in runs for number in range(len(TASKS))):
         console.print(f"Teaching SmolLM2 once: what it learns is kept in {folder}, and goes on if it is stopped.")
     artifacts: dict[str, dict[str, Artifact]] = {run.method.name: {} for run in runs}
     for run in runs:
         claim_stream(run)
         for number, task in enumerate(suite.tasks):
-            start, is_new = time.perf_counter(), not taught_already(run, number)
+            start, is_new = time.perf_counter(), not run.state(number).exists()
             if is_new:
                 count = f"{number + 1} of {len(TASKS)}"
                 console.print(f"{TITLES[run.method.name]}, task {count}: {task.name}, {len(task.train)} examples ...")
             artifacts[run.method.name][task.name] = learn(run, number)
             if is_new:
                 console.print(f"  learned in {time.perf_counter() - start:.0f} s")
-    memory, replay = (run.task_folder(len(TASKS) - 1) / "state" for run in runs)
+    memory, replay = (run.state(len(TASKS) - 1) for run in runs)
     return Taught(model, suite, memory / BUNDLE, artifacts[MEMORY], artifacts[REPLAY][TASKS[-1]], replay)
-
-
-def taught_already(run: Run, number: int) -> bool:
-    return (run.task_folder(number) / "state").exists()
 
 
 def methods() -> tuple[Method, Method]:

@@ -58,12 +58,53 @@ def test_a_setting_goes_to_every_method_that_has_it_but_not_to_an_ablation_of_it
         choose_methods(["fixed_calibration"], ["inner_steps=3"])
 
 
+def test_a_setting_may_name_its_method():
+    lora, replay = choose_methods(["lora", "lora_replay"], ["steps=7", "lora.steps=9", "lora_replay.modules=mlp"])
+    assert (lora.steps, lora.modules) == (9, "all")
+    assert (replay.steps, replay.modules) == (7, "mlp")
+    (alone,) = choose_methods(["lora"], ["lora_replay.steps=9"])
+    assert alone == METHODS["lora"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nonesuch.steps=9", "there is no method 'nonesuch', there are: no_memory"),
+        (
+            "learning_rate0.1",
+            "none of lora has the setting 'learning_rate0.1'; it must read KEY=VALUE or METHOD.KEY=VALUE",
+        ),
+        ("lora.activation=text", "none of lora has the setting 'lora.activation=text'"),
+        ("refined.activation=text", "none of refined has the setting 'refined.activation=text'"),
+        ("refined.steps=many", "refined: steps must be like 400, found 'many'"),
+        ("lora.learning_rate=null", "lora: learning_rate must be like 0.0005, found None"),
+    ],
+)
+def test_a_setting_that_its_method_cannot_have_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_methods(["lora"], [setting])
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
 def test_the_presets_that_come_with_it_are_sound(name):
     read = options("--preset", name)
     names = list(METHODS) if read["method"] == ["all"] else read["method"]
     assert choose_methods(names, read["set"])
-    assert read["suite"] == ("real-text" if name.startswith("real-text") else "demo")
+    suite = name.removesuffix("-small")
+    assert read["suite"] == (suite if suite.startswith("real-") else "demo")
+
+
+@pytest.mark.parametrize("name", ["real-text", "real-pictures"])
+def test_a_real_comparison_runs_in_parts_with_the_same_settings(name):
+    """Its settings name their methods, so one of them alone has those it has among all."""
+    read = options("--preset", name)
+    together = {method.name: method for method in choose_methods(read["method"], read["set"])}
+    for method in read["method"]:
+        assert choose_methods([method], read["set"]) == [together[method]]
+    trained = [together[name] for name in ("refined", "refined_decoupled", "lora_replay", "gated_task_lora")]
+    assert len({(method.steps, method.batch_size, method.precision) for method in trained}) == 1
+    assert together["gated_task_lora"].learning_rate is None
+    assert together["paper"] == METHODS["paper"]
 
 
 def test_full_is_every_method_three_seeds_and_two_budgets():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from benchmarks.continual.methods import paper_memory, refined_memory
 from benchmarks.continual.methods.built_memory import Built
@@ -51,24 +51,34 @@ def choose_methods(
 ) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
-    `start` has them as they are before that, if not as registered. Raises ConfigError: an unknown method or setting.
+    "lora.steps=100" sets it in that method alone, if it is among `names`; a preset may name more methods than are run.
+    `start` has the methods as they are before that, if not as registered. Raises ConfigError: an unknown method or
+    setting.
     """
+    require_known(names)
+    start = METHODS if start is None else start
+    chosen = {name: start[name] for name in names}
+    for setting in settings:
+        left, equals, text = setting.partition("=")
+        only, _, key = left.rpartition(".") if equals else ("", "", left)
+        require_known([only] if only else [])
+        candidates = [chosen.get(only, METHODS[only])] if only else list(chosen.values())
+        users = [method for method in candidates if key in changeable(method)]
+        if not users:
+            raise ConfigError(
+                f"none of {only or ', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE or "
+                "METHOD.KEY=VALUE, and what makes an ablation cannot be set"
+            )
+        changed = {method.name: with_setting(method, key, parsed_value(text)) for method in users}
+        chosen |= {name: method for name, method in changed.items() if name in chosen}
+    return list(chosen.values())
+
+
+def require_known(names: Sequence[str]) -> None:
+    """Raises ConfigError: there is no method of a name."""
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ConfigError(f"there is no method {unknown[0]!r}, there are: {', '.join(METHODS)}")
-    start = METHODS if start is None else start
-    chosen = [start[name] for name in dict.fromkeys(names)]
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        value = parsed_value(text)
-        users = [method for method in chosen if key in changeable(method)]
-        if not equals or not users:
-            raise ConfigError(
-                f"none of {', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE, "
-                "and what makes an ablation cannot be set"
-            )
-        chosen = [with_setting(method, key, value) if method in users else method for method in chosen]
-    return chosen
 
 
 def parsed_value(text: str) -> Any:
@@ -100,7 +110,7 @@ def with_setting(method: Any, key: str, value: Any) -> Any:
     old = getattr(method, key)
     value = tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
     value = float(value) if isinstance(old, float) and type(value) is int else value
-    optional = value is None and any(field.name == key and "None" in str(field.type) for field in fields(method))
+    optional = value is None and type(None) in get_args(get_type_hints(type(method))[key])
     if old is not None and not optional and type(value) is not type(old):
         raise ConfigError(f"{method.name}: {key} must be like {old!r}, found {value!r}")
     return replace(method, **{key: value})

@@ -58,11 +58,14 @@ class Fit:
     def run_best(self, rates: Sequence[float], steps: int, validation: Sequence[Example]) -> dict[str, Any]:
         """`run` with each rate from the same start; the parameters of the least mean NLL on `validation` stay.
 
-        Returns that rate, its history and its NLL, and the NLL by rate: None if the training diverged.
+        Returns that rate, its history and its NLL and, of several rates, each one's NLL: None if it diverged.
 
         Raises:
             TaskDataError: training diverges with every rate.
         """
+        if len(rates) == 1:
+            history = self.run(rates[0], steps)
+            return {"learning_rate": rates[0], "history": history, "validation_nll": self.mean_loss(validation)}
         start = [parameter.detach().clone() for parameter in self.parameters]
         finished: dict[float, tuple[float, list[dict[str, Any]], list[Tensor]]] = {}
         for rate in rates:
