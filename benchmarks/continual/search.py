@@ -36,6 +36,7 @@ from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
 from benchmarks.continual.suites import Suite, load_suite
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
+from benchmarks.machine import describe_machine
 from inducekv_vllm.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
@@ -181,7 +182,7 @@ def command(options: argparse.Namespace) -> int:
     refused = run_trials(methods, shared, OfflineAnswerer(options.model), options.jobs, options.threads)
     records = {method.name: score_method(method, shared) for method in methods if method.name not in refused}
     write_tuned(options.tuned or options.out / TUNED, configuration, records)
-    print(json.dumps({"benchmark": "search", **configuration, "methods": records}))
+    print(json.dumps({"benchmark": "search", **configuration, "machine": describe_machine(), "methods": records}))
     if refused:
         raise ConfigError("; ".join(f"{name}: {why}" for name, why in refused.items()))
     return 0

@@ -1,6 +1,6 @@
 """The best settings of a search: their file, and how a run takes them.
 
-{"search": the configuration of all trials, "digest": of it,
+{"search": the configuration of all trials, "digest": of it, "machine": where the latest of them ran,
  "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores,
                     "searched": names of settings, "unsearched": digest of the others}}}
 """
@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.continual.methods import Method, choose_methods, with_setting
 from benchmarks.continual.results import read_json
 from benchmarks.continual.stream import write_json
+from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
 
 TUNED = "tuned.json"
@@ -36,7 +37,8 @@ def write_tuned(path: Path, configuration: dict[str, Any], records: Mapping[str,
         raise ConfigError(f"{path}: the winners there are of a search of another configuration; choose another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     methods = {**earlier["methods"], **records}
-    write_json(path, {"search": configuration, "digest": digest, "methods": dict(sorted(methods.items()))})
+    content = {"search": configuration, "digest": digest, "machine": describe_machine()}
+    write_json(path, content | {"methods": dict(sorted(methods.items()))})
 
 
 def read_tuned(path: Path) -> dict[str, Any]:

@@ -35,7 +35,9 @@ NAME: Final = "smollm2-135m-instruct"
 # Greedy answers of the package's weights in float32.
 KNOWN_ANSWERS: Final = {
     "What is the capital of France?": "The capital of France is Paris.",
+    "Write the plural of the word mouse.": 'The plural of the word "mouse" is mice.',
 }
+FILES: Final = ("config.json", "model.safetensors", "tokenizer.json")  # of a converted checkpoint
 MAX_TOKENS: Final = 32
 
 
@@ -55,11 +57,15 @@ def model_folder(cache: Path | None = None) -> Path:
     """The checkpoint's folder, converted first if it is not there; whole or absent.
 
     Raises:
-        ConfigError: a package is missing or another release, the folder cannot be written, or the model does not give
-            the known answers.
+        ConfigError: a package is missing or another release, the folder cannot be written or lost a file, or the model
+            does not give the known answers.
     """
     folder = (cache or cache_folder()) / NAME
-    if (folder / "config.json").is_file():
+    if folder.exists():
+        if missing := [name for name in FILES if not (folder / name).is_file()]:
+            raise ConfigError(
+                f"{folder}: expected a whole checkpoint, it has no {missing[0]}: remove it to convert again"
+            )
         return folder
     weights = packaged_weights()
     staging = folder.with_name(f".{NAME}.{os.getpid()}")

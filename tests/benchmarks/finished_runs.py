@@ -14,6 +14,7 @@ from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.suites import Suite
+from benchmarks.machine import describe_machine
 from inducekv_vllm.bundle import Bundle, write_bundle
 from server.demo import CHECKPOINT
 
@@ -117,7 +118,9 @@ def diagnose(diagnostic: str, out: Path, *arguments: object) -> dict[str, Any]:
     """Runs the command; returns the JSON it wrote beside a picture."""
     assert main([diagnostic, "--out", str(out), *map(str, arguments)]) == 0
     assert (out / "diagnostics" / f"{diagnostic}.png").read_bytes().startswith(PNG)
-    return json.loads((out / "diagnostics" / f"{diagnostic}.json").read_bytes())
+    measured = json.loads((out / "diagnostics" / f"{diagnostic}.json").read_bytes())
+    assert measured["machine"] == describe_machine()
+    return measured
 
 
 def refusal(capsys: pytest.CaptureFixture[str], diagnostic: str, out: Path, *arguments: object) -> str:

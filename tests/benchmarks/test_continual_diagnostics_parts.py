@@ -1,6 +1,7 @@
 """Variants of a memory against terms and rotations that are written out, and the whole command."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,17 +46,27 @@ def test_variants_are_the_terms_that_their_names_say(backbone, suite, bundle):
     found = by_variant(backbone, bundle, [example], keys)
     assert [*found] == [UNTOUCHED, *VARIANTS]
     assert found.pop("gates 0.5") == found[LEARNED]  # which is where gates start
+    assert found.pop("gates 1.0") == found["values in full"]  # twice the values, of 4 entries
     assert len({round(value, 5) for value, _ in found.values()}) == len(found)  # each changes something
 
-    def with_alpha(alpha: torch.Tensor) -> float:
-        terms = Terms(alpha.sqrt(), torch.where(alpha > 0, 0.0, -math.inf), alpha.sqrt(), torch.tensor([-math.inf]))
+    def with_alpha(alpha: torch.Tensor, memory=memory, keys: float = 1.0, values: float = 1.0) -> float:
+        scale, chosen = alpha.sqrt(), torch.where(alpha > 0, 0.0, -math.inf)
+        terms = Terms(scale * keys, chosen, scale * values, torch.tensor([-math.inf]))
         return nll(backbone, example, memory, terms)
 
     scores = keys[:, 0] @ memory.retrieval_keys.T  # [1, 4]
     nearest = torch.zeros(1, 4).index_fill(1, scores.argmax(dim=1), 1.0)
+    learned = (scores / memory.temperature).softmax(dim=1)
+    constant = torch.stack([of_layer.transpose(0, 1).flatten(1, 2).mean(1) for of_layer in memory.payload_values])
+    without_content = replace(
+        memory, payload_values=constant[:, None, :, None].expand_as(memory.payload_values)
+    )  # [L, 1, J, 1, D]
     expected = {
         UNTOUCHED: nll(backbone, example),
-        LEARNED: with_alpha((scores / memory.temperature).softmax(dim=1)),
+        LEARNED: with_alpha(learned),
+        "keys in full": with_alpha(learned, keys=2.0),
+        "values in full": with_alpha(learned, values=2.0),
+        "mean values": with_alpha(learned, without_content),
         "nearest": with_alpha(nearest),
         "uniform": with_alpha(torch.full((1, 4), 0.25)),
         "temperature 0.2": with_alpha((scores / 0.2).softmax(dim=1)),

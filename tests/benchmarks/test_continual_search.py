@@ -31,6 +31,7 @@ from benchmarks.continual.tuned import (
     unsearched_digest,
     write_tuned,
 )
+from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 from server.demo import CHECKPOINT
@@ -188,6 +189,7 @@ def test_winners_are_read_back_and_applied(shared, tmp_path):
     assert tuned_settings(path, Fixed()) == Fixed()
     assert tuned_settings(path, Fake(right=1)) == Fake(right=7)  # the default of a searched setting may change
     assert read_tuned(path)["methods"]["fake"]["trials"] == found["trials"]
+    assert read_tuned(path)["machine"] == describe_machine()
     with pytest.raises(ConfigError, match="no searched settings of other, only of: fake, fixed"):
         tuned_settings(path, Fake("other"))
     with pytest.raises(ConfigError, match="fake was searched with other settings than it has now"):
@@ -235,6 +237,7 @@ def test_the_command_searches_methods_without_settings_too(tmp_path, capsys, sui
     arguments = ["search", "--out", str(tmp_path / "out"), "--method", "all", "--jobs", "1"]
     assert main([*arguments, "--tasks", "2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["machine"] == describe_machine()
     assert (printed["split"], printed["trials"]) == ("validation", 3)
     assert {name: one["settings"] for name, one in printed["methods"].items()} == {"fake": {"right": 7}, "fixed": {}}
     assert read_tuned(tmp_path / "out" / "tuned.json")["methods"] == printed["methods"]

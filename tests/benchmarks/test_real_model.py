@@ -67,6 +67,12 @@ def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytes
     folder = real.model_folder(tmp_path / "cache")
     assert (folder / "model.safetensors").read_bytes() == b"x"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [real.NAME]
+    with pytest.raises(ConfigError, match=r"expected a whole checkpoint, it has no config\.json: remove it"):
+        real.model_folder(tmp_path / "cache")
+    for name in real.FILES:
+        (folder / name).write_bytes(b"x")
+    monkeypatch.setattr(real, "convert", refuse)
+    assert real.model_folder(tmp_path / "cache") == folder
 
 
 def test_the_command_says_what_is_missing_in_one_line(

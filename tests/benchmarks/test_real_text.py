@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from random import Random
 
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks.continual.suites import load_suite, real_text
 from benchmarks.continual.suites.suite import Suite
 from benchmarks.real import base, sources
+from benchmarks.real import model as smollm2
 from benchmarks.real.items import SPLITS, Item, balanced, split_of
 from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages, Word
@@ -21,6 +25,7 @@ from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp
 from tests.tiny_families import FAMILIES
 
+ROOT = Path(__file__).parents[2]
 RESULTS = Path(base.__file__).parents[1] / "results"
 SIZES = {"train": 96, "validation": 24, "test": 24}
 BY_CONCEPT = [name for name, task in TASKS.items() if task.split_by == "concept"]
@@ -38,6 +43,18 @@ def packages(request: pytest.FixtureRequest) -> Packages:
         except ConfigError as error:
             pytest.skip(str(error))
     return installed
+
+
+def test_the_extra_installs_every_package_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(sources, "_from", lambda package, _: read.append(package))
+    for name, attribute in vars(Packages).items():
+        if isinstance(attribute, cached_property):
+            getattr(Packages(), name)
+    real = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["real"]
+    installed = {Requirement(requirement).name for requirement in real}
+    assert len(read) >= 7
+    assert installed >= {*read, smollm2.PACKAGE, smollm2.READER}
 
 
 def test_there_are_eight_tasks_and_two_that_must_be_remembered() -> None:

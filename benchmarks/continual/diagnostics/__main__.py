@@ -30,6 +30,7 @@ from benchmarks.continual.diagnostics.drawing import png
 from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
 from benchmarks.continual.diagnostics.speed import OperatingPoints, Pareto
 from benchmarks.continual.results import Finished
+from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.runtime.files import replace_file
 
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     diagnostic = DIAGNOSTICS[options.diagnostic]
     head = {"diagnostic": options.diagnostic, "source": diagnostic.SOURCE}
     finished = Finished.read(options.out, options.model, options.data)
-    measured = as_json(head | diagnostic.measure(finished, options))
+    measured = as_json(head | diagnostic.measure(finished, options) | {"machine": describe_machine()})
     path = options.out / "diagnostics" / f"{options.name or options.diagnostic}.json"
     write(path, measured, png(diagnostic.plot, measured))
     return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}

@@ -9,7 +9,10 @@ token is the likeliest: without memory, with the memory as it was learned, and w
     temperature    colder and warmer retrieval
     gates          all value gates at one value
     position       the memory's tokens right before the prompt, in place of position 0
-    shuffled       each entry with the values of another: what is left of an effect has nothing to do with the content
+    keys in full   keys times the root of the number of entries: where all are alike, the weighting is undone in them
+    values in full the same for the values
+    shuffled       each entry with the values of another: what is left of an effect has nothing to do with which entry
+    mean values    each token with the mean value of its layer and head: what is left has nothing to do with content
 
 A question for which a relevance gate is closed is answered without memory. Means over the seeds.
 """
@@ -20,7 +23,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from matplotlib.figure import Figure
@@ -75,6 +78,16 @@ def before_the_prompt(backbone: Backbone, memory: Memory) -> Memory:
     return replace(memory, payload_keys=rotated.view_as(memory.payload_keys))
 
 
+def _in_full(part: Literal["payload_keys", "payload_values"]) -> Variant:
+    """Times the root of the number of entries: weighting by the root of a weight of 1 / entries leaves it as it is."""
+
+    def change(backbone: Backbone, memory: Memory) -> Memory:
+        stored: Tensor = getattr(memory, part)  # [L, B, J, m, D]
+        return replace(memory, **{part: stored * stored.shape[1] ** 0.5})
+
+    return Variant(change)
+
+
 VARIANTS: Final[Mapping[str, Variant]] = {
     LEARNED: Variant(),
     "nearest": Variant(top_k=1),
@@ -86,8 +99,15 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     **{f"temperature {value}": _temperature(value) for value in (0.01, 0.2, 1.0)},
     **{f"gates {value}": _gates(value) for value in (0.0, 0.5, 1.0)},
     "position": Variant(before_the_prompt),
+    "keys in full": _in_full("payload_keys"),
+    "values in full": _in_full("payload_values"),
     "shuffled": Variant(
         lambda backbone, memory: replace(memory, payload_values=memory.payload_values.roll(1, dims=1)),
+    ),
+    "mean values": Variant(
+        lambda backbone, memory: replace(
+            memory, payload_values=memory.payload_values.mean((1, 3), keepdim=True).expand_as(memory.payload_values)
+        ),
     ),
 }
 

@@ -15,7 +15,6 @@ from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.served_speed import Load, measure_speeds
 from benchmarks.continual.diagnostics.statistics import Group, grouped, pareto_front, spread
 from benchmarks.continual.results import Finished
-from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError
 from selector.report.plots import COLOURS
 
@@ -46,7 +45,7 @@ def measured_points(finished: Finished, groups: Sequence[Group], options: Namesp
     if all(speed["why"] for speed in speeds):
         raise ConfigError(f"nothing could be served: {'; '.join(dict.fromkeys(speed['why'] for speed in speeds))}")
     points = [scores_of(group) | speed for group, speed in zip(groups, speeds, strict=True)]
-    return {"load": asdict(load), "machine": describe_machine(), "points": points}
+    return {"load": asdict(load), "points": points}
 
 
 def scores_of(group: Group) -> dict[str, Any]:
