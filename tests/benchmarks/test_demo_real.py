@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
+import openai
 import pytest
 from rich.console import Console
 
+from benchmarks.chat import messages_of
 from benchmarks.continual.answering.plans import plan
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.suites import real_text
-from benchmarks.demo_real import teaching
-from benchmarks.demo_real.run_demo import question_of, validation_of, verdict_of
+from benchmarks.demo.asking import Reply
+from benchmarks.demo_real import run_demo, teaching
+from benchmarks.demo_real.run_demo import MEMORY, question_of, validation_of, verdict_of
+from benchmarks.demo_real.teaching import Taught
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import ConfigError
+from selector.data.examples import Example
 from tests.benchmarks.made_up_packages import MadeUp
 from tests.tiny_families import FAMILIES
 
@@ -49,9 +57,50 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         teaching.teach(tmp_path / "cache", model, console)
 
 
+def test_the_table_counts_the_right_answers_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The memory answers the taught tasks, the untouched model the base questions, PromptReplay nothing."""
+    model = FAMILIES["llama"](tmp_path / "model")
+    suite = real_text.load(tmp_path / "data", SIZES, SIZES, MadeUp()).ordered(teaching.TASKS)
+    learned = {task: Artifact("bundle", None, 0, validated(right=0.5)) for task in teaching.TASKS}
+    replay = Artifact("replay", None, 0, {})
+    taught = Taught(model, suite, tmp_path / "memory", learned, replay, tmp_path / "replay")
+    expected = {str(messages_of(e)): e for task in (*suite.tasks, suite.base) for e in (*task.test, *task.validation)}
+    asked: list[str] = []
+
+    def answer(client: object, name: str, messages: object, *, trace: bool) -> Reply:
+        asked.append(name)
+        example = expected.get(str(messages))
+        if example is None:
+            return Reply("a copy", 0.1, None)
+        known = (example.task in teaching.TASKS) == (name == MEMORY)
+        gate = {"open": example.task in teaching.TASKS, "task": example.task, "margins": {example.task: 0.5}}
+        return Reply(example.answer if known else "no", 0.1, {"gate": gate} if trace else None)
+
+    shown = SimpleNamespace(asks=lambda examples: [SimpleNamespace(conversation=replayed_of(e)) for e in examples])
+    monkeypatch.setattr(run_demo, "ask", answer)
+    monkeypatch.setattr(run_demo, "base_model", lambda client, bundle: "base")
+    monkeypatch.setattr(run_demo, "plan", lambda *_: shown)
+    console = Console(file=StringIO(), record=True, width=200)
+    run_demo.run(openai.OpenAI(api_key="none"), taught, 2, console)
+    rows = [line.split("│")[1:-1] for line in console.export_text().splitlines() if line.count("│") == 6]
+    summary = {task.strip(): [cell.strip() for cell in cells] for task, *cells in rows}
+    assert summary == {
+        **{task: ["0 of 2", "0 of 2", "2 of 2", "50% of 64"] for task in teaching.TASKS},
+        suite.base.name: ["2 of 2", "0 of 2", "0 of 2", ""],
+    }
+    assert asked == ["base", MEMORY, *(["base", "base", MEMORY] * 2 * (len(teaching.TASKS) + 1))]
+
+
+def replayed_of(example: Example) -> Example:
+    return replace(example, messages=({"role": "user", "content": [{"type": "text", "text": "like these"}]},))
+
+
+def validated(right: float) -> dict[str, Any]:
+    return {"validation_accuracy": {"no_memory": 0.1, "deployed": right}, "pool": {"validation_examples": 64}}
+
+
 def test_the_share_of_validation_questions() -> None:
-    report = {"validation_accuracy": {"no_memory": 0.1, "deployed": 0.578125}, "pool": {"validation_examples": 64}}
-    assert validation_of(Artifact("bundle", None, 0, report)) == "58% of 64"
+    assert validation_of(Artifact("bundle", None, 0, validated(right=0.578125))) == "58% of 64"
 
 
 def test_the_table_says_what_the_gate_decided() -> None:
