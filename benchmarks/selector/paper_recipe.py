@@ -1,8 +1,8 @@
 """Measures the paper's recipe on the first task of a stream against entries chosen without optimisation.
 
-    python -m benchmarks.selector.paper_recipe --data DIR [--model DIR] [--task guild] [--seeds 0 1 2]
+    python -m benchmarks.selector.paper_recipe --data DIR [--model DIR] [--task guild] [--seeds 0 1 2] [--work DIR]
 
-DIR is what `python -m benchmarks.demo.world --out DIR` writes. For every seed: the selected memory (the bundle, and
+DIR is what `python -m benchmarks.demo.world --out DIR` or `python -m benchmarks.real.stream --out DIR` writes. For every seed: the selected memory (the bundle, and
 relaxed), random and k-center memories of the same budget, each of these with the starting calibration and with the one
 the selection has fitted, and no memory at all; mean NLL on held-out test examples. Ends in one JSON line.
 """
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--gamma", type=float, default=0.1)
     parser.add_argument("--step-rule", choices=("plain", "normalized"), default="plain")
     parser.add_argument("--full-pool", action="store_true")
+    parser.add_argument("--work", type=Path, help="keep each selection's progress here, so that a stopped one goes on")
     options = parser.parse_args()
     backbone, splits = load_first_task(options)
     questions = Questions(splits["test"], extract_keys(backbone, splits["test"]))
@@ -72,7 +73,8 @@ def measure(
         shortlist=None if options.full_pool else 8,
         seed=seed,
     )
-    done = select_first(backbone, splits, settings, progress=True)
+    work = options.work and options.work / f"{options.task}-{seed}"
+    done = select_first(backbone, splits, settings, progress=True, work=work)
     selected = Memory.from_bundle(done.bundle)
     losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
     for policy in ("random", "k-center"):
@@ -123,12 +125,19 @@ def load_first_task(options: argparse.Namespace) -> tuple[Backbone, Splits]:
 
 
 def select_first(
-    backbone: Backbone, splits: Splits, settings: PaperSettings, *, progress: bool = False
+    backbone: Backbone, splits: Splits, settings: PaperSettings, *, progress: bool = False, work: Path | None = None
 ) -> UpdateResult:
-    """The paper's selection for the first task of a stream, from its beginning."""
+    """The paper's selection for the first task of a stream; from its beginning, or from what `work` has of it."""
     inputs = TaskInputs(splits["train"], splits["validation"], (), None)
+    identity = {
+        "settings": settings.model_dump(mode="json"),
+        "model": str(backbone.model.config.to_dict()),
+        "examples": [repr(example) for examples in splits.values() for example in examples],
+    }
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint, _ = Checkpoint.open(Path(folder) / "run", {})
+        if work is not None:
+            work.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint, _ = Checkpoint.open(work or Path(folder) / "run", identity)
         return update_paper(backbone, inputs, settings, checkpoint, progress=progress)
 
 
