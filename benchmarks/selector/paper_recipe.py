@@ -2,9 +2,10 @@
 
     python -m benchmarks.selector.paper_recipe --data DIR [--model DIR] [--task guild] [--seeds 0 1 2] [--work DIR]
 
-DIR is what `python -m benchmarks.demo.world --out DIR` or `python -m benchmarks.real.stream --out DIR` writes. For every seed: the selected memory (the bundle, and
-relaxed), random and k-center memories of the same budget, each of these with the starting calibration and with the one
-the selection has fitted, and no memory at all; mean NLL on held-out test examples. Ends in one JSON line.
+DIR is what `python -m benchmarks.demo.world --out DIR` or `python -m benchmarks.real.stream --out DIR` writes. For each
+seed: the selected memory (the bundle, and relaxed), random and k-center memories of the same budget, each of these with
+the starting calibration and with the one the selection has fitted, and no memory at all; mean NLL on held-out test
+examples. Ends in one JSON line.
 """
 
 from __future__ import annotations
