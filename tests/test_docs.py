@@ -337,6 +337,9 @@ def metrics(file: str, method_title: str, budget: int) -> dict[str, Any]:
     return measured
 
 
+THREE_TASKS = ("real_text_comparison.json", "real_text_seed1.json")  # the first seed's, the second's
+
+
 def mean(value: dict[str, float]) -> str:
     return f"{value['mean']:.3f}"
 
@@ -405,22 +408,34 @@ def test_what_the_real_model_knows_before_is_quoted() -> None:
 
 
 def test_the_comparison_on_a_real_model_is_quoted() -> None:
-    first, second = section(DOCS / "results.md", "### Three tasks, one after the other").split("The second seed:")
-    for table, file in ((first, "real_text_comparison.json"), (second, "real_text_seed1.json")):
-        results = {title(row["method"]): row for row in run(file)["results"]}
-        quoted = rows(table)
-        assert {name.strip("*").replace("(refined, merged)", "(refined)") for name, *_ in quoted} == set(results)
-        for name, *cells in quoted:
-            row = results[name.strip("*").replace("(refined, merged)", "(refined)")]
-            metrics, tasks = row["metrics"], row["tasks"]
-            values = (metrics["AP"], *(tasks[task] for task in ("valence", "airport", "language")))
-            assert cells == [mean(value) for value in (*values, metrics["AF"], metrics["base_final"])], name
     text = section(DOCS / "results.md", "### Three tasks, one after the other")
+    table, costs, _ = text.split("What ")
+    both = [{real_title(row["method"]): row for row in run(file)["results"]} for file in THREE_TASKS]
+    assert {name for name, *_ in plain_rows(table)} == set(both[0]) == set(both[1])
+    for name, *cells in plain_rows(table):
+        found = []
+        for row in (results[name] for results in both):
+            tasks = (row["tasks"][task] for task in ("valence", "airport", "language"))
+            found.append([row["metrics"]["AP"], *tasks, row["metrics"]["AF"], row["metrics"]["base_final"]])
+        assert cells == [f"{mean(first)} / {mean(second)}" for first, second in zip(*found, strict=True)], name
+    runs = {real_title(each["method"]): each for each in run(THREE_TASKS[0])["runs"] if each["seed"] == 0}
+    assert {name for name, *_ in plain_rows(costs)} == set(runs)
+    for name, *cells in plain_rows(costs):
+        learning = sum(task["learn"] for task in runs[name]["seconds"])
+        assert cells == [f"{runs[name]['stored_bytes'][-1] / 1e6:.1f}", f"{learning:.0f}"], name
     found = run("real_text_perplexity_three.json")
     assert f"from {found['untouched']:.2f} to {found['perplexity'][0]:.2f}" in " ".join(text.split())
-    assert f"lets {found['opened'][0] * found['paragraphs']:.0f} of {found['paragraphs']} paragraphs" in " ".join(
-        text.split()
-    )
+    paragraphs = f"lets {found['opened'][0] * found['paragraphs']:.0f} of {found['paragraphs']} paragraphs"
+    assert paragraphs in " ".join(text.split())
+
+
+def real_title(method: str) -> str:
+    return title(method).replace("(refined)", "(refined, merged)")
+
+
+def plain_rows(text: str) -> list[list[str]]:
+    """Without bold type."""
+    return [[cell.strip("*") for cell in row] for row in rows(text)]
 
 
 def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
@@ -450,6 +465,22 @@ def test_the_parts_of_the_papers_memory_on_a_real_model_are_quoted() -> None:
     for (name, *cells), values in zip(quoted, measured.values(), strict=True):
         all_of_them = [values[task] for task in ("valence", "airport", "language")]
         assert cells == [f"{value:.2f}" for value in (*all_of_them, sum(all_of_them) / 3)], name
+
+
+def test_what_the_papers_memory_mentions_is_quoted() -> None:
+    text = " ".join(section(DOCS / "results.md", "### The paper's recipe on a real model").split())
+    untouched, random, paper = run("real_text_mentions_three.json")
+    assert [each["method"] for each in (untouched, random, paper)] == ["no_memory", "random_memory", "paper"]
+    valence, base = ([each["tasks"][task] for each in (untouched, random, paper)] for task in ("valence", "base"))
+    before, entries, learned = (f"{100 * row['mentioned']:.1f}%" for row in valence)
+    assert f"in {before} of the answers without memory and in {learned} with the paper's" in text
+    assert f"mention the valence in {entries}" in text
+    before, entries, learned = (f"{100 * row['exact']:.0f}%" for row in base)
+    assert f"{learned} are left of {before}" in text
+    assert f"and {entries} of the base questions" in text
+    measured = run("real_text_seed1.json")["runs"]
+    (after,) = (each["composition"] for each in measured if each["method"] == "paper")
+    assert after[1:] == [{"valence": 24}, {"valence": 23, "language": 1}]
 
 
 def test_the_real_data_stream_lists_its_tasks() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ RIGHT = {
     "refined_no_gate": [[3], [2, 2], 4],
 }
 
+OF_TASKS: Mapping[str, dict[str, Any]] = {
+    "refined": {
+        "activation": {"chosen": "text", "search": [{"nll": 1.23456}]},
+        "composition": {"before": {}, "after": {"guild": 4}},
+    },
+    "lora_replay": {"rates_tried": {"0.001": 2.0, "0.1": None}},
+}
+
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, demo_suite: DemoSuite) -> Path:
@@ -62,7 +71,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, demo_suite: DemoSuite) 
             stored_bytes=[0 if method == "no_memory" else 1024] * 2,
             anchor_bytes=[10, 2048],
             seconds=[{"learn": 1.23456, "evaluate": 2.0}] * 2,
-            reports=[{"history": [{"step": 0}]}] * 2,
+            reports=[{"history": [{"step": 0}]} | OF_TASKS.get(method, {})] * 2,
         )
     write_configuration(folder, data, suite, answer={"by": "http", "server": "own"})
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
@@ -207,6 +216,13 @@ def test_the_json_file_holds_rows_differences_and_runs(content):
     assert (run["base"], run["anchor_bytes"]) == ([1.0, 1.0], 2048)
     assert run["seconds"][0]["learn"] == 1.2346
     assert "reports" not in run
+    assert run["composition"] == [{"guild": 4}] * 2
+    assert run["tried"] == [{"activation": {"chosen": "text", "search": [{"nll": 1.2346}]}}] * 2
+    (lora, *_) = [run for run in content["runs"] if run["method"] == "lora_replay"]
+    assert lora["tried"] == [{"rates_tried": {"0.001": 2.0, "0.1": None}}] * 2
+    assert "composition" not in lora
+    (untouched, *_) = [run for run in content["runs"] if run["method"] == "no_memory"]
+    assert not {"tried", "composition"} & set(untouched)
     assert content["diagnostics"] == [GATE]
 
 

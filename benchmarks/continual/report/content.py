@@ -51,7 +51,8 @@ def read_folder(
         "diagnostics": [_read_diagnostic(path) for path in sorted((out / "diagnostics").glob("*.json"))],
         "commands": read_commands(out),
         "runs": [
-            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])} | _tried(run)
+            {**{name: _short(run[name]) for name in KEPT}, "anchor_bytes": int(run["anchor_bytes"][-1])}
+            | _of_tasks(run)
             for run in streams.runs
         ],
         **_examples_and_footprint(finished, streams.budgets),
@@ -120,10 +121,13 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
     return {**rounded(difference, DIGITS), "margin": margin, "verdict": difference.verdict}
 
 
-def _tried(run: Mapping[str, Any]) -> Content:
-    """For each task the trainings among which a method chose; nothing if it does not choose."""
-    tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in run.get("reports", ())]
-    return {"tried": tried} if any(tried) else {}
+def _of_tasks(run: Mapping[str, Any]) -> Content:
+    """For each task the trainings among which a method chose, and the entries of a memory by task."""
+    reports = run.get("reports", ())
+    tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in reports]
+    compositions = [report["composition"] for report in reports if "composition" in report]
+    entries = [each.get("after", each) for each in compositions]  # of a selection also those before it
+    return ({"tried": tried} if any(tried) else {}) | ({"composition": entries} if entries else {})
 
 
 def _short(value: Any) -> Any:
