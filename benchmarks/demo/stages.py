@@ -23,8 +23,10 @@ from torch.nn import functional as F
 from transformers import LlavaForConditionalGeneration
 
 from benchmarks.demo import model as m
-from benchmarks.demo.muon import Muon
 from benchmarks.demo.packing import Batch
+from selector.refined.muon import Muon
+
+MOMENTUM = 0.95  # of Muon, as torch's
 
 
 def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ def make_optimizers(
     matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n and "heads" not in n]
     chosen = {id(p) for p in matrices}
     others = [p for p in parameters.values() if id(p) not in chosen]
-    muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw") if reduced else Muon
+    muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw") if reduced else partial(Muon, momentum=MOMENTUM)
     optimizers: list[torch.optim.Optimizer] = [
         muon(matrices, lr=muon_lr, weight_decay=0.02),
         torch.optim.AdamW(others, lr=adam_lr, weight_decay=0.0, betas=(0.9, 0.98)),

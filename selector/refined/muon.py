@@ -1,6 +1,7 @@
 """Muon for many small matrices at once: momentum steps, orthogonalised matrix by matrix.
 
-torch.optim.Muon takes one 2-D parameter at a time; a memory has a matrix for every layer and entry.
+torch.optim.Muon takes one 2-D parameter at a time, where a memory has a matrix for every layer and entry, and computes in
+bfloat16, which most CPUs only emulate.
 
 Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (step and coefficients);
 J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (step size).
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,14 +24,16 @@ SMALLEST_NORM: Final = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, no weight decay. Parameters are float32, [..., r, c]; the last two axes are the matrices.
+    """Nesterov momentum, decoupled weight decay. Parameters are float32, [..., r, c]: the last two axes are matrices.
 
     A matrix whose gradient is zero does not move: its momentum would point along an old direction at full step size.
     If r <= c, an element changes by about 0.2 lr in root mean square.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
-        super().__init__(list(parameters), {"lr": lr})
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, momentum: float = MOMENTUM, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(list(parameters), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -40,17 +43,18 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         state["momentum"] = torch.zeros_like(parameter)
-                    _step(parameter, parameter.grad, state["momentum"], group["lr"])
+                    _step(parameter, parameter.grad, state["momentum"], group)
 
 
-def _step(values: Tensor, gradients: Tensor, momentum: Tensor, lr: float) -> None:
-    """Update values and momentum [..., r, c] in place."""
+def _step(values: Tensor, gradients: Tensor, average: Tensor, group: dict[str, Any]) -> None:
+    """Update values and the gradients' average [..., r, c] in place."""
     moves = gradients.abs().amax(dim=(-2, -1), keepdim=True) > 0  # [..., 1, 1]
-    new_momentum = momentum.lerp(gradients, 1 - MOMENTUM)
-    size = lr * ADAMW_RMS * math.sqrt(max(values.shape[-2:]))
-    moved = values - size * orthogonalized(gradients.lerp(new_momentum, MOMENTUM))
+    new_average = average.lerp(gradients, 1 - group["momentum"])
+    size = group["lr"] * ADAMW_RMS * math.sqrt(max(values.shape[-2:]))
+    shrunk = values * (1 - group["lr"] * group["weight_decay"])
+    moved = shrunk - size * orthogonalized(gradients.lerp(new_average, group["momentum"]))
     values.copy_(torch.where(moves, moved, values))
-    momentum.copy_(torch.where(moves, new_momentum, momentum))
+    average.copy_(torch.where(moves, new_average, average))
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:

@@ -24,14 +24,15 @@ def step(muon: Muon, parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 64), (2, 3, 64, 8), (1, 1, 5, 5), (1, 1, 1, 16)])
-def test_steps_are_those_of_torchs_muon_on_each_matrix(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("momentum", "decay"), [(MOMENTUM, 0.0), (0.95, 0.1)])
+def test_steps_are_those_of_torchs_muon_on_each_matrix(shape: tuple[int, ...], momentum: float, decay: float) -> None:
     """Torch's multiplies in bfloat16, of 8 significant bits, fifteen times over: its steps are a few hundredths off."""
     start = random(*shape)
     values = start.clone().requires_grad_()
-    muon = Muon([values], lr=RATE)
+    muon = Muon([values], lr=RATE, momentum=momentum, weight_decay=decay)
     alone = [matrix.clone().requires_grad_() for matrix in start.flatten(0, 1)]
     torchs = torch.optim.Muon(
-        alone, lr=RATE, weight_decay=0.0, momentum=MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
+        alone, lr=RATE, weight_decay=decay, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw"
     )
     for number in range(4):
         gradients = random(*shape, seed=1 + number) * 10.0 ** (number - 2)
