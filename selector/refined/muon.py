@@ -1,7 +1,7 @@
 """Muon for many small matrices at once: momentum steps, orthogonalised matrix by matrix.
 
-torch.optim.Muon takes one 2-D parameter at a time, where a memory has a matrix for every layer and entry, and computes in
-bfloat16, which most CPUs only emulate.
+torch.optim.Muon takes one 2-D parameter at a time, where a memory has a matrix for every layer and entry, and
+computes in bfloat16, which most CPUs only emulate.
 
 Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (step and coefficients);
 J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (step size).
