@@ -50,7 +50,13 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="the folder of the results")
     add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
     add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the methods that have it")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="[METHOD.]KEY=VALUE",
+        help="a setting of the methods that have it, or of METHOD",
+    )
     add("--jobs", type=int, default=2, help="streams at a time (default 2)")
     add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
 

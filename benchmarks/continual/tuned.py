@@ -1,6 +1,6 @@
 """The best settings of a search: their file, and how a run takes them.
 
-{"search": the configuration of all trials, "digest": of it, "machine": where the latest of them ran,
+{"search": the configuration of all trials, "digest": of it, "machine": where the file was last written,
  "methods": {NAME: {"settings": the winner's, "trials": every trial's settings and scores,
                     "searched": names of settings, "unsearched": digest of the others}}}
 """

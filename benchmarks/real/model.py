@@ -37,7 +37,7 @@ KNOWN_ANSWERS: Final = {
     "What is the capital of France?": "The capital of France is Paris.",
     "Write the plural of the word mouse.": 'The plural of the word "mouse" is mice.',
 }
-FILES: Final = ("config.json", "model.safetensors", "tokenizer.json")  # of a converted checkpoint
+FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")  # of a checkpoint
 MAX_TOKENS: Final = 32
 
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def model_folder(cache: Path | None = None) -> Path:
-    """The checkpoint's folder, converted first if it is not there; whole or absent.
+    """The checkpoint's folder, converted first if it is not there; a conversion that is stopped leaves none.
 
     Raises:
         ConfigError: a package is missing or another release, the folder cannot be written or lost a file, or the model

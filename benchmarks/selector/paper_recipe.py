@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.continual.results import weights_digest
 from benchmarks.machine import describe_machine
 from selector.backbone.extraction import extract_keys
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
+from selector.data.anchors import examples_digest
 from selector.data.examples import Example, read_task
 from selector.paper.settings import PaperSettings
 from selector.paper.update import update_paper
-from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.checkpoint import Checkpoint, identity_digest
 from selector.update.build import build_bundle
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
@@ -46,7 +48,7 @@ def main() -> int:
     parser.add_argument("--gamma", type=float, default=0.1)
     parser.add_argument("--step-rule", choices=("plain", "normalized"), default="plain")
     parser.add_argument("--full-pool", action="store_true")
-    parser.add_argument("--work", type=Path, help="keep each selection's progress here, so that a stopped one goes on")
+    parser.add_argument("--work", type=Path, help="keep progress here: a stopped selection goes on, in its own folder")
     options = parser.parse_args()
     backbone, splits = load_first_task(options)
     questions = Questions(splits["test"], extract_keys(backbone, splits["test"]))
@@ -74,8 +76,13 @@ def measure(
         shortlist=None if options.full_pool else 8,
         seed=seed,
     )
-    work = options.work and options.work / f"{options.task}-{seed}"
-    done = select_first(backbone, splits, settings, progress=True, work=work)
+    identity = {
+        "settings": settings.model_dump(mode="json"),
+        "weights": weights_digest(options.model),
+        "examples": {split: examples_digest(examples) for split, examples in splits.items()},
+    }
+    folder = options.work and options.work / f"{options.task}-{identity_digest(identity)[:16]}"
+    done = select_first(backbone, splits, settings, progress=True, folder=folder)
     selected = Memory.from_bundle(done.bundle)
     losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
     for policy in ("random", "k-center"):
@@ -126,19 +133,17 @@ def load_first_task(options: argparse.Namespace) -> tuple[Backbone, Splits]:
 
 
 def select_first(
-    backbone: Backbone, splits: Splits, settings: PaperSettings, *, progress: bool = False, work: Path | None = None
+    backbone: Backbone, splits: Splits, settings: PaperSettings, *, progress: bool = False, folder: Path | None = None
 ) -> UpdateResult:
-    """The paper's selection for the first task of a stream; from its beginning, or from what `work` has of it."""
+    """The paper's selection for the first task of a stream; from its beginning, or from the progress in `folder`.
+
+    The reported seconds of its phases are those of this process.
+    """
     inputs = TaskInputs(splits["train"], splits["validation"], (), None)
-    identity = {
-        "settings": settings.model_dump(mode="json"),
-        "model": str(backbone.model.config.to_dict()),
-        "examples": [repr(example) for examples in splits.values() for example in examples],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        if work is not None:
-            work.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint, _ = Checkpoint.open(work or Path(folder) / "run", identity)
+    with tempfile.TemporaryDirectory() as scratch:
+        if folder is not None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint, _ = Checkpoint.open(folder or Path(scratch) / "run", {})
         return update_paper(backbone, inputs, settings, checkpoint, progress=progress)
 
 

@@ -74,6 +74,7 @@ def test_a_setting_may_name_its_method():
             "learning_rate0.1",
             "none of lora has the setting 'learning_rate0.1'; it must read KEY=VALUE or METHOD.KEY=VALUE",
         ),
+        ("modules", "none of lora has the setting 'modules'; it must read KEY=VALUE or METHOD.KEY=VALUE"),
         ("lora.activation=text", "none of lora has the setting 'lora.activation=text'"),
         ("refined.activation=text", "none of refined has the setting 'refined.activation=text'"),
         ("refined.steps=many", "refined: steps must be like 400, found 'many'"),

@@ -12,6 +12,7 @@ from benchmarks.chat import normalise_answer, same_answer
 from benchmarks.demo import model as m
 from benchmarks.demo import packing, questions, stages, streams, train, world
 from benchmarks.demo.evaluate import Answerer, accuracy
+from selector.refined.muon import Muon
 from server.demo import CHECKPOINT
 
 
@@ -115,6 +116,18 @@ def test_training_and_resuming_export_a_checkpoint_that_loads(tokenizer, tmp_pat
     trained = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, trained[name].to(torch.float16).float()), name
+
+
+def test_only_the_reduced_precision_takes_torchs_muon():
+    parameters = {
+        "layer.weight": torch.nn.Parameter(torch.ones(4, 4)),
+        "norm.weight": torch.nn.Parameter(torch.ones(4)),
+    }
+    for reduced in (False, True):
+        muon, adamw = stages.make_optimizers(parameters, 2e-3, 1e-3, reduced)
+        assert isinstance(muon, torch.optim.Muon if reduced else Muon)
+        assert [muon.defaults[name] for name in ("lr", "momentum", "weight_decay")] == [2e-3, 0.95, 0.02]
+        assert [len(adamw.param_groups[0]["params"]), adamw.defaults["lr"]] == [1, 1e-3]
 
 
 # The committed checkpoint.

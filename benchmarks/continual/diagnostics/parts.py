@@ -12,7 +12,7 @@ token is the likeliest: without memory, with the memory as it was learned, and w
     keys in full   keys times the root of the number of entries: where all are alike, the weighting is undone in them
     values in full the same for the values
     shuffled       each entry with the values of another: what is left of an effect has nothing to do with which entry
-    mean values    each token with the mean value of its layer and head: what is left has nothing to do with content
+    mean values    each token with the mean value of its layer and head: entries and tokens differ by their keys alone
 
 A question for which a relevance gate is closed is answered without memory. Means over the seeds.
 """

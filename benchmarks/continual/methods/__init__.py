@@ -64,7 +64,7 @@ def choose_methods(
         require_known([only] if only else [])
         candidates = [chosen.get(only, METHODS[only])] if only else list(chosen.values())
         users = [method for method in candidates if key in changeable(method)]
-        if not users:
+        if not equals or not users:
             raise ConfigError(
                 f"none of {only or ', '.join(names)} has the setting {setting!r}; it must read KEY=VALUE or "
                 "METHOD.KEY=VALUE, and what makes an ablation cannot be set"

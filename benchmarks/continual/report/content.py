@@ -122,7 +122,7 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
 
 
 def _of_tasks(run: Mapping[str, Any]) -> Content:
-    """For each task the trainings among which a method chose, and the entries of a memory by task."""
+    """The trainings among which a method chose, and a memory's entries, after each task; absent if there are none."""
     reports = run.get("reports", ())
     tried = [{key: _short(report[key]) for key in TRIED if key in report} for report in reports]
     compositions = [report["composition"] for report in reports if "composition" in report]
