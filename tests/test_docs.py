@@ -448,10 +448,19 @@ def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
         metrics, tasks = results[name.strip("*")]["metrics"], results[name.strip("*")]["tasks"]
         values = (metrics["AP"], *(tasks[task] for task in measured["order"]), metrics["AF"], metrics["base_final"])
         assert cells == [mean(value) for value in values], name
-    found = run("real_text_perplexity_eight.json")
-    assert (found["opened"], found["perplexity"]) == ([0.0], [found["untouched"]])
-    assert f"none of {found['paragraphs']} paragraphs" in text
-    assert f"is {found['untouched']:.2f}, as without" in text
+    fixed = {row["method"]: row for row in run("real_text_eight_fixed_rate.json")["results"]}
+    assert f"LoRA has AP {mean(fixed['gated_task_lora']['metrics']['AP'])}" in " ".join(text.split())
+    memory, lora, replay = run("real_text_perplexity_eight.json")
+    assert [each["method"] for each in (memory, lora, replay)] == [
+        "refined_decoupled",
+        "gated_task_lora",
+        "lora_replay",
+    ]
+    assert memory["opened"] == [0.0]
+    assert memory["perplexity"] == lora["perplexity"] == [memory["untouched"]]
+    assert f"none of {memory['paragraphs']} paragraphs" in text
+    assert f"is {memory['untouched']:.2f}, as without" in " ".join(text.split())
+    assert f"With LoRA + replay it is {replay['perplexity'][0]:.2f}" in " ".join(text.split())
     (lead,) = [d["AP"]["mean"] for d in measured["differences"] if d["against"] == "gated_task_lora"]
     for page in (text, section(DOCS / "results.md", "## Where InduceKV falls short")):
         assert f"is {100 * lead:.1f} points ahead" in " ".join(page.replace("*", "").split())
