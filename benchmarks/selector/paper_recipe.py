@@ -76,12 +76,7 @@ def measure(
         shortlist=None if options.full_pool else 8,
         seed=seed,
     )
-    identity = {
-        "settings": settings.model_dump(mode="json"),
-        "weights": weights_digest(options.model),
-        "examples": {split: examples_digest(examples) for split, examples in splits.items()},
-    }
-    folder = options.work and options.work / f"{options.task}-{identity_digest(identity)[:16]}"
+    folder = options.work and options.work / progress_name(options.model, options.task, splits, settings)
     done = select_first(backbone, splits, settings, progress=True, folder=folder)
     selected = Memory.from_bundle(done.bundle)
     losses = {"no memory": scorer.mean_loss(questions), "selected": scorer.mean_loss(questions, selected)}
@@ -105,6 +100,16 @@ def measure(
         "current": ends("current"),
         **{name: done.report[name] for name in ("rounding", "calibration", "phases")},
     }
+
+
+def progress_name(model: Path, task: str, splits: Splits, settings: PaperSettings) -> str:
+    """Another one for everything that changes the selection."""
+    identity = {
+        "settings": settings.model_dump(mode="json"),
+        "weights": weights_digest(model),
+        "examples": {split: examples_digest(examples) for split, examples in splits.items()},
+    }
+    return f"{task}-{identity_digest(identity)[:16]}"
 
 
 def first_task_parser(
