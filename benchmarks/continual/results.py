@@ -35,9 +35,12 @@ WHERE = "where"  # key of run.json: where the run read its files, which may have
 
 
 def weights_digest(model: Path) -> str:
-    """sha256 over the model's safetensors files; the folder's place does not matter."""
+    """sha256 over the files of the model's weights; the folder's place does not matter. Raises ConfigError: none."""
+    files = sorted(model.glob("*.safetensors")) or sorted(model.glob("*.bin"))
+    if not files:
+        raise ConfigError(f"{model}: expected weights in *.safetensors or *.bin, found none")
     digest = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
+    for path in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
-from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.suites import Suite, load_suite, require_own_model
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.checkpoints import require_model_folder
@@ -44,11 +44,11 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     suites = "demo|real-text|real-pictures|FILE"
     add("--suite", default="demo", metavar=suites, help="FILE.toml or FILE.json: data on disk")
-    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model)")
+    add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model, for the demo suite)")
     add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--seed", nargs="+", type=int, default=[0])
     add("--out", type=Path, required=True, help="the folder of the results")
-    add("--data", type=Path, help="the demo suite's data, made there if it is not (default: OUT/data)")
+    add("--data", type=Path, help="the suite's data, made there if it is not (default: OUT/data)")
     add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
     add(
         "--set",
@@ -96,6 +96,7 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: the options cannot be run."""
     names = list(METHODS) if ALL_METHODS in options.method else options.method
     methods = tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
+    require_own_model(options.suite, options.model)
     require_model_folder(options.model)
     if min(options.budget) < 1 or min(options.seed) < 0:
         raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")
@@ -111,13 +112,16 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
 def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any]:
     """The same for all results in one folder."""
     server = "given" if options.endpoint else "own"
+    answer = {"by": options.answer, "server": None if options.answer == OFFLINE else server}
+    if options.serve_args:
+        answer["serve_args"] = options.serve_args
     return {
         "suite": suite.name,
         "data": suite.digest(),
         "order": [task.name for task in suite.tasks],
         "model": {"name": options.model.name, "weights": weights_digest(options.model)},
         **{name: getattr(options, name) for name in ("split", "train_limit", "test_limit", "base_limit")},
-        "answer": {"by": options.answer, "server": None if options.answer == OFFLINE else server},
+        "answer": answer,
     }
 
 

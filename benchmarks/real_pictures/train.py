@@ -25,6 +25,7 @@ from benchmarks.demo import model as m
 from benchmarks.demo.packing import EXEMPLARS, Batch, normalise, pack
 from benchmarks.demo.questions import Question, pick
 from benchmarks.demo.stages import Training, log_to, packed_accuracy, train, warm_up
+from benchmarks.locks import locked
 from benchmarks.real.model import cache_folder
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts
@@ -100,14 +101,23 @@ class Lessons:
 
 
 def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -> Path:
-    """The checkpoint's folder, whole or absent.
+    """The checkpoint's folder, whole or absent. One process trains, and others wait for it.
 
-    Raises ConfigError: a package is missing, or what is there was trained on something else.
+    Raises:
+        ConfigError: a package is missing, or what is there was trained on something else.
+        OSError: the cache cannot be written.
     """
+    cache.mkdir(parents=True, exist_ok=True)
+    with locked(cache / f".{NAME}.lock"):
+        return resume_training(cache, warm_up_steps, steps, check_every)
+
+
+def resume_training(cache: Path, warm_up_steps: int, steps: int, check_every: int) -> Path:
+    """See `train_model`; this process has the cache's training for itself."""
     folder, work = model_folder(cache), model_folder(cache).with_name(f"{NAME}.training")
     concepts = installed_concepts(cache)
     words = vocabulary(concepts.base, Packages())
-    of = taught(concepts, words, warm_up_steps)
+    of = taught(concepts, words, warm_up_steps, steps)
     require_taught(folder, of)
     if (folder / "config.json").is_file():
         return folder
@@ -137,13 +147,14 @@ def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -
     return folder
 
 
-def taught(concepts: Concepts, words: Sequence[str], warm_up_steps: int) -> dict[str, Any]:
+def taught(concepts: Concepts, words: Sequence[str], warm_up_steps: int, steps: int) -> dict[str, Any]:
     """What a training is of. A state or a checkpoint of something else cannot stand for it."""
     return {
         "packages": {package.requirement: package.role for package in PACKAGES},
         "base": [concept.name for concept in concepts.base],
         "words": list(words),
         "warm_up_steps": warm_up_steps,
+        "steps": steps,
         "seed": SEED,
     }
 
@@ -171,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     try:
         folder = train_model(options.cache, options.warm_up_steps, options.steps, options.check_every)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"benchmarks.real_pictures.train: error: {error}", file=sys.stderr)
         return 2
     print(folder)

@@ -18,9 +18,9 @@ from benchmarks.continual.__main__ import main
 from benchmarks.continual.answering import OfflineAnswerer
 from benchmarks.continual.answering.endpoint import LOADS
 from benchmarks.continual.answering.stored_answers import StoredAnswers
-from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import METHODS, Artifact
 from benchmarks.continual.stream import Run, run_stream
+from benchmarks.locks import locked
 from server.demo import CHECKPOINT
 from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
 
@@ -101,6 +101,8 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
     assert "test_limit: 256 there, 3 here" in capsys.readouterr().err
     assert main(command(data, finished, "--answer", "http")) == 2
     assert "'by': 'offline'" in capsys.readouterr().err
+    assert main(command(data, finished, "--serve-args", "--dtype", "bfloat16")) == 2
+    assert "'serve_args': ['--dtype', 'bfloat16']" in capsys.readouterr().err
     assert main(command(data, finished, "--set", "steps=3")) == 2
     assert "steps: 2 there, 3 here" in capsys.readouterr().err
 
@@ -120,6 +122,7 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
         (("--endpoint", "http://127.0.0.1:1"), "give one of them"),
         (("--order", "random:x"), "random:SEED, found 'random:x'"),
         (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
+        (("--suite", "real-text", "--model", str(CHECKPOINT)), '--model "$(python -m benchmarks.real.model)"'),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):

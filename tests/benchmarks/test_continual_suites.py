@@ -140,6 +140,21 @@ def test_a_bad_example_is_named_with_its_place(path, line, change, message, fold
     assert refusal(folder) == f"{file}{message.format(data=file.parent)}"
 
 
+def test_a_question_of_two_splits_is_refused(folder):
+    data = folder / "data"
+    (first, *_) = (data / "guild" / "train.jsonl").read_text().splitlines()
+    test = data / "guild" / "test.jsonl"
+    before = test.read_text()
+    test.write_text(json.dumps(json.loads(first) | {"id": "again"}) + "\n" + before)
+    found = f"{test}: the question 'again' is in {data}/guild/train.jsonl too, as 'guild/train_00000'"
+    assert refusal(folder) == found
+    test.write_text(before)
+    shutil.copytree(data / "guild" / "images", data / "base" / "images", dirs_exist_ok=True)
+    base = data / "base" / "test.jsonl"
+    base.write_text(json.dumps(json.loads(first) | {"id": "again"}) + "\n" + base.read_text())
+    assert "the question 'guild/train_00000' of guild is also a base question" in refusal(folder)
+
+
 def test_a_missing_picture_is_named(folder):
     gone = folder / "data" / "field" / "images" / "test_00003.png"
     gone.unlink()

@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chat import messages_of
+from benchmarks.continual import stream
 from benchmarks.continual.answering.plans import plan
-from benchmarks.continual.methods import Artifact
+from benchmarks.continual.methods import METHODS, Artifact
+from benchmarks.continual.stream import Run
 from benchmarks.continual.suites import real_text
 from benchmarks.demo.asking import Reply
 from benchmarks.demo_real import run_demo, teaching
@@ -55,6 +57,15 @@ def test_it_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(teaching, "BUDGET", 24)
     with pytest.raises(ConfigError, match=r"demo\.json: the results are of another configuration \(budget: 12 there"):
         teaching.teach(tmp_path / "cache", model, console)
+
+
+def test_two_do_not_teach_it_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = FAMILIES["llama"](tmp_path / "model")
+    suite = real_text.load(tmp_path / "data", SIZES, SIZES, MadeUp()).ordered(teaching.TASKS)
+    run = Run(suite, METHODS["no_memory"], model, 12, 0, tmp_path / "runs")
+    monkeypatch.setattr(stream, "PATIENCE", 0.0)
+    with stream.alone(run), pytest.raises(ConfigError, match="another process is at this stream"):
+        teaching.learned(run, Console(quiet=True))
 
 
 def test_the_table_counts_the_right_answers_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

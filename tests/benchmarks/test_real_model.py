@@ -51,7 +51,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    weights = tmp_path / "other.gguf"
+    weights, lock = tmp_path / "other.gguf", f".{real.NAME}.lock"
     weights.write_bytes(b"GGUF")
     monkeypatch.setattr(real, "packaged_weights", lambda: weights)
     monkeypatch.setattr(real, "convert", lambda weights, folder: (folder / "model.safetensors").write_bytes(b"x"))
@@ -62,13 +62,14 @@ def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytes
     monkeypatch.setattr(real, "check", refuse)
     with pytest.raises(ConfigError, match="found 'Rome'"):
         real.model_folder(tmp_path / "cache")
-    assert not any((tmp_path / "cache").iterdir())
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [lock]
+    (tmp_path / "cache" / f".{real.NAME}.unfinished").mkdir()  # of a process that was killed
     monkeypatch.setattr(real, "check", lambda folder: None)
-    folder = real.model_folder(tmp_path / "cache")
-    assert (folder / "model.safetensors").read_bytes() == b"x"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [real.NAME]
     with pytest.raises(ConfigError, match=r"expected a whole checkpoint, it has no config\.json: remove it"):
         real.model_folder(tmp_path / "cache")
+    folder = tmp_path / "cache" / real.NAME
+    assert (folder / "model.safetensors").read_bytes() == b"x"
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {lock, real.NAME}
     for name in real.FILES:
         (folder / name).write_bytes(b"x")
     monkeypatch.setattr(real, "convert", refuse)

@@ -212,7 +212,7 @@ def test_missing_and_other_packages_are_named(
     assert capsys.readouterr().err.startswith("benchmarks.real_pictures.stream: error: npm is not installed")
     assert train.main(["--cache", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err.startswith("benchmarks.real_pictures.train: error: npm is not installed")
-    assert not (tmp_path / "data").exists()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
 
 
 def test_packages_are_installed_by_name_and_only_what_is_missing(
@@ -291,9 +291,9 @@ def test_a_trained_model_is_not_trained_again(
     folder.mkdir()
     (folder / "config.json").touch()
     concepts = made_up_concepts(cache)
-    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3)
+    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
     (folder / train.TAUGHT).write_text(json.dumps(of))
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3"]) == 0
+    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "5"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(folder)]
 
 
@@ -306,16 +306,16 @@ def test_what_was_trained_on_something_else_is_refused(
     folder = cache / name
     folder.mkdir()
     concepts = made_up_concepts(cache)
-    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3)
+    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
     (folder / train.TAUGHT).write_text(json.dumps(of | {"words": ["other"], "seed": 0}))
     before = sorted(path.name for path in cache.iterdir())
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3"]) == 2
+    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "6"]) == 2
     assert (
         capsys.readouterr()
         .err.strip()
-        .endswith(f"{folder} was trained with other words, seed: remove it, or use another --cache")
+        .endswith(f"{folder} was trained with other words, steps, seed: remove it, or use another --cache")
     )
-    assert sorted(path.name for path in cache.iterdir()) == before
+    assert sorted(path.name for path in cache.iterdir()) == sorted([*before, ".real-pictures.lock"])
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from benchmarks.continual.answering.answerer import Answerer
 from benchmarks.continual.answering.endpoint import EndpointFailed
-from benchmarks.continual.locks import locked
 from benchmarks.continual.methods import Artifact
+from benchmarks.locks import locked
 from selector.data.examples import Example
 
 AT_ONCE = 256  # questions between two writes

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.continual.suites import demo, files, real_pictures, real_text
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import ConfigError
+from server.demo import CHECKPOINT
 
 SUITES: Mapping[str, Callable[[Path], Suite]] = {
     "demo": demo.load,
@@ -16,7 +17,13 @@ SUITES: Mapping[str, Callable[[Path], Suite]] = {
     real_pictures.NAME: real_pictures.load,
 }
 
-__all__ = ["SUITES", "Suite", "TaskData", "load_suite"]
+# What prints the folder of the model that a suite is for; the others are for the demo model.
+MODELS: Mapping[str, str] = {
+    real_text.NAME: "python -m benchmarks.real.model",
+    real_pictures.NAME: "python -m benchmarks.real_pictures.train",
+}
+
+__all__ = ["SUITES", "Suite", "TaskData", "load_suite", "require_own_model"]
 
 
 def load_suite(name: str, data: Path) -> Suite:
@@ -26,3 +33,9 @@ def load_suite(name: str, data: Path) -> Suite:
     if name not in SUITES:
         raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}, and FILE.toml or FILE.json")
     return SUITES[name](data)
+
+
+def require_own_model(name: str, model: Path) -> None:
+    """Raises ConfigError: the suite is for a model of its own, and `model` is the demo's, the default."""
+    if name in MODELS and model == CHECKPOINT:
+        raise ConfigError(f'suite {name!r} is not for the demo model: --model "$({MODELS[name]})" names its own')

@@ -50,8 +50,13 @@ def load(file: Path) -> Suite:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated or BASE in names:
         raise TaskDataError(f"{file}: each task needs a name of its own, not {', '.join(repeated) or BASE!r}")
-    tasks = [_read(file, task.name, task) for task in described.tasks]
-    return Suite(described.name, tuple(tasks), _read(file, BASE, described.base))
+    tasks = tuple(_read(file, task.name, task) for task in described.tasks)
+    base = _read(file, BASE, described.base)
+    for task in tasks:
+        if shared := _questions(task).keys() & _questions(base).keys():
+            example = _questions(task)[min(shared)]
+            raise TaskDataError(f"{file}: the question {example.id!r} of {task.name} is also a base question")
+    return Suite(described.name, tasks, base)
 
 
 def _parse(file: Path) -> Any:
@@ -74,9 +79,10 @@ def _line(error: tomllib.TOMLDecodeError, text: str) -> int:
 
 
 def _read(file: Path, name: str, splits: _Splits) -> TaskData:
-    """Raises TaskDataError: a split cannot be read, an answer is empty, or an id stands in two splits."""
+    """Raises TaskDataError: a split cannot be read, an answer is empty, or an id or a question stands in two splits."""
     examples: dict[str, tuple[Example, ...]] = {}
     homes: dict[str, Path] = {}
+    askers: dict[str, tuple[Path, str]] = {}  # of a question: its first file and id
     for split in SPLITS:
         path = file.parent / getattr(splits, split)
         examples[split] = tuple(read_task(path))
@@ -85,4 +91,12 @@ def _read(file: Path, name: str, splits: _Splits) -> TaskData:
                 raise TaskDataError(f"{path}: the answer to {example.id!r} is empty")
             if homes.setdefault(example.id, path) != path:
                 raise TaskDataError(f"{path}: the id {example.id!r} is in {homes[example.id]} too")
+            home, first = askers.setdefault(example.source_digest, (path, example.id))
+            if home != path:
+                raise TaskDataError(f"{path}: the question {example.id!r} is in {home} too, as {first!r}")
     return TaskData(name, **examples)
+
+
+def _questions(task: TaskData) -> dict[str, Example]:
+    """By digest."""
+    return {example.source_digest: example for split in SPLITS for example in getattr(task, split)}
