@@ -135,8 +135,8 @@ def halves(name: str, packages: Packages) -> tuple[list[Item], list[Item]]:
 def base_items(packages: Packages, sizes: dict[Split, int], rng: Random) -> Items:
     """The chosen families in equal shares: validation of the first half of each, test of the second.
 
-    Gates are fitted to the training questions, and answers to them do not count. They are of the chosen families, of the
-    others, and beginnings of plain text, in turn while there are any, so that a gate sees more than what is measured.
+    Gates are fitted to the training questions, and answers to them do not count. They are of the chosen families, of
+    the others, and beginnings of plain text, in turn while there are any: a gate must see more than what is measured.
     """
     pools: dict[str, tuple[list[Item], list[Item]]] = {}
     for name in CHOSEN:
