@@ -1,6 +1,7 @@
-"""The fingerprint of a backbone, computed from its configuration and tokenizer without weights or remote code.
+"""The fingerprint of a backbone, computed from its configuration and tokenizer without remote code.
 
-The selector stores it in a bundle; the server computes it again and compares.
+The selector stores it in a bundle; the server computes it again and compares. Of the weights only the headers are read:
+quantised ones are refused.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 from .bundle import BackboneFingerprint
-from .checkpoints import first_line, kind_of, load_tokenizer, require_model_folder
+from .checkpoints import load_config, load_tokenizer
 from .errors import UnsupportedModel
 
 
@@ -26,12 +27,7 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
         UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
             memory.
     """
-    require_model_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model}: cannot load the configuration: {first_line(error)}") from error
-    kind_of(config, model)
+    config = load_config(model, revision)
     return fingerprint_of(config, load_tokenizer(model, revision))
 
 

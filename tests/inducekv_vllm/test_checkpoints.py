@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -218,18 +219,47 @@ def test_quantisation_may_be_described_in_a_file_of_its_own(copy: Path, file: st
     assert f"its weights are quantised ({method})" in refusals(copy)
 
 
-def test_scales_of_quantised_weights_are_not_left_out(copy: Path) -> None:
-    """Nothing else says here that the weights are quantised, and their names are those of plain ones."""
-    path, name = copy / "model.safetensors", "model.layers.0.self_attn.q_proj.weight_scale"
-    save_file(load_file(path) | {name: torch.ones(1)}, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=rf"its weights are quantised \(they have {name}\)"):
+def change_weights(folder: Path, changes: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path, metadata={"format": "pt"})
+
+
+QUERIES = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        (f"{QUERIES}.weight_scale", torch.ones(1), f"they have {QUERIES}.weight_scale"),
+        (f"{QUERIES}.SCB", torch.ones(4), f"they have {QUERIES}.SCB"),
+        (f"{QUERIES}.weight.absmax", torch.ones(4), f"they have {QUERIES}.weight.absmax"),
+        (f"{QUERIES}.weight", torch.ones(256, 96, dtype=torch.int8), f"{QUERIES}.weight in .* the dtype I8"),
+        (f"{QUERIES}.weight", torch.ones(256, 96).to(torch.float8_e4m3fn), f"{QUERIES}.weight .* the dtype F8_E4M3"),
+        ("mlp.experts.gate_up_proj", torch.ones(2, 4, 4, dtype=torch.uint8), ".*gate_up_proj .* the dtype U8"),
+    ],
+)
+def test_quantised_weights_are_found_in_the_file(copy: Path, name: str, tensor: torch.Tensor, reason: str) -> None:
+    """Nothing else says here that the weights are quantised, and most of their names are those of plain ones."""
+    change_weights(copy, {name: tensor})
+    assert re.search(rf"copy: its weights are quantised \({reason}\)", refusals(copy))
+
+
+def test_buffers_of_whole_numbers_are_no_quantised_weights(copy: Path) -> None:
+    change_weights(copy, {"embeddings.position_ids": torch.arange(4)[None], "attn.bias": torch.ones(1, 1, 4, 4).byte()})
+    assert backbone_fingerprint(copy) == Backbone.load(copy).fingerprint
+
+
+def test_quantised_weights_without_a_header_are_found_by_their_names(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors") | {f"{QUERIES}.weight_scale": torch.ones(1)}
+    (copy / "model.safetensors").unlink()
+    torch.save(weights, copy / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match=r"quantised \(they have .*weight_scale"):
         Backbone.load(copy)
 
 
 def test_damaged_weights_are_named(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UnsupportedModel, match=r"copy: cannot load the model: .*header"):
-        Backbone.load(copy)
+    assert re.search(r"copy: cannot read the weights in model\.safetensors: .*header", refusals(copy))
 
 
 def test_weights_of_another_size_are_named(copy: Path) -> None:
