@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
@@ -16,6 +16,8 @@ from .plain_weights import require_plain_weights
 
 # "text": prompts are text alone; "multimodal": they may hold pictures.
 Kind = Literal["text", "multimodal"]
+# What the tokenizers of transformers read: their own format, SentencePiece's, tiktoken's, Mistral's, lists of words.
+VOCABULARY_FILES: Final = ("tokenizer.*", "*.model", "*.tiktoken", "tekken.json", "*vocab*")
 
 
 def require_model_folder(model: str | Path) -> None:
@@ -75,16 +77,17 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> PreTrained
     Raises:
         UnsupportedModel: it has none, or one that cannot be loaded.
     """
+    folder = Path(model)
+    # Without these files transformers makes a tokenizer of some classes all the same, of no words.
+    if folder.is_dir() and not any(file for pattern in VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise UnsupportedModel(
+            f"{model}: the model has no tokenizer: expected tokenizer.json or another vocabulary in its folder"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(model), revision=revision, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        folder = Path(model)
-        if folder.is_dir() and not any(folder.glob("tokenizer*")):
-            raise UnsupportedModel(
-                f"{model}: the model has no tokenizer: expected tokenizer.json or another tokenizer file in its folder"
-            ) from error
         raise UnsupportedModel(f"{model}: cannot load the tokenizer: {summary(error)}") from error
     return tokenizer
 

@@ -29,12 +29,20 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:
         network, loading = _MODELS[kind].from_pretrained(
-            str(model), dtype=dtype, trust_remote_code=False, output_loading_info=True
+            str(model),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UnsupportedModel(f"{model}: cannot load the model: {summary(error)}") from error
     require_plain_names(loading["unexpected_keys"], model)  # of weights that are not safetensors, and have no header
     require_plain_weights(config, model)  # again: a model of the hub may have been fetched only now
+    for weight, found, expected in sorted(loading["mismatched_keys"]):
+        raise UnsupportedModel(
+            f"{model}: by its configuration the weight {weight} has the shape {list(expected)}, found {list(found)}"
+        )
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
@@ -62,8 +70,11 @@ def require_full_attention(network: Any, name: str) -> None:
     """
     text = network.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
-        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
+    found = ", ".join(sorted(kinds)) if kinds != {"full_attention"} else ""
+    if not found and getattr(text, "sliding_window", None) is not None:  # Mistral's layers are not told apart by name
+        found = f"a sliding window of {text.sliding_window} tokens"
+    if found:
+        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {found}")
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(f"{name}: memory is not trained with attention that has a soft cap on its logits")
     for layer in getattr(decoder(network), "layers", [None]):

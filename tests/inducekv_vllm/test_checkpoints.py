@@ -21,6 +21,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MistralConfig,
     Phi3Config,
     T5Config,
 )
@@ -106,9 +107,20 @@ def test_a_multimodal_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> N
     assert "the model has no tokenizer" in refusals(pictures)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "TokenizersBackend"])
+def test_settings_alone_are_no_tokenizer(copy: Path, kind: str) -> None:
+    """transformers makes a LlamaTokenizer of four tokens of them, and cannot make the other."""
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    assert "the model has no tokenizer: expected tokenizer.json" in refusals(copy)
+
+
 def test_a_damaged_tokenizer_is_named(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="cannot load the tokenizer"):
+        load_tokenizer(copy)
+    (copy / "tokenizer.json").rename(copy / "vocab.unknown")
+    with pytest.raises(UnsupportedModel, match=r"cannot load the tokenizer: .* one of: \(1\) a `tokenizers` library"):
         load_tokenizer(copy)
 
 
@@ -140,6 +152,7 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
     ("config", "settings", "reason"),
     [
         (Gemma2Config, {}, "full attention in every layer, found full_attention, sliding_attention"),
+        (MistralConfig, {"sliding_window": 16}, "full attention in every layer, found a sliding window of 16 tokens"),
         (Gemma2Config, FULL, "a soft cap on its logits"),
         (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
         (DeepseekV2Config, LATENT, "multi-head latent attention"),
@@ -262,9 +275,10 @@ def test_damaged_weights_are_named(copy: Path) -> None:
     assert re.search(r"copy: cannot read the weights in model\.safetensors: .*header", refusals(copy))
 
 
-def test_weights_of_another_size_are_named(copy: Path) -> None:
+def test_weights_of_another_shape_are_named(copy: Path) -> None:
     change_config(copy, intermediate_size=8)
-    with pytest.raises(UnsupportedModel, match="copy: cannot load the model: "):
+    reason = r"the weight model\.layers\.0\.mlp\.down_proj\.weight has the shape \[96, 8\], found \[96, 192\]"
+    with pytest.raises(UnsupportedModel, match=rf"copy: by its configuration {reason}"):
         Backbone.load(copy)
 
 
