@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -12,10 +13,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .errors import UnsupportedModel
+from .footprint import TEXT_CONFIG_KEYS, size
 from .plain_weights import require_plain_weights
 
 # "text": prompts are text alone; "multimodal": they may hold pictures.
 Kind = Literal["text", "multimodal"]
+SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # What the tokenizers of transformers read: their own format, SentencePiece's, tiktoken's, Mistral's, lists of words.
 VOCABULARY_FILES: Final = ("tokenizer.*", "*.model", "*.tiktoken", "tekken.json", "*vocab*")
 
@@ -26,9 +29,12 @@ def require_model_folder(model: str | Path) -> None:
     Raises:
         UnsupportedModel: `model` is written as a path, but there is no such folder, or it is no model's.
     """
-    if (isinstance(model, Path) or model.startswith((".", "/", "~"))) and not Path(model).is_dir():
+    path = Path(model)
+    if path.is_file():
+        raise UnsupportedModel(f"{model}: expected a model folder, found a file")
+    if _is_path(model) and not path.is_dir():
         raise UnsupportedModel(f"{model}: no such model folder")
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
         raise UnsupportedModel(f"{model}: expected a model folder, found no config.json in it")
 
 
@@ -40,8 +46,10 @@ def load_config(model: str | Path, revision: str | None = None) -> PretrainedCon
     """
     require_model_folder(model)
     try:
+        settings, _ = PretrainedConfig.get_config_dict(str(model), revision=revision)
+        _check_settings(settings)
         config: PretrainedConfig = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the classes of transformers compute with whatever the file says
         raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
     require_plain_weights(config, model, revision)
     kind_of(config, model)
@@ -99,6 +107,25 @@ def summary(error: Exception) -> str:
         return " ".join([type(error).__name__, *lines])
     # Some lines only announce the next one.
     return " ".join(lines[: next((row for row, line in enumerate(lines, 1) if not line.endswith(":")), None)])
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what transformers computes with before it looks at it. Raises UnsupportedModel."""
+    parts = [part for key in TEXT_CONFIG_KEYS if isinstance(part := settings.get(key), Mapping)]
+    for part in (settings, *parts):
+        for name in SIZES:
+            if part.get(name) is not None:
+                size(part, name)
+        for name in ("quantization_config", "compression_config"):
+            if not isinstance(part.get(name), Mapping | None):
+                raise UnsupportedModel(f"{name} must be a JSON object, found {part[name]!r}")
+
+
+def _is_path(model: str | Path) -> bool:
+    """An id of the hub has one slash at most; what begins as a URL is for vLLM, which loads from some."""
+    if isinstance(model, Path):
+        return True
+    return model.startswith((".", "/", "~")) or (model.count("/") > 1 and "://" not in model)
 
 
 def _class_names(mapping: Any, model_type: str) -> tuple[str, ...]:

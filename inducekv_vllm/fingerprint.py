@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 from .bundle import BackboneFingerprint
-from .checkpoints import load_config, load_tokenizer
+from .bundle.metadata import first_problem
+from .checkpoints import load_config, load_tokenizer, summary
 from .errors import UnsupportedModel
 
 
@@ -35,9 +37,9 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
     """Compute the fingerprint from a loaded configuration and tokenizer.
 
     Raises:
-        UnsupportedModel: a required setting is missing.
+        UnsupportedModel: a required setting is missing, or has a value of which no model can be made.
     """
-    text = config.get_text_config(decoder=True)
+    text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
         heads, hidden_size = text.num_attention_heads, text.hidden_size
         return BackboneFingerprint(
@@ -51,9 +53,12 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
             norm=_canonical({"eps": text.rms_norm_eps, "k_norm": _has_k_norm(text)}),
             tokenizer_digest=tokenizer_digest(tokenizer),
         )
-    except (AttributeError, IndexError, TypeError) as error:
-        name = config.name_or_path or config.model_type
+    except (AttributeError, IndexError) as error:
         raise UnsupportedModel(f"{name}: the configuration lacks a required setting: {error}") from error
+    except ValidationError as error:
+        raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {first_problem(error)}") from error
+    except Exception as error:  # `_has_k_norm` runs the model's own code on settings that nobody has checked
+        raise UnsupportedModel(f"{name}: no model can be made of the configuration: {summary(error)}") from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -56,22 +56,14 @@ def require_plain_names(names: Iterable[str], model: str | Path) -> None:
 
 
 def quantization_method(config: PretrainedConfig, folder: Path, model: str | Path) -> str | None:
-    """The method by which a checkpoint says that its weights are quantised, such as "awq"; None if it does not.
-
-    Raises:
-        UnsupportedModel: what it says of it is no JSON object.
-    """
+    """The method by which a checkpoint says that its weights are quantised, such as "awq"; None if it does not."""
     for part in (config, config.get_text_config(decoder=True)):
         for name in ("quantization_config", "compression_config"):
             settings: Any = getattr(part, name, None)
-            if settings is None:
-                continue
-            if hasattr(settings, "to_dict"):
-                settings = settings.to_dict()
-            if not isinstance(settings, dict):
-                raise UnsupportedModel(f"{model}: {name} must be a JSON object, found {settings!r}")
-            method = settings.get("quant_method", "of an unnamed method")
-            return str(getattr(method, "value", method))
+            if settings is not None:
+                settings = settings if isinstance(settings, dict) else settings.to_dict()
+                method = settings.get("quant_method", "of an unnamed method")
+                return str(getattr(method, "value", method))
     found = [method for file, method in QUANTIZATION_FILES.items() if (folder / file).is_file()]
     return found[0] if found else None
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from inducekv_vllm.checkpoints import Kind, kind_of, load_config, load_tokenizer, summary
 from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.fingerprint import fingerprint_of
 from inducekv_vllm.plain_weights import require_plain_names, require_plain_weights
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
@@ -25,6 +26,9 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     config = load_config(model)
     kind = kind_of(config, model)
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
+    fingerprint_of(
+        config, tokenizer_of(processor)
+    )  # which a bundle needs in the end: refused before anything is trained
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:

@@ -181,6 +181,7 @@ def text_examples(path: Path, task: str) -> Path:
     ("spoil", "reason"),
     [
         (without_tokenizer, "the model has no tokenizer: expected tokenizer.json"),
+        (partial(change_config, hidden_size="96"), "must state hidden_size as a positive whole number, found '96'"),
         (t5, "t5 is an encoder-decoder"),
         (reward, "expected a model that generates text (LlamaForCausalLM), found LlamaForSequenceClassification"),
         (partial(quantized, method="awq"), "its weights are quantised (awq)"),
@@ -188,10 +189,10 @@ def text_examples(path: Path, task: str) -> Path:
         (partial(quantized, method="fp8"), "its weights are quantised (fp8)"),
         (partial(quantized, method="compressed-tensors"), "its weights are quantised (compressed-tensors)"),
     ],
-    ids=["no tokenizer", "encoder-decoder", "reward model", "awq", "gptq", "fp8", "compressed-tensors"],
+    ids=["no tokenizer", "malformed", "encoder-decoder", "reward model", "awq", "gptq", "fp8", "compressed-tensors"],
 )
 def test_every_command_refuses_them(
-    spoil: Callable[[Path], None], reason: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoil: Callable[[Path], Any], reason: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With status 2 and one line that names the folder, before anything is trained, served or written."""
     spoil(copy)
@@ -280,6 +281,22 @@ def test_weights_of_another_shape_are_named(copy: Path) -> None:
     reason = r"the weight model\.layers\.0\.mlp\.down_proj\.weight has the shape \[96, 8\], found \[96, 192\]"
     with pytest.raises(UnsupportedModel, match=rf"copy: by its configuration {reason}"):
         Backbone.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("hidden_size", "96", "must state hidden_size as a positive whole number, found '96'"),
+        ("num_attention_heads", 0, "must state num_attention_heads as a positive whole number, found 0"),
+        ("num_hidden_layers", 0, "must state num_hidden_layers as a positive whole number, found 0"),
+        ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
+        ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
+        ("intermediate_size", -1, "no model can be made of the configuration: .* negative dimension"),
+        ("hidden_act", "bogus", "no model can be made of the configuration: KeyError 'bogus'"),
+    ],
+)
+def test_malformed_settings_are_refused_in_one_line(copy: Path, setting: str, value: Any, reason: str) -> None:
+    assert re.search(reason, refusals(change_config(copy, **{setting: value})))
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
