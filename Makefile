@@ -69,10 +69,11 @@ test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# The families that docs/models.md marks as slow.
+# The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py \
+	  tests/benchmarks/test_real_model.py $(PYTEST_ARGS)
 
 # 10,000 mutated bundles and 2,000 mutated task files.
 test-mutations: export OMP_NUM_THREADS := 1

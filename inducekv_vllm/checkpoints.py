@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from .errors import UnsupportedModel
+from .footprint import TEXT_CONFIG_KEYS, size
+from .plain_weights import require_plain_weights
 
 # "text": prompts are text alone; "multimodal": they may hold pictures.
 Kind = Literal["text", "multimodal"]
-# Files in which some tools describe the quantisation of a checkpoint, in place of its config.json.
-QUANTIZATION_FILES: Final = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-}
-# What quantisation adds to the name of a weight, for instance `q_proj.weight_scale`.
-QUANTIZED_NAMES: Final = ("qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight_scale_inv")
+SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+# What the tokenizers of transformers read: their own format, SentencePiece's, tiktoken's, Mistral's, lists of words.
+VOCABULARY_FILES: Final = ("tokenizer.*", "*.model", "*.tiktoken", "tekken.json", "*vocab*")
 
 
 def require_model_folder(model: str | Path) -> None:
@@ -32,20 +29,39 @@ def require_model_folder(model: str | Path) -> None:
     Raises:
         UnsupportedModel: `model` is written as a path, but there is no such folder, or it is no model's.
     """
-    if (isinstance(model, Path) or model.startswith((".", "/", "~"))) and not Path(model).is_dir():
+    path = Path(model)
+    if path.is_file():
+        raise UnsupportedModel(f"{model}: expected a model folder, found a file")
+    if _is_path(model) and not path.is_dir():
         raise UnsupportedModel(f"{model}: no such model folder")
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
         raise UnsupportedModel(f"{model}: expected a model folder, found no config.json in it")
+
+
+def load_config(model: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """The configuration of a model folder or Hugging Face id, if a checkpoint of this kind can have a memory.
+
+    Raises:
+        UnsupportedModel: there is none or it is malformed, or the weights are quantised or of another kind of model.
+    """
+    require_model_folder(model)
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(str(model), revision=revision)
+        _check_settings(settings)
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
+    except Exception as error:  # the classes of transformers compute with whatever the file says
+        raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
+    require_plain_weights(config, model, revision)
+    kind_of(config, model)
+    return config
 
 
 def kind_of(config: PretrainedConfig, model: str | Path) -> Kind:
     """The kind of a checkpoint.
 
     Raises:
-        UnsupportedModel: it is quantised, an encoder-decoder, or no model that generates text.
+        UnsupportedModel: it is an encoder-decoder, or no model that generates text.
     """
-    if method := quantization_method(config, model):
-        raise quantized(model, method)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{model}: {config.model_type} is an encoder-decoder: memory needs a decoder that reads the whole prompt"
@@ -63,61 +79,53 @@ def kind_of(config: PretrainedConfig, model: str | Path) -> Kind:
     raise UnsupportedModel(f"{model}: expected a model that generates text ({expected}), found {architecture}")
 
 
-def quantization_method(config: PretrainedConfig, model: str | Path) -> str | None:
-    """The name of the method by which a checkpoint's weights are quantised, such as "awq"; None for plain weights."""
-    for part in (config, config.get_text_config(decoder=True)):
-        for name in ("quantization_config", "compression_config"):
-            settings: Any = getattr(part, name, None)
-            if settings is not None:
-                settings = settings if isinstance(settings, dict) else settings.to_dict()
-                method = settings.get("quant_method", "of an unnamed method")
-                return str(getattr(method, "value", method))
-    found = [method for file, method in QUANTIZATION_FILES.items() if Path(model, file).is_file()]
-    return found[0] if found else None
-
-
-def require_plain_weights(names: Iterable[str], model: str | Path) -> None:
-    """Check the names of the weights that a checkpoint has and its architecture does not.
-
-    Raises:
-        UnsupportedModel: one of them belongs to quantised weights, which would be read without it.
-    """
-    for name in sorted(names):
-        if name.rpartition(".")[2] in QUANTIZED_NAMES:
-            raise quantized(model, f"they have {name}")
-
-
-def quantized(model: str | Path, method: str) -> UnsupportedModel:
-    """The error for a checkpoint whose weights are quantised."""
-    return UnsupportedModel(
-        f"{model}: its weights are quantised ({method}): memory is made and served with unquantised weights, whose "
-        "query keys it is searched with"
-    )
-
-
 def load_tokenizer(model: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer.
 
     Raises:
         UnsupportedModel: it has none, or one that cannot be loaded.
     """
+    folder = Path(model)
+    # Without these files transformers makes a tokenizer of some classes all the same, of no words.
+    if folder.is_dir() and not any(file for pattern in VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise UnsupportedModel(
+            f"{model}: the model has no tokenizer: expected tokenizer.json or another vocabulary in its folder"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(model), revision=revision, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        folder = Path(model)
-        if folder.is_dir() and not any(folder.glob("tokenizer*")):
-            raise UnsupportedModel(
-                f"{model}: the model has no tokenizer: expected tokenizer.json or another tokenizer file in its folder"
-            ) from error
-        raise UnsupportedModel(f"{model}: cannot load the tokenizer: {first_line(error)}") from error
+        raise UnsupportedModel(f"{model}: cannot load the tokenizer: {summary(error)}") from error
     return tokenizer
 
 
-def first_line(error: Exception) -> str:
-    """What an error of transformers says first; its name if it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def summary(error: Exception) -> str:
+    """What an error of transformers says first, in one line; its name if it says nothing, or only a key."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, KeyError):
+        return " ".join([type(error).__name__, *lines])
+    # Some lines only announce the next one.
+    return " ".join(lines[: next((row for row, line in enumerate(lines, 1) if not line.endswith(":")), None)])
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what transformers computes with before it looks at it. Raises UnsupportedModel."""
+    parts = [part for key in TEXT_CONFIG_KEYS if isinstance(part := settings.get(key), Mapping)]
+    for part in (settings, *parts):
+        for name in SIZES:
+            if part.get(name) is not None:
+                size(part, name)
+        for name in ("quantization_config", "compression_config"):
+            if not isinstance(part.get(name), Mapping | None):
+                raise UnsupportedModel(f"{name} must be a JSON object, found {part[name]!r}")
+
+
+def _is_path(model: str | Path) -> bool:
+    """An id of the hub has one slash at most; what begins as a URL is for vLLM, which loads from some."""
+    if isinstance(model, Path):
+        return True
+    return model.startswith((".", "/", "~")) or (model.count("/") > 1 and "://" not in model)
 
 
 def _class_names(mapping: Any, model_type: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
-"""The fingerprint of a backbone, computed from its configuration and tokenizer without weights or remote code.
+"""The fingerprint of a backbone, computed from its configuration and tokenizer without remote code.
 
-The selector stores it in a bundle; the server computes it again and compares.
+The selector stores it in a bundle; the server computes it again and compares. Of the weights only the headers are read:
+quantised ones are refused.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedTokenizerBase
+from pydantic import ValidationError
+from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 from .bundle import BackboneFingerprint
-from .checkpoints import first_line, kind_of, load_tokenizer, require_model_folder
+from .bundle.metadata import first_problem
+from .checkpoints import load_config, load_tokenizer, summary
 from .errors import UnsupportedModel
 
 
@@ -26,12 +29,7 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
         UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
             memory.
     """
-    require_model_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model}: cannot load the configuration: {first_line(error)}") from error
-    kind_of(config, model)
+    config = load_config(model, revision)
     return fingerprint_of(config, load_tokenizer(model, revision))
 
 
@@ -39,9 +37,9 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
     """Compute the fingerprint from a loaded configuration and tokenizer.
 
     Raises:
-        UnsupportedModel: a required setting is missing.
+        UnsupportedModel: a required setting is missing, or has a value of which no model can be made.
     """
-    text = config.get_text_config(decoder=True)
+    text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
         heads, hidden_size = text.num_attention_heads, text.hidden_size
         return BackboneFingerprint(
@@ -55,9 +53,12 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
             norm=_canonical({"eps": text.rms_norm_eps, "k_norm": _has_k_norm(text)}),
             tokenizer_digest=tokenizer_digest(tokenizer),
         )
-    except (AttributeError, IndexError, TypeError) as error:
-        name = config.name_or_path or config.model_type
+    except (AttributeError, IndexError) as error:
         raise UnsupportedModel(f"{name}: the configuration lacks a required setting: {error}") from error
+    except ValidationError as error:
+        raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {first_problem(error)}") from error
+    except Exception as error:  # `_has_k_norm` runs the model's own code on settings that nobody has checked
+        raise UnsupportedModel(f"{name}: no model can be made of the configuration: {summary(error)}") from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

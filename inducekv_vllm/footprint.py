@@ -16,7 +16,7 @@ from .errors import UnsupportedModel
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
 # Keys of the language model's part in a wrapper configuration: LLaVA and Qwen-VL; DeepSeek-VL2; InternVL.
-_TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
+TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"transformers refuses the {config['model_type']} configuration: {error}") from error
         return dict(complete.get_text_config(decoder=True).to_dict())
-    for key in _TEXT_CONFIG_KEYS:
+    for key in TEXT_CONFIG_KEYS:
         if isinstance(config.get(key), Mapping):
             return dict(config[key])
     return config
@@ -98,13 +98,13 @@ def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
             in remote code (DeepSeek-VL2 base does); these are not guessed.
     """
     text = text_config(config)
-    hidden_size = _size(text, "hidden_size")
-    heads = _size(text, "num_attention_heads")
-    num_kv_heads = _size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
+    hidden_size = size(text, "hidden_size")
+    heads = size(text, "num_attention_heads")
+    num_kv_heads = size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
     return TextGeometry(
-        num_layers=_size(text, "num_hidden_layers"),
+        num_layers=size(text, "num_hidden_layers"),
         num_kv_heads=num_kv_heads,
-        head_dim=_size(text, "head_dim") if text.get("head_dim") else hidden_size // heads,
+        head_dim=size(text, "head_dim") if text.get("head_dim") else hidden_size // heads,
         hidden_size=hidden_size,
     )
 
@@ -128,7 +128,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _size(text: Mapping[str, Any], name: str) -> int:
+def size(text: Mapping[str, Any], name: str) -> int:
+    """A size of a parsed configuration. Raises UnsupportedModel: it is missing or not a positive whole number."""
     value = text.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(

@@ -252,12 +252,13 @@ def check_model(model: str) -> None:
 
     An id of the hub is left to the engine, which fetches it.
     """
-    if not Path(model).is_dir():
-        return
+    from inducekv_vllm.checkpoints import require_model_folder
     from inducekv_vllm.fingerprint import backbone_fingerprint
 
     try:
-        backbone_fingerprint(model)
+        require_model_folder(model)
+        if Path(model).is_dir():
+            backbone_fingerprint(model)
     except UnsupportedModel as error:
         raise UsageError(str(error)) from error
 

@@ -292,6 +292,14 @@ def test_serving_lists_every_setting_and_route() -> None:
     assert listed == {route.replace(":path}", "}") for route in routes}
 
 
+def test_every_slow_proof_of_a_family_is_run_by_one_target() -> None:
+    proofs = [row[-1] for row in rows(section(DOCS / "models.md", "## Proved families"))]
+    slow = {path for proof in proofs if "(slow)" in proof for path in code(proof)}
+    target = (ROOT / "Makefile").read_text().partition("\ntest-families: setup\n")[2].partition("\n\n")[0]
+    assert len(slow) >= 2
+    assert {path for path in slow if path not in target} == set()
+
+
 def test_the_bundle_format_lists_every_tensor_and_field() -> None:
     page = DOCS / "bundle-format.md"
     tensors, _, rest = page.read_text().partition("\n## Metadata\n")

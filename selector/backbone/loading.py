@@ -7,17 +7,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from inducekv_vllm.checkpoints import (
-    Kind,
-    first_line,
-    kind_of,
-    load_tokenizer,
-    require_model_folder,
-    require_plain_weights,
-)
+from inducekv_vllm.checkpoints import Kind, kind_of, load_config, load_tokenizer, summary
 from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.fingerprint import fingerprint_of
+from inducekv_vllm.plain_weights import require_plain_names, require_plain_weights
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
@@ -28,22 +23,30 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
         UnsupportedModel: a part is missing or cannot be loaded, or memory cannot be injected into its attention.
     """
-    require_model_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model}: cannot load the model: {first_line(error)}") from error
+    config = load_config(model)
     kind = kind_of(config, model)
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
+    fingerprint_of(
+        config, tokenizer_of(processor)
+    )  # which a bundle needs in the end: refused before anything is trained
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:
         network, loading = _MODELS[kind].from_pretrained(
-            str(model), dtype=dtype, trust_remote_code=False, output_loading_info=True
+            str(model),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UnsupportedModel(f"{model}: cannot load the model: {first_line(error)}") from error
-    require_plain_weights(loading["unexpected_keys"], model)
+        raise UnsupportedModel(f"{model}: cannot load the model: {summary(error)}") from error
+    require_plain_names(loading["unexpected_keys"], model)  # of weights that are not safetensors, and have no header
+    require_plain_weights(config, model)  # again: a model of the hub may have been fetched only now
+    for weight, found, expected in sorted(loading["mismatched_keys"]):
+        raise UnsupportedModel(
+            f"{model}: by its configuration the weight {weight} has the shape {list(expected)}, found {list(found)}"
+        )
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
@@ -71,8 +74,11 @@ def require_full_attention(network: Any, name: str) -> None:
     """
     text = network.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(text, "sliding_window", None) is not None:
-        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {', '.join(sorted(kinds))}")
+    found = ", ".join(sorted(kinds)) if kinds != {"full_attention"} else ""
+    if not found and getattr(text, "sliding_window", None) is not None:  # Mistral's layers are not told apart by name
+        found = f"a sliding window of {text.sliding_window} tokens"
+    if found:
+        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {found}")
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(f"{name}: memory is not trained with attention that has a soft cap on its logits")
     for layer in getattr(decoder(network), "layers", [None]):
@@ -92,7 +98,7 @@ def _load_processor(model: str | Path) -> Any:
         processor: Any = AutoProcessor.from_pretrained(str(model), trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, TypeError) as error:
         load_tokenizer(model)  # says what is wrong if it is the tokenizer
-        raise UnsupportedModel(f"{model}: cannot load the processor of its pictures: {first_line(error)}") from error
+        raise UnsupportedModel(f"{model}: cannot load the processor of its pictures: {summary(error)}") from error
     if not hasattr(processor, "tokenizer"):
         raise UnsupportedModel(f"{model}: a multimodal model needs a processor of pictures, found a tokenizer alone")
     return processor

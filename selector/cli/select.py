@@ -218,7 +218,11 @@ def _update_and_write(
     checkpoint, resumed = Checkpoint.open(checkpoint_folder(options.output), identity)
     if resumed:
         _note("resuming an earlier run")
-    result = _update(backbone, inputs, settings, checkpoint, base)
+    try:
+        result = _update(backbone, inputs, settings, checkpoint, base)
+    except InduceKVError:
+        checkpoint.remove_unless_begun()  # examples that do not fit the model are found before there is progress
+        raise
     bundle = with_dates(result.bundle, inputs.previous, *_dates(options, checkpoint.began))
     result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if (problem := _no_better(result.report)) and not options.allow_worse:

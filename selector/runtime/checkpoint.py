@@ -128,6 +128,11 @@ class Checkpoint:
             except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
                 raise self.damaged(name, error) from error
 
+    def remove_unless_begun(self) -> None:
+        """Remove a folder that holds the run's identity alone. Not collective: the others may have failed already."""
+        if is_main() and [path.name for path in self.folder.iterdir()] == [IDENTITY]:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def remove(self) -> None:
         """Collective."""
         barrier()

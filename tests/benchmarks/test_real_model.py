@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,31 @@ def test_the_command_says_what_is_missing_in_one_line(
     assert "\n" not in line
 
 
+def installed_model() -> Path:
+    """The converted model; skips if its package is not installed, and for no other reason."""
+    try:
+        return real.model_folder()
+    except ConfigError as error:
+        if not isinstance(error.__cause__, PackageNotFoundError):
+            raise
+        pytest.skip(str(error))
+
+
+def test_only_a_missing_package_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path))
+    (tmp_path / real.NAME).mkdir()
+    with pytest.raises(ConfigError, match="expected a whole checkpoint"):
+        installed_model()
+    (tmp_path / real.NAME).rmdir()
+    monkeypatch.setattr(real, "PACKAGE", "no-such-package")
+    with pytest.raises(pytest.skip.Exception, match="no-such-package is not installed"):
+        installed_model()
+
+
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> World:
     """The model with bundles of both forms."""
-    try:
-        model = real.model_folder()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    model = installed_model()
     folder = tmp_path_factory.mktemp("smollm")
     world = make_world(model, folder, num_entries=4, make_prompts=text_prompts)
     for activation in ACTIVATIONS:

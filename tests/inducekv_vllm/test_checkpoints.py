@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MistralConfig,
     Phi3Config,
     T5Config,
 )
@@ -105,9 +107,20 @@ def test_a_multimodal_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> N
     assert "the model has no tokenizer" in refusals(pictures)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "TokenizersBackend"])
+def test_settings_alone_are_no_tokenizer(copy: Path, kind: str) -> None:
+    """transformers makes a LlamaTokenizer of four tokens of them, and cannot make the other."""
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    assert "the model has no tokenizer: expected tokenizer.json" in refusals(copy)
+
+
 def test_a_damaged_tokenizer_is_named(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="cannot load the tokenizer"):
+        load_tokenizer(copy)
+    (copy / "tokenizer.json").rename(copy / "vocab.unknown")
+    with pytest.raises(UnsupportedModel, match=r"cannot load the tokenizer: .* one of: \(1\) a `tokenizers` library"):
         load_tokenizer(copy)
 
 
@@ -139,6 +152,7 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
     ("config", "settings", "reason"),
     [
         (Gemma2Config, {}, "full attention in every layer, found full_attention, sliding_attention"),
+        (MistralConfig, {"sliding_window": 16}, "full attention in every layer, found a sliding window of 16 tokens"),
         (Gemma2Config, FULL, "a soft cap on its logits"),
         (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
         (DeepseekV2Config, LATENT, "multi-head latent attention"),
@@ -167,6 +181,7 @@ def text_examples(path: Path, task: str) -> Path:
     ("spoil", "reason"),
     [
         (without_tokenizer, "the model has no tokenizer: expected tokenizer.json"),
+        (partial(change_config, hidden_size="96"), "must state hidden_size as a positive whole number, found '96'"),
         (t5, "t5 is an encoder-decoder"),
         (reward, "expected a model that generates text (LlamaForCausalLM), found LlamaForSequenceClassification"),
         (partial(quantized, method="awq"), "its weights are quantised (awq)"),
@@ -174,10 +189,10 @@ def text_examples(path: Path, task: str) -> Path:
         (partial(quantized, method="fp8"), "its weights are quantised (fp8)"),
         (partial(quantized, method="compressed-tensors"), "its weights are quantised (compressed-tensors)"),
     ],
-    ids=["no tokenizer", "encoder-decoder", "reward model", "awq", "gptq", "fp8", "compressed-tensors"],
+    ids=["no tokenizer", "malformed", "encoder-decoder", "reward model", "awq", "gptq", "fp8", "compressed-tensors"],
 )
 def test_every_command_refuses_them(
-    spoil: Callable[[Path], None], reason: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoil: Callable[[Path], Any], reason: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With status 2 and one line that names the folder, before anything is trained, served or written."""
     spoil(copy)
@@ -218,24 +233,70 @@ def test_quantisation_may_be_described_in_a_file_of_its_own(copy: Path, file: st
     assert f"its weights are quantised ({method})" in refusals(copy)
 
 
-def test_scales_of_quantised_weights_are_not_left_out(copy: Path) -> None:
-    """Nothing else says here that the weights are quantised, and their names are those of plain ones."""
-    path, name = copy / "model.safetensors", "model.layers.0.self_attn.q_proj.weight_scale"
-    save_file(load_file(path) | {name: torch.ones(1)}, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=rf"its weights are quantised \(they have {name}\)"):
+def change_weights(folder: Path, changes: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path, metadata={"format": "pt"})
+
+
+QUERIES = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        (f"{QUERIES}.weight_scale", torch.ones(1), f"they have {QUERIES}.weight_scale"),
+        (f"{QUERIES}.SCB", torch.ones(4), f"they have {QUERIES}.SCB"),
+        (f"{QUERIES}.weight.absmax", torch.ones(4), f"they have {QUERIES}.weight.absmax"),
+        (f"{QUERIES}.weight", torch.ones(256, 96, dtype=torch.int8), f"{QUERIES}.weight in .* the dtype I8"),
+        (f"{QUERIES}.weight", torch.ones(256, 96).to(torch.float8_e4m3fn), f"{QUERIES}.weight .* the dtype F8_E4M3"),
+        ("mlp.experts.gate_up_proj", torch.ones(2, 4, 4, dtype=torch.uint8), ".*gate_up_proj .* the dtype U8"),
+    ],
+)
+def test_quantised_weights_are_found_in_the_file(copy: Path, name: str, tensor: torch.Tensor, reason: str) -> None:
+    """Nothing else says here that the weights are quantised, and most of their names are those of plain ones."""
+    change_weights(copy, {name: tensor})
+    assert re.search(rf"copy: its weights are quantised \({reason}\)", refusals(copy))
+
+
+def test_buffers_of_whole_numbers_are_no_quantised_weights(copy: Path) -> None:
+    change_weights(copy, {"embeddings.position_ids": torch.arange(4)[None], "attn.bias": torch.ones(1, 1, 4, 4).byte()})
+    assert backbone_fingerprint(copy) == Backbone.load(copy).fingerprint
+
+
+def test_quantised_weights_without_a_header_are_found_by_their_names(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors") | {f"{QUERIES}.weight_scale": torch.ones(1)}
+    (copy / "model.safetensors").unlink()
+    torch.save(weights, copy / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match=r"quantised \(they have .*weight_scale"):
         Backbone.load(copy)
 
 
 def test_damaged_weights_are_named(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UnsupportedModel, match=r"copy: cannot load the model: .*header"):
-        Backbone.load(copy)
+    assert re.search(r"copy: cannot read the weights in model\.safetensors: .*header", refusals(copy))
 
 
-def test_weights_of_another_size_are_named(copy: Path) -> None:
+def test_weights_of_another_shape_are_named(copy: Path) -> None:
     change_config(copy, intermediate_size=8)
-    with pytest.raises(UnsupportedModel, match="copy: cannot load the model: "):
+    reason = r"the weight model\.layers\.0\.mlp\.down_proj\.weight has the shape \[96, 8\], found \[96, 192\]"
+    with pytest.raises(UnsupportedModel, match=rf"copy: by its configuration {reason}"):
         Backbone.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("hidden_size", "96", "must state hidden_size as a positive whole number, found '96'"),
+        ("num_attention_heads", 0, "must state num_attention_heads as a positive whole number, found 0"),
+        ("num_hidden_layers", 0, "must state num_hidden_layers as a positive whole number, found 0"),
+        ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
+        ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
+        ("intermediate_size", -1, "no model can be made of the configuration: .* negative dimension"),
+        ("hidden_act", "bogus", "no model can be made of the configuration: KeyError 'bogus'"),
+    ],
+)
+def test_malformed_settings_are_refused_in_one_line(copy: Path, setting: str, value: Any, reason: str) -> None:
+    assert re.search(reason, refusals(change_config(copy, **{setting: value})))
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:

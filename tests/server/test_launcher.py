@@ -165,6 +165,15 @@ class TestRefusals:
         with pytest.raises(UsageError, match=message):
             handed("MODEL", *argv)
 
+    @pytest.mark.parametrize("model", ["./no/such/model", "~/model", "no/such/model", "/no/such/model"])
+    def test_a_path_is_no_id_of_the_hub(self, model: str) -> None:
+        with pytest.raises(UsageError, match=f"{model}: no such model folder"):
+            handed(model)
+
+    @pytest.mark.parametrize("model", ["owner/model", "s3://bucket/some/model"])
+    def test_other_names_are_left_to_the_engine(self, model: str) -> None:
+        assert handed(model)[0] == model
+
     def test_are_one_line_and_status_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(["MODEL", "--memory", "a=/no/such/file"])

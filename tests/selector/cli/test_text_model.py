@@ -51,10 +51,11 @@ def test_a_stream_of_two_tasks(text_stream: Stream) -> None:
 
 def test_pictures_are_refused_before_anything_is_trained(text_stream: Stream, tasks: dict[str, Path]) -> None:
     mixed = Stream(text_stream.folder, text_stream.model, tasks, SEARCH)
+    before = sorted(text_stream.folder.iterdir())
     error = mixed.refuse("places")
     assert "example 'places" in error
     assert "LlamaForCausalLM is a text-only model, found 1 images in the messages" in error
-    assert not mixed.output("places").exists()
+    assert sorted(text_stream.folder.iterdir()) == before
 
 
 def test_build_and_verify(text_stream: Stream, capsys: pytest.CaptureFixture[str]) -> None:
