@@ -19,7 +19,7 @@ from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, given_endpoints, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
-from benchmarks.continual.suites import Suite, load_suite, require_own_model
+from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.checkpoints import require_model_folder
@@ -106,6 +106,7 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
         raise ConfigError("--endpoint asks a server, --answer offline none: give one of them")
     suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
+    require_reader(suite, options.model)
     return methods, suite
 
 

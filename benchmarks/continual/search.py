@@ -34,7 +34,7 @@ from benchmarks.continual.methods.method import Trials
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.run import ALL_METHODS, add_stream_options
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream
-from benchmarks.continual.suites import Suite, load_suite, require_own_model
+from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
 from benchmarks.machine import describe_machine
 from inducekv_vllm.checkpoints import require_model_folder
@@ -165,6 +165,7 @@ def command(options: argparse.Namespace) -> int:
     whole = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     limits = (options.train_limit, options.validation_limit, options.base_limit)
     suite = searched_suite(whole, options.tasks, *limits)
+    require_reader(suite, options.model)
     configuration = {
         "suite": suite.name,
         "data": suite.digest(),

@@ -23,6 +23,7 @@ from benchmarks.continual.stream import Run, run_stream
 from benchmarks.locks import locked
 from server.demo import CHECKPOINT
 from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
+from tests.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -128,6 +129,13 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
 def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
     assert main(command(data, tmp_path / "out", *arguments)) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_pictures_for_a_text_only_model_are_refused_before_the_folder_is_taken(data, tmp_path, capsys):
+    model = FAMILIES["llama"](tmp_path / "model")
+    assert main(command(data, tmp_path / "out", "--model", str(model))) == 2
+    assert "a text-only model, and guild of suite 'demo' has pictures" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
