@@ -26,9 +26,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     config = load_config(model)
     kind = kind_of(config, model)
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
-    fingerprint_of(
-        config, tokenizer_of(processor)
-    )  # which a bundle needs in the end: refused before anything is trained
+    fingerprint_of(config, tokenizer_of(processor))  # a bundle needs one: refused before anything is trained
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:
