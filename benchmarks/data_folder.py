@@ -25,14 +25,16 @@ def data_folder(folder: Path, suite: str, seed: int) -> Iterator[None]:
     wanted = {"suite": suite, "seed": seed}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock") if os.access(folder, os.W_OK) else nullcontext():
+        lock = folder / "lock"
+        may_write = os.access(lock if lock.exists() else folder, os.W_OK)  # else it is only read
+        with locked(lock) if may_write else nullcontext():
             found = _facts(folder / FACTS)
             if found not in (None, wanted):
                 raise ConfigError(
                     f"{folder}: expected the data of {wanted}, found those of {found}; use another folder"
                 )
             yield
-            if found is None and os.access(folder, os.W_OK):
+            if found is None and may_write:
                 replace_file(folder / FACTS, json.dumps(wanted).encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the data of {suite}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which kind of model a checkpoint holds, by its configuration alone, and which kinds cannot have a memory."""
+"""Which kind of model a checkpoint holds, and which checkpoints cannot have a memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def require_model_folder(model: str | Path) -> None:
         raise UnsupportedModel(f"{model}: expected a model folder, found no config.json in it")
 
 
-def load_config(model: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """The configuration of a model folder or Hugging Face id, if a checkpoint of this kind can have a memory.
+def load_config(model: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, Kind]:
+    """The configuration and kind of a model folder or Hugging Face id, if such a checkpoint can have a memory.
 
     Raises:
         UnsupportedModel: there is none or it is malformed, or the weights are quantised or of another kind of model.
@@ -52,8 +52,7 @@ def load_config(model: str | Path, revision: str | None = None) -> PretrainedCon
     except Exception as error:  # the classes of transformers compute with whatever the file says
         raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
     require_plain_weights(config, model, revision)
-    kind_of(config, model)
-    return config
+    return config, kind_of(config, model)
 
 
 def kind_of(config: PretrainedConfig, model: str | Path) -> Kind:

@@ -29,7 +29,7 @@ def backbone_fingerprint(model: str | Path, revision: str | None = None) -> Back
         UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
             memory.
     """
-    config = load_config(model, revision)
+    config, _ = load_config(model, revision)
     return fingerprint_of(config, load_tokenizer(model, revision))
 
 

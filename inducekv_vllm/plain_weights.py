@@ -22,6 +22,7 @@ QUANTIZATION_FILES: Final = {
 QUANTIZED_NAMES: Final = (
     *("qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("SCB", "absmax", "quant_map", "nested_absmax", "nested_quant_map"),  # bitsandbytes
+    *("_data", "W_q"),  # quanto, HQQ
 )
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
@@ -79,8 +80,9 @@ def quantized(model: str | Path, method: str) -> UnsupportedModel:
 def _is_quantized(name: str, dtype: str, dimensions: int) -> bool:
     """Buffers of whole numbers are no weights: the numbers of positions, and masks that are stored as bytes.
 
-    No plain checkpoint has floats below 16 bits. Fused experts are matrices called `gate_up_proj`, without `.weight`.
+    No plain checkpoint has floats below 16 bits. Fused experts are matrices called `gate_up_proj`, without `.weight`,
+    and `gate_up_proj_blocks` in MXFP4.
     """
     if dtype in PLAIN_DTYPES:
         return False
-    return dtype.startswith("F") or (dimensions > 1 and name.endswith(("weight", "_proj")))
+    return dtype.startswith("F") or (dimensions > 1 and name.endswith(("weight", "_proj", "_blocks")))

@@ -500,11 +500,26 @@ def test_the_parts_of_the_papers_memory_on_a_real_model_are_quoted() -> None:
     measured: dict[str, dict[str, float]] = {}
     for row in run("real_text_parts.json")["rows"]:
         measured.setdefault(row["variant"], {})[row["task"]] = row["nll"]
-    quoted = rows(section(DOCS / "results.md", "### The paper's recipe on a real model"))
+    text = section(DOCS / "results.md", "### The paper's recipe on a real model").partition("**What is the smallest")[0]
+    quoted = rows(text)
     assert len(quoted) == len(measured)
     for (name, *cells), values in zip(quoted, measured.values(), strict=True):
         all_of_them = [values[task] for task in ("valence", "airport", "language")]
         assert cells == [f"{value:.2f}" for value in (*all_of_them, sum(all_of_them) / 3)], name
+
+
+def test_the_steps_from_the_papers_memory_to_one_that_works_are_quoted() -> None:
+    text = section(DOCS / "results.md", "### The paper's recipe on a real model").partition("**What is the smallest")[2]
+    results = {title(row["method"]): row for row in run("real_text_ablations.json")["results"]}
+    assert [name for name, *_ in rows(text)] == list(results)
+    for name, *cells in rows(text):
+        tasks, scores = results[name]["tasks"].values(), results[name]["metrics"]
+        assert cells == [mean(value) for value in (scores["AP"], *tasks, scores["AF"], scores["base_final"])], name
+    runs = {each["method"]: each["accuracy"] for each in run("real_text_ablations.json")["runs"]}
+    assert f"valence is at {runs['refined_sqrt'][0][0]:.3f} when it has been learned" in " ".join(text.split())
+    assert f"falls from {runs['refined_no_gate'][0][0]:.3f} to {runs['refined_no_gate'][2][0]:.3f}" in " ".join(
+        text.split()
+    )
 
 
 def test_what_the_papers_memory_mentions_is_quoted() -> None:

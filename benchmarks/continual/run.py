@@ -104,6 +104,8 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
         raise ConfigError(f"jobs and threads must be positive, found {options.jobs}, {options.threads}")
     if options.endpoint and options.answer == OFFLINE:
         raise ConfigError("--endpoint asks a server, --answer offline none: give one of them")
+    if options.serve_args and (options.endpoint or options.answer == OFFLINE):
+        raise ConfigError("--serve-args are for a run's own servers: leave out --endpoint and --answer offline")
     suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
     require_reader(suite, options.model)

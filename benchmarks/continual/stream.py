@@ -116,6 +116,8 @@ def alone(run: Run) -> Iterator[None]:
             yield
     except HeldElsewhere as error:
         raise ConfigError(f"{run.own_folder}: another process is at this stream; wait for it, or end it") from error
+    except PermissionError as error:
+        raise ConfigError(f"{run.own_folder}: cannot go on here: {error}") from error
 
 
 def claim_stream(run: Run) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.data_folder import data_folder
 from benchmarks.demo.questions import FAMILIES, ask
 from benchmarks.demo.scenes import SPLITS, Scene, random_scene, render, stable_hash
 from benchmarks.demo.search_streams import SEARCH_STREAMS
 from benchmarks.demo.streams import STREAMS, Digit, render_digit
+from inducekv_vllm.errors import ConfigError
 
 BASE = "base"
 ALL_STREAMS = {**STREAMS, **SEARCH_STREAMS}
@@ -103,9 +105,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     args = parser.parse_args()
     sizes = {split: getattr(args, split) for split in SPLITS}
-    for task in args.tasks:
-        write_task(args.out / task, task, sizes, args.seed)
-        print(f"{args.out / task}: " + ", ".join(f"{n} {split}" for split, n in sizes.items()))
+    try:
+        with data_folder(args.out, "demo", args.seed):
+            for task in args.tasks:
+                write_task(args.out / task, task, sizes, args.seed)
+                print(f"{args.out / task}: " + ", ".join(f"{n} {split}" for split, n in sizes.items()))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.real.items import Item
-from benchmarks.real.records import write_split
+from benchmarks.real.records import examples_of, write_split
 from benchmarks.real.sources import Packages
+from selector.data.examples import Example, read_task
 
 TEXT: Final = "text"  # its folder among those of the tasks
 SHARE: Final = 1 / 3  # of a paragraph's words that stand in the question
@@ -26,12 +27,15 @@ def held_out(packages: Packages) -> list[Item]:
     return begun(packages.passages[1::2])
 
 
-def write_held_out(data: Path, packages: Packages) -> Path:
-    """The file of a suite's held-out text, written if it is not there."""
+def write_held_out(data: Path, packages: Packages) -> None:
+    """Written beside a suite's tasks: other releases of the package may have other text."""
+    write_split(data / TEXT / "test.jsonl", held_out(packages), TEXT)
+
+
+def read_held_out(data: Path) -> list[Example]:
+    """Of a suite's data; from the installed package where these are older, or of a suite without text."""
     path = data / TEXT / "test.jsonl"
-    if not path.exists():
-        write_split(path, held_out(packages), TEXT)
-    return path
+    return read_task(path) if path.exists() else examples_of(held_out(Packages()), TEXT, "test")
 
 
 def begun(passages: Sequence[str]) -> list[Item]:

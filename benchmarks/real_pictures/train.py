@@ -37,6 +37,7 @@ from benchmarks.real_pictures.stream import installed_concepts
 from inducekv_vllm.errors import ConfigError
 
 SEED: Final = 20
+STEPS: Final = 500  # of the second stage; what older trainings took without recording it
 STRENGTH: Final = 1.5  # of the changes to training pictures; 1 in the tasks
 ROWS: Final = {"separate": 5, "conversations": 1, "exemplars": 1}
 TRAINED_FAMILIES: Final = (*FAMILIES, "name", "claim", COPY)  # drawn evenly: names and claims more often
@@ -107,6 +108,8 @@ def train_model(cache: Path, warm_up_steps: int, steps: int, check_every: int) -
         ConfigError: a package is missing, or what is there was trained on something else.
         OSError: the cache cannot be written.
     """
+    if (model_folder(cache) / "config.json").is_file():  # perhaps in a folder that cannot be written
+        return resume_training(cache, warm_up_steps, steps, check_every)
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f".{NAME}.lock"):
         return resume_training(cache, warm_up_steps, steps, check_every)
@@ -164,7 +167,7 @@ def require_taught(folder: Path, of: dict[str, Any]) -> None:
     if not folder.exists():
         return
     try:
-        found = json.loads((folder / TAUGHT).read_text(encoding="utf-8"))
+        found = {"steps": STEPS} | json.loads((folder / TAUGHT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = {}
     if different := [name for name in of if found.get(name) != of[name]]:
@@ -175,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="where all of it is kept (%(default)s)")
     parser.add_argument("--warm-up-steps", type=int, default=1200)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--check-every", type=int, default=50, help="steps between validation, with the state saved")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)

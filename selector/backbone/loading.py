@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from inducekv_vllm.checkpoints import Kind, kind_of, load_config, load_tokenizer, summary
+from inducekv_vllm.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.fingerprint import fingerprint_of
 from inducekv_vllm.plain_weights import require_plain_names, require_plain_weights
@@ -23,8 +23,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
         UnsupportedModel: a part is missing or cannot be loaded, or memory cannot be injected into its attention.
     """
-    config = load_config(model)
-    kind = kind_of(config, model)
+    config, kind = load_config(model)
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
     fingerprint_of(config, tokenizer_of(processor))  # a bundle needs one: refused before anything is trained
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):

@@ -102,7 +102,7 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
     assert "test_limit: 256 there, 3 here" in capsys.readouterr().err
     assert main(command(data, finished, "--answer", "http")) == 2
     assert "'by': 'offline'" in capsys.readouterr().err
-    assert main(command(data, finished, "--serve-args", "--dtype", "bfloat16")) == 2
+    assert main(command(data, finished, "--answer", "http", "--serve-args", "--dtype", "bfloat16")) == 2
     assert "'serve_args': ['--dtype', 'bfloat16']" in capsys.readouterr().err
     assert main(command(data, finished, "--set", "steps=3")) == 2
     assert "steps: 2 there, 3 here" in capsys.readouterr().err
@@ -123,6 +123,7 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
         (("--endpoint", "http://127.0.0.1:1"), "give one of them"),
         (("--order", "random:x"), "random:SEED, found 'random:x'"),
         (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
+        (("--serve-args", "--dtype", "float32"), "--serve-args are for a run's own servers"),
         (("--suite", "real-text", "--model", str(CHECKPOINT)), '--model "$(python -m benchmarks.real.model)"'),
     ],
 )

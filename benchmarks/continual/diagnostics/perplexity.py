@@ -1,6 +1,6 @@
 """The perplexity of plain text that no task is about, with what a method has learned: the price beside base questions.
 
-The text is that of the dataset descriptions in scikit-learn, as the run's data have it. The first third of each
+The text is that of scikit-learn's dataset descriptions, in the run's data or else as installed. The first third of each
 paragraph stands in the question; the rest is scored as the answer, behind the method's own gate. The perplexity is exp
 of a token's mean NLL, over all paragraphs together. `--method no_memory` is the untouched model's.
 """
@@ -20,13 +20,12 @@ from benchmarks.continual.answering import OfflineAnswerer
 from benchmarks.continual.diagnostics.drawing import blank
 from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
-from benchmarks.real.passages import write_held_out
-from benchmarks.real.sources import Packages
+from benchmarks.real.passages import read_held_out
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import openings
 from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
-from selector.data.examples import Example, read_task
+from selector.data.examples import Example
 
 SOURCE = "design: what a memory costs requests that have nothing to do with it; not in the paper"
 
@@ -39,7 +38,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     runs = finished.chosen(options)
     if runs[0].artifact().kind == "copier":
         raise ConfigError(f"{runs[0].method} copies answers: it has no model whose perplexity could be measured")
-    examples = read_task(write_held_out(finished.data, Packages()))[: options.paragraphs]
+    examples = read_held_out(finished.data)[: options.paragraphs]
     answerer = OfflineAnswerer(finished.model, batch_size=1)
     untouched = answerer.untouched()
     tokens = [len(untouched.bundled.scorer.answer_tokens(example)) for example in examples]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.continual.suites import demo, files, real_pictures, real_text
 from benchmarks.continual.suites.suite import Suite, TaskData
-from inducekv_vllm.checkpoints import kind_of, load_config
+from inducekv_vllm.checkpoints import load_config
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from server.demo import CHECKPOINT
 
@@ -38,7 +38,7 @@ def load_suite(name: str, data: Path) -> Suite:
 
 def require_own_model(name: str, model: Path) -> None:
     """Raises ConfigError: the suite is for a model of its own, and `model` is the demo's, the default."""
-    if name in MODELS and model == CHECKPOINT:
+    if name in MODELS and model.resolve() == CHECKPOINT.resolve():
         raise ConfigError(f'suite {name!r} is not for the demo model: --model "$({MODELS[name]})" names its own')
 
 
@@ -46,7 +46,11 @@ def require_reader(suite: Suite, model: Path) -> None:
     """Raises UnsupportedModel: the folder has no model that can have a memory, or the suite has pictures and it reads
     text alone.
     """
-    kind = kind_of(load_config(model), model)
-    pictured = [task.name for task in (*suite.tasks, suite.base) if any(example.images for example in task.test)]
+    _, kind = load_config(model)
+    pictured = [
+        task.name
+        for task in (*suite.tasks, suite.base)
+        if any(example.images for example in (*task.train, *task.validation, *task.test))
+    ]
     if kind == "text" and pictured:
         raise UnsupportedModel(f"{model}: a text-only model, and {pictured[0]} of suite {suite.name!r} has pictures")

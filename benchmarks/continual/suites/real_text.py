@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.continual.suites.suite import Suite, TaskData
 from benchmarks.data_folder import data_folder
+from benchmarks.real.items import SPLITS
 from benchmarks.real.passages import write_held_out
 from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
@@ -24,12 +25,14 @@ def load(data: Path, sizes: Sizes = SIZES, base_sizes: Sizes = BASE_SIZES, packa
     Raises ConfigError: a package is missing or holds too little, or the folder cannot be used: see `data_folder`.
     """
     packages = packages or Packages()
-    tasks = {}
+    names, tasks = (BASE, *TASKS), {}
     with data_folder(data, NAME, SEED):
-        for task in (BASE, *TASKS):
+        whole = all((data / task / f"{split}.jsonl").exists() for task in names for split in SPLITS)
+        for task in names:
             folder, splits = data / task, base_sizes if task == BASE else sizes
             write_task(folder, task, packages, splits)
             tasks[task] = TaskData(task, **{split: tuple(read_task(folder / f"{split}.jsonl")) for split in splits})
-        write_held_out(data, packages)
+        if not whole:
+            write_held_out(data, packages)  # for the perplexity
     base = tasks.pop(BASE)
     return Suite(NAME, tuple(tasks.values()), base)
