@@ -47,10 +47,6 @@ def require_reader(suite: Suite, model: Path) -> None:
     text alone.
     """
     _, kind = load_config(model)
-    pictured = [
-        task.name
-        for task in (*suite.tasks, suite.base)
-        if any(example.images for example in (*task.train, *task.validation, *task.test))
-    ]
+    pictured = [task.name for task in (*suite.tasks, suite.base) if any(example.images for example in task.examples)]
     if kind == "text" and pictured:
         raise UnsupportedModel(f"{model}: a text-only model, and {pictured[0]} of suite {suite.name!r} has pictures")

@@ -52,10 +52,11 @@ def load(file: Path) -> Suite:
         raise TaskDataError(f"{file}: each task needs a name of its own, not {', '.join(repeated) or BASE!r}")
     tasks = tuple(_read(file, task.name, task) for task in described.tasks)
     base = _read(file, BASE, described.base)
+    asked = {example.source_digest for example in base.examples}
     for task in tasks:
-        if shared := _questions(task).keys() & _questions(base).keys():
-            example = _questions(task)[min(shared)]
-            raise TaskDataError(f"{file}: the question {example.id!r} of {task.name} is also a base question")
+        for example in task.examples:
+            if example.source_digest in asked:
+                raise TaskDataError(f"{file}: the question {example.id!r} of {task.name} is also a base question")
     return Suite(described.name, tasks, base)
 
 
@@ -95,8 +96,3 @@ def _read(file: Path, name: str, splits: _Splits) -> TaskData:
             if home != path:
                 raise TaskDataError(f"{path}: the question {example.id!r} is in {home} too, as {first!r}")
     return TaskData(name, **examples)
-
-
-def _questions(task: TaskData) -> dict[str, Example]:
-    """By digest."""
-    return {example.source_digest: example for split in SPLITS for example in getattr(task, split)}

@@ -24,6 +24,11 @@ class TaskData:
     validation: tuple[Example, ...]
     test: tuple[Example, ...]
 
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Of all splits."""
+        return (*self.train, *self.validation, *self.test)
+
 
 @dataclass(frozen=True)
 class Suite:
