@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UnsupportedModel(
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
         )
+    _require_no_further_layers(loading["unexpected_keys"], model)
     require_full_attention(network, str(model))
     return network.eval().requires_grad_(False), processor
 
@@ -88,6 +91,19 @@ def require_full_attention(network: Any, name: str) -> None:
             raise UnsupportedModel(f"{name}: memory is not trained with attention that has sinks")
         if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
+
+
+def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> None:
+    """Check that no layer with attention was left out.
+
+    A component that is left out as a whole, such as one for speech, has its layer 0 among the unexpected weights too.
+    Layers for multi-token prediction are not among them where transformers knows them.
+    """
+    names = set(unexpected)
+    for name in sorted(names):
+        layer = re.fullmatch(r"(.*\.layers\.)(\d+)(\.self_attn\.k_proj\.weight)", name)
+        if layer is not None and f"{layer[1]}0{layer[3]}" not in names:
+            raise UnsupportedModel(f"{model}: by its configuration there is no layer {layer[2]}, found {name}")
 
 
 def _load_processor(model: str | Path) -> Any:

@@ -283,6 +283,19 @@ def test_weights_of_another_shape_are_named(copy: Path) -> None:
         Backbone.load(copy)
 
 
+def test_layers_that_the_configuration_leaves_out_are_named(copy: Path) -> None:
+    change_config(copy, num_hidden_layers=2)
+    reason = r"by its configuration there is no layer 2, found model\.layers\.2\.self_attn\.k_proj\.weight"
+    with pytest.raises(UnsupportedModel, match=f"copy: {reason}"):
+        Backbone.load(copy)
+
+
+def test_components_that_transformers_leaves_out_are_no_error(copy: Path) -> None:
+    speech = {f"speech.layers.{layer}.self_attn.k_proj.weight": torch.ones(2, 2) for layer in range(3)}
+    change_weights(copy, speech | {"model.layers.2.mlp.correction": torch.ones(2)})
+    assert Backbone.load(copy).num_layers == 3
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
     [
