@@ -466,6 +466,22 @@ def plain_rows(text: str) -> list[list[str]]:
     return [[cell.strip("*") for cell in row] for row in rows(text)]
 
 
+def test_the_papers_own_steps_on_a_real_model_are_quoted() -> None:
+    text = " ".join(section(DOCS / "results.md", "### The paper's recipe on a real model").split())
+    (measured,) = run("real_text_paper_recipe.json")["runs"]
+    losses = {name: f"{loss:.3f}" for name, loss in measured["test_nll"].items()}
+    assert f"no memory {losses['no memory']}, the paper's selection {losses['selected']};" in text
+    for policy, entries in (("random", "random entries"), ("k-center", "k-center")):
+        start, fitted = (losses[f"{policy}, {which} calibration"] for which in ("starting", "the selection's"))
+        assert f"{entries} {start} as extracted, {fitted} with the selection's calibration" in text
+    rounding, validation, objective = (measured[key] for key in ("rounding", "validation_nll", "objective"))
+    assert f"over {rounding['effective_entries']:.0f} of the {rounding['support']} candidates" in text
+    assert f"from {objective['mean_of_first_10']:.1f} to {objective['mean_of_last_10']:.1f}" in text
+    relaxed, deployed, none = (validation[key] for key in ("relaxed", "deployed", "no_memory"))
+    assert f"has NLL {relaxed:.1f} on validation, the 24 entries have {deployed:.2f}" in text
+    assert f"and no memory has {none:.2f}" in text
+
+
 def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
     text = section(DOCS / "results.md", "### Eight tasks")
     measured = run("real_text_eight.json")
