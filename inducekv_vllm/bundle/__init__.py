@@ -7,7 +7,15 @@ file.py       reading and writing, atomically and without unpickling
 """
 
 from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, read_signature, write_bundle
-from .metadata import FORMAT_VERSIONS, AdapterRecord, BackboneFingerprint, BundleMetadata, EntryRecord, OutputMap
+from .metadata import (
+    FORMAT_VERSIONS,
+    AdapterRecord,
+    BackboneFingerprint,
+    BundleMetadata,
+    EntryRecord,
+    GateRecord,
+    OutputMap,
+)
 from .signature import PublicKey, Signature, read_private_key, read_public_key, require_signature, sign_digest
 from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
 
@@ -22,6 +30,7 @@ __all__ = [
     "BundleMetadata",
     "EntryRecord",
     "Gate",
+    "GateRecord",
     "OutputMap",
     "PublicKey",
     "Signature",

@@ -3,6 +3,7 @@
 Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
 each task, version 4 maps of the attention output, version 5 dates of entries. Version 6 has a digest for each entry's
 payload; `Bundle.create` makes it of every bundle with entries. Earlier ones are read, and written again as they were.
+Version 7 has a relevance gate that looks at tokens. Gates of earlier versions are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ..activation import Activation, earliest
 from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
-FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6)
-FormatVersion = Literal[1, 2, 3, 4, 5, 6]
+FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6, 7)
+FormatVersion = Literal[1, 2, 3, 4, 5, 6, 7]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
@@ -86,6 +87,17 @@ class OutputMap(BaseModel):
     width: Size  # G D: the outputs of the query heads that share a KV head
 
 
+class GateRecord(BaseModel):
+    """What a relevance gate looks at, and its size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1, max_length=8)]  # [S]
+    prototypes: Annotated[int, Field(ge=1, le=2**16)]  # P, of each layer
+    turn_begin: Annotated[tuple[int, ...], Field(max_length=64)]  # see `inducekv_vllm.gate.TurnMarks`
+    turn_end: int | None
+
+
 class BackboneFingerprint(BaseModel):
     """The properties that must match between the model a memory was extracted from and the model that serves it."""
 
@@ -117,6 +129,7 @@ _LATER_FIELDS: Final = {
     "task_adapters": 3,
     "output_map": 4,
     "payload_digests": 6,
+    "gate": 7,
 }
 
 
@@ -137,6 +150,7 @@ class BundleMetadata(BaseModel):
     adapter: str | None = None  # the LoRA adapter that the memory was made with and requires
     parent_digest: str | None = None  # the memory this one was made from
     gate_tasks: Annotated[tuple[str, ...], FailFast()] = ()  # [C], the gate's tasks; empty without a gate
+    gate: GateRecord | None = None
     form: Form = "merged"
     activations: dict[str, Activation] = {}  # by task, for every task of the entries; merged memory has none
     # Of the tasks that have no entries; decoupled form only.
@@ -173,6 +187,8 @@ class BundleMetadata(BaseModel):
 
 def format_version_for(metadata: BundleMetadata) -> FormatVersion:
     """The lowest format version that holds a bundle of this metadata."""
+    if metadata.gate is not None:
+        return 7
     if metadata.payload_digests:
         return 6
     if any(entry.is_dated for entry in metadata.entries):
@@ -181,7 +197,7 @@ def format_version_for(metadata: BundleMetadata) -> FormatVersion:
         return 4
     if metadata.form == "decoupled":
         return 3
-    return 2 if metadata.gate_tasks else 1
+    return 1
 
 
 def check_metadata(metadata: BundleMetadata, name: str) -> None:
@@ -191,9 +207,10 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
         BundleError: names the first problem.
     """
     _check_entries(metadata, name)
+    _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)
-    if metadata.gate_tasks:
+    if metadata.gate is not None:
         _check_gate_tasks(metadata, name)
 
 
@@ -202,6 +219,20 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
     if (twice := _duplicate([entry.id for entry in metadata.entries])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+
+
+def _check_gate(metadata: BundleMetadata, name: str) -> None:
+    if metadata.gate_tasks and metadata.format_version < 7:
+        raise BundleError(
+            f"{name}: its relevance gate is of format version {metadata.format_version}, which looked at the prompt as a "
+            "whole; this version needs a gate of format version 7: make the memory again"
+        )
+    if bool(metadata.gate_tasks) != (metadata.gate is not None):
+        raise BundleError(f"{name}: a relevance gate needs tasks and what it looks at, or neither")
+    if metadata.gate is not None:
+        layers, available = metadata.gate.layers, metadata.backbone.num_layers
+        if list(layers) != sorted(set(layers)) or layers[-1] >= available:
+            raise BundleError(f"{name}: a gate looks at ascending layers below {available}, found {list(layers)}")
 
 
 def _duplicate(names: Sequence[str]) -> str | None:

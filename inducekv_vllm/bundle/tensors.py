@@ -1,7 +1,8 @@
 """A bundle's tensors, their digest and their checks.
 
 Shapes: B entries, N of them with their payloads, m payload tokens, L layers, J KV heads, G query heads of a KV head,
-D head size, d hidden size, C tasks of a relevance gate, r rank of a map. N is B unless a bundle was read in part.
+D head size, d hidden size, r rank of a map. N is B unless a bundle was read in part. Of a relevance gate: C tasks,
+S layers, P prototypes of a layer, H = S P, F = J D.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..activation import Activation
 from ..bounded_json import without_collections
 from ..errors import BundleError, FingerprintMismatch
+from ..gate import RelevanceGate, TokenScores, TurnMarks
 from ..pace import rest
 from ..page_terms import Form, IntArray, Weighting
 from .metadata import (
@@ -26,6 +28,7 @@ from .metadata import (
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
+    GateRecord,
     OutputMap,
     check_metadata,
     first_problem,
@@ -44,7 +47,11 @@ DTYPES = {
     "temperature": torch.float32,
     "value_gates": torch.float32,
     "layer_bias": torch.float32,
-    "gate_keys": torch.float16,
+    "gate_center": torch.float32,
+    "gate_scale": torch.float32,
+    "gate_prototypes": torch.float16,
+    "gate_floors": torch.float32,
+    "gate_weights": torch.float32,
     "gate_thresholds": torch.float32,
     "map_in": torch.float16,
     "map_out": torch.float16,
@@ -54,14 +61,38 @@ PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")  # what an en
 
 @dataclass(frozen=True)
 class Gate:
-    """A relevance gate; `inducekv_vllm.gate` applies it. A request uses the memory if a task's margin is at least 0.
+    """A relevance gate as it is stored; `inducekv_vllm.gate` applies it."""
 
-    margin_c = <q_prefix, keys[c, 0]> + <q_text, keys[c, 1]> - thresholds[c]
-    """
+    layers: tuple[int, ...]  # [S], ascending
+    marks: TurnMarks
+    center: Tensor  # [S, F]; stored as float32
+    scale: Tensor  # [S, F], above 0; stored as float32
+    prototypes: Tensor  # [S, P, F], each of norm 1; stored as float16
+    floors: Tensor  # [S, P], at least 0, below 1; stored as float32
+    weights: Tensor  # [C, H]; stored as float32
+    thresholds: Tensor  # [C], above 0; stored as float32
+    tasks: tuple[str, ...]  # [C], unique, exactly the tasks of the entries and of the task adapters
 
-    keys: Tensor  # [C, 2, d], any finite vectors; stored as float16
-    thresholds: Tensor  # [C]; stored as float32
-    tasks: tuple[str, ...]  # [C], unique, exactly the tasks of the entries
+    @property
+    def token_scores(self) -> TokenScores:
+        """In float32."""
+        return TokenScores(self.center, self.scale, self.prototypes.float(), self.floors)
+
+    @property
+    def rule(self) -> RelevanceGate:
+        return RelevanceGate(self.weights.numpy(), self.thresholds.numpy(), self.tasks)
+
+    @property
+    def record(self) -> GateRecord:
+        prototypes = self.prototypes.shape[1] if self.prototypes.ndim == 3 else 0
+        return GateRecord(
+            layers=self.layers, prototypes=prototypes, turn_begin=self.marks.begin, turn_end=self.marks.end
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the file."""
+        names = [name for name in DTYPES if name.startswith("gate_")]
+        return {name: getattr(self, name.removeprefix("gate_")) for name in names}
 
 
 @dataclass(frozen=True)
@@ -75,8 +106,12 @@ class Bundle:
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
     metadata: BundleMetadata
-    gate_keys: Tensor | None = None  # [C, 2, d] float16, see `Gate`
-    gate_thresholds: Tensor | None = None  # [C] float32
+    gate_center: Tensor | None = None  # this and the others: see `Gate`
+    gate_scale: Tensor | None = None
+    gate_prototypes: Tensor | None = None
+    gate_floors: Tensor | None = None
+    gate_weights: Tensor | None = None
+    gate_thresholds: Tensor | None = None
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
     map_in: Tensor | None = None  # [L, N, J, r, G D] float16
     map_out: Tensor | None = None  # [L, N, J, G D, r] float16
@@ -131,6 +166,7 @@ class Bundle:
                 adapter=adapter,
                 parent_digest=parent_digest,
                 gate_tasks=() if gate is None else gate.tasks,
+                gate=None if gate is None else gate.record,
                 form=form,
                 activations=activations or {},
                 task_adapters=task_adapters,
@@ -148,7 +184,7 @@ class Bundle:
         }
         tensors |= maps
         if gate is not None:
-            tensors |= {"gate_keys": gate.keys, "gate_thresholds": gate.thresholds}
+            tensors |= gate.tensors()
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
         metadata = metadata.model_copy(update={"format_version": format_version_for(metadata)})
         bundle = cls(**stored, metadata=metadata, signature=None, rows=None)
@@ -174,9 +210,12 @@ class Bundle:
     @property
     def gate(self) -> Gate | None:
         """The relevance gate with its stored tensors, or None for a memory that is always used."""
-        if self.gate_keys is None or self.gate_thresholds is None:
+        record, tensors = self.metadata.gate, self.tensors()
+        if record is None:
             return None
-        return Gate(self.gate_keys, self.gate_thresholds, self.metadata.gate_tasks)
+        stored = {name.removeprefix("gate_"): t for name, t in tensors.items() if name.startswith("gate_")}
+        marks = TurnMarks(record.turn_begin, record.turn_end)
+        return Gate(layers=record.layers, marks=marks, tasks=self.metadata.gate_tasks, **stored)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
@@ -293,8 +332,12 @@ def expected_shapes(metadata: BundleMetadata, rows: IntArray | None = None) -> d
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
     N = B if rows is None else len(rows)
     payload = (backbone.num_layers, N, backbone.num_kv_heads, m, backbone.head_dim)
-    C = len(metadata.gate_tasks)
-    gate = {"gate_keys": (C, 2, backbone.hidden_size), "gate_thresholds": (C,)}
+    gate: dict[str, tuple[int, ...]] = {}
+    if (record := metadata.gate) is not None:
+        S, P, C = len(record.layers), record.prototypes, len(metadata.gate_tasks)
+        features = (S, backbone.num_kv_heads * backbone.head_dim)
+        gate = {"gate_center": features, "gate_scale": features, "gate_prototypes": (S, P, features[1])}
+        gate |= {"gate_floors": (S, P), "gate_weights": (C, S * P), "gate_thresholds": (C,)}
     maps = {}
     if (shape := metadata.output_map) is not None:
         each = (backbone.num_layers, N, backbone.num_kv_heads)
@@ -306,7 +349,7 @@ def expected_shapes(metadata: BundleMetadata, rows: IntArray | None = None) -> d
         "temperature": (),
         "value_gates": (backbone.num_layers,),
         "layer_bias": (backbone.num_layers,),
-        **(gate if C else {}),
+        **gate,
         **maps,
     }
 
@@ -332,7 +375,7 @@ def check_shapes(bundle: Bundle, name: str) -> None:
     if wrong := set(tensors) ^ set(shapes):
         if wrong & {"map_in", "map_out"}:
             raise BundleError(f"{name}: maps need both map_in and map_out, or neither")
-        raise BundleError(f"{name}: a relevance gate needs keys, thresholds and at least one task, or none of them")
+        raise BundleError(f"{name}: a relevance gate needs all of its tensors and at least one task, or none of them")
     for tensor_name, shape in shapes.items():
         tensor = tensors[tensor_name]
         if tuple(tensor.shape) != shape or tensor.dtype != DTYPES[tensor_name]:
@@ -361,10 +404,27 @@ def check_values(bundle: Bundle, name: str) -> None:
     merged = bundle.metadata.form == "merged"
     if merged and not bool(((bundle.value_gates > 0) & (bundle.value_gates <= 1)).all()):
         raise BundleError(f"{name}: value_gates must be above 0 and at most 1")
+    if (gate := bundle.gate) is not None:
+        _check_gate_values(gate, name)
     if bundle_digest(bundle) != bundle.digest:
         raise BundleError(f"{name}: the content does not match its digest: the file is damaged or was altered")
     if bundle.metadata.payload_digests:
         _check_payloads(bundle, name)
+
+
+def _check_gate_values(gate: Gate, name: str) -> None:
+    norms = gate.prototypes.float().norm(dim=2)  # [S, P]
+    if bool(((norms - 1).abs() > UNIT_NORM_TOLERANCE).any()):
+        raise BundleError(f"{name}: the gate's prototypes must have norm 1, found {float(norms.min()):.6g}")
+    if not bool((gate.scale > 0).all()):
+        raise BundleError(f"{name}: gate_scale must be above 0, found {float(gate.scale.min()):.6g}")
+    if not bool(((gate.floors >= 0) & (gate.floors < 1)).all()):
+        raise BundleError(f"{name}: gate_floors must be at least 0 and below 1")
+    if not bool((gate.thresholds > 0).all()):
+        raise BundleError(
+            f"{name}: gate_thresholds must be above 0, or the gate opens for everything; "
+            f"found {float(gate.thresholds.min()):.6g}"
+        )
 
 
 def _check_payloads(bundle: Bundle, name: str) -> None:

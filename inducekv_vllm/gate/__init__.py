@@ -1,0 +1,21 @@
+"""The relevance gate: which task's memory a request uses, if any.
+
+It looks at one layer's attention values, in the tokens that decide (`question`). Each of its prototypes says how close
+the closest of these tokens comes to it (`evidence`); a rule weighs the evidence for each task (`rule`). The selector fits
+all of it, and the server applies it with the same functions.
+"""
+
+from .evidence import TokenScores, above_floors
+from .question import TurnMarks, deciding_positions, turn_starts
+from .rule import Closed, GateDecision, RelevanceGate
+
+__all__ = [
+    "Closed",
+    "GateDecision",
+    "RelevanceGate",
+    "TokenScores",
+    "TurnMarks",
+    "above_floors",
+    "deciding_positions",
+    "turn_starts",
+]

@@ -1,0 +1,48 @@
+"""How close a prompt comes to a gate's prototypes.
+
+Shapes: t deciding tokens, S layers, F = J D features of a token (a layer's values of all J KV heads), P prototypes of a
+layer, H = S P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """The part of a gate that is applied to tokens.
+
+    Under tensor parallelism a rank has the features of its KV heads only; the sums over features are then added up over
+    the ranks.
+    """
+
+    center: Tensor  # [S, F]
+    scale: Tensor  # [S, F], above 0
+    prototypes: Tensor  # [S, P, F], each of norm 1 over all features
+    floors: Tensor  # [S, P], the cosine from which a prototype counts; at least 0, below 1
+
+    def evidence(self, values: Tensor, add_up: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
+        """[H], each from 0 to 1: how far the most similar token is above the floor of each prototype.
+
+        Args:
+            values: [t, S, F] with t at least 1, any float type.
+            add_up: the sum over ranks of [t, S, P + 1].
+        """
+        tokens = (values.to(self.center.dtype) - self.center) * self.scale  # [t, S, F]
+        dots = torch.einsum("tsf,spf->tsp", tokens, self.prototypes)
+        sums = add_up(torch.cat([dots, tokens.square().sum(dim=2, keepdim=True)], dim=2))  # [t, S, P + 1]
+        norms = sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny).sqrt()  # [t, S, 1]
+        return above_floors(sums[..., :-1] / norms, self.floors).flatten()
+
+
+def above_floors(cosines: Tensor, floors: Tensor) -> Tensor:
+    """Evidence [..., S, P] from the cosines [..., t, S, P] of tokens and prototypes; `floors` [S, P].
+
+    A token that does not count has a cosine of -1.
+    """
+    return torch.relu(cosines.amax(dim=-3) - floors) / (1 - floors)

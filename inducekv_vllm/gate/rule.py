@@ -1,0 +1,86 @@
+"""From the evidence of a prompt to a task, or to none.
+
+Shapes: C tasks of the gate, H prototypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+
+# Why a gate stays closed. "outside": too little of the prompt is like any task. "below_threshold": enough of it is, and
+# other parts speak against it.
+Closed = Literal["outside", "below_threshold"]
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """The gate's decision for one request."""
+
+    task: str | None  # the task whose entries are retrieved; None if the gate is closed
+    margins: npt.NDArray[np.float64]  # [C], in the order of the gate's tasks; open if one is at least 0
+    closed: Closed | None = None  # why it is closed; None if it is open
+
+
+class RelevanceGate:
+    """margin_c = <weights_c, evidence> - threshold_c, in float64.
+
+    Evidence is between 0 and 1, and every threshold is above 0. So what is like nothing that the gate was fitted to, and
+    has no evidence, opens nothing.
+    """
+
+    def __init__(self, weights: npt.ArrayLike, thresholds: npt.ArrayLike, tasks: tuple[str, ...]) -> None:
+        """Create a gate for C tasks.
+
+        Args:
+            weights: [C, H], finite.
+            thresholds: [C], finite and above 0.
+            tasks: C names.
+
+        Raises:
+            ConfigError: a shape is wrong or a number is out of range.
+        """
+        self.weights = np.array(weights, dtype=np.float64)  # [C, H]
+        self.thresholds = np.asarray(thresholds, dtype=np.float64)  # [C]
+        self.tasks = tasks
+        C = len(tasks)
+        if self.weights.ndim != 2 or len(self.weights) != C or self.thresholds.shape != (C,) or C == 0:
+            raise ConfigError(
+                f"a gate of {C} tasks needs weights [{C}, H] and thresholds [{C}] with at least one task; "
+                f"found {list(self.weights.shape)} and {list(self.thresholds.shape)}"
+            )
+        if not (np.isfinite(self.weights).all() and np.isfinite(self.thresholds).all()):
+            raise ConfigError("the weights and thresholds of a gate must be finite")
+        if not (self.thresholds > 0).all():
+            raise ConfigError(
+                f"the thresholds of a gate must be above 0, or it opens for everything; found {self.thresholds.min():g}"
+            )
+
+    def decide(self, evidence: npt.ArrayLike, among: Collection[str] | None = None) -> GateDecision:
+        """Pick the task with the largest margin (the first of equal ones), or none if every margin is below 0.
+
+        Args:
+            evidence: [H], from 0 to 1.
+            among: the tasks to pick from; None for all C.
+
+        Raises:
+            ConfigError: the evidence has the wrong shape or is not finite.
+        """
+        found = np.asarray(evidence, dtype=np.float64)
+        if found.shape != self.weights.shape[1:] or not np.isfinite(found).all():
+            raise ConfigError(
+                f"the evidence must be finite, of shape {list(self.weights.shape[1:])}; found shape {list(found.shape)}"
+            )
+        margins = self.weights @ found - self.thresholds  # [C]
+        allowed = np.array([among is None or task in among for task in self.tasks])  # [C]
+        best = int(np.where(allowed, margins, -np.inf).argmax())
+        if allowed[best] and margins[best] >= 0:
+            return GateDecision(self.tasks[best], margins)
+        support = np.maximum(self.weights, 0) @ found - self.thresholds  # [C], if nothing spoke against a task
+        return GateDecision(None, margins, "below_threshold" if (support[allowed] >= 0).any() else "outside")

@@ -1,0 +1,84 @@
+"""Everyday requests and phrases: what the relevance gate learns as not being a task's own question."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+FILLINGS = 5
+SLOT = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One everyday request."""
+
+    text: str
+    kind: str
+    language: str
+    picture: bool
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """What varies a task's own questions while the gate is fitted."""
+
+    wrappers: tuple[str, ...]
+    systems: tuple[str, ...]
+    sentences: tuple[str, ...]
+    turns: tuple[tuple[str, str], ...]
+
+
+@cache
+def background() -> tuple[Request, ...]:
+    """Return all everyday requests in a fixed order; every prefix mixes kinds and languages."""
+    requests: dict[str, Request] = {}
+    for path in sorted((FOLDER / "background").glob("*.toml")):
+        for request in _requests(path.stem, tomllib.loads(path.read_text(encoding="utf-8"))):
+            requests.setdefault(request.text.casefold(), request)
+    mixed = list(requests.values())
+    random.Random("background").shuffle(mixed)
+    return tuple(mixed)
+
+
+@cache
+def phrases() -> Phrases:
+    """Return the wrappers, system prompts, filler sentences and earlier turns."""
+    data = tomllib.loads((FOLDER / "phrases.toml").read_text(encoding="utf-8"))
+    return Phrases(
+        wrappers=tuple(data["wrappers"]),
+        systems=tuple(data["systems"]),
+        sentences=tuple(data["sentences"]),
+        turns=tuple((turn["user"], turn["assistant"]) for turn in data["turns"]),
+    )
+
+
+def _requests(language: str, data: dict[str, Any]) -> Iterator[Request]:
+    """Yield the requests of one language's file."""
+    for kind in data["kind"]:
+        for template in kind["templates"]:
+            for text in _fillings(f"{language} {template}", template, data["slots"]):
+                yield Request(text, kind["name"], language, kind["picture"])
+
+
+def _fillings(seed: str, template: str, slots: dict[str, list[str]]) -> list[str]:
+    """Fill a template's slots several times; a template without slots stands for itself."""
+    names = SLOT.findall(template)
+    if not names:
+        return [template]
+    # A seed of each template's own keeps its fillings when other templates come or go.
+    rng = random.Random(seed)
+    columns = {name: rng.sample(slots[name], len(slots[name])) for name in names}
+    texts = []
+    for row in range(FILLINGS):
+        chosen = {name: column[row % len(column)] for name, column in columns.items()}
+        text = template.format_map(chosen)
+        texts.append(text[:1].upper() + text[1:] if template.startswith("{") and rng.random() < 0.5 else text)
+    return texts

@@ -1,0 +1,103 @@
+"""Fit a relevance gate to questions of C tasks and to everything else.
+
+Shapes: C tasks, n questions, H evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.errors import ConfigError
+
+from ..backbone.model import Backbone
+from ..data.examples import Example
+from .background import Request
+from .fitting_set import GateQuestion, fitting_set
+from .token_values import layers_of_gate, token_values
+from .training import Price, train_gate
+from .turns import turn_marks
+
+DEFAULT_MISSES: Final = 0.02
+
+
+@dataclass(frozen=True)
+class FittedGate:
+    """A gate, and what other shares of missed questions would cost."""
+
+    gate: Gate  # as a bundle stores it
+    prices: tuple[Price, ...]
+
+
+def fit_gate(
+    backbone: Backbone,
+    own: Mapping[str, Sequence[Example]],
+    base: Sequence[Example],
+    *,
+    background: Sequence[Request] = (),
+    misses: float = DEFAULT_MISSES,
+    seed: int = 0,
+) -> FittedGate:
+    """A gate that tells the questions of C tasks from each other and from everything else; answers are not used.
+
+    Args:
+        own: examples of each task, in the order of the stream.
+        base: questions that need no memory.
+        background: everyday requests of the user's, besides those of the package.
+        misses: share of each task's held-out questions that the gate may miss.
+
+    Raises:
+        ConfigError: a task without questions, or two with the same ones.
+        TaskDataError: the model's processor refuses a question.
+    """
+    _check(own)
+    questions = fitting_set(own, base, extra=background, pictures=backbone.kind != "text", seed=seed)
+    marks, layers = turn_marks(backbone), layers_of_gate(backbone.num_layers)
+    tasks = tuple(own)
+    trained = train_gate(
+        token_values(backbone, questions, layers, marks),
+        labels=[len(tasks) if q.task is None else tasks.index(q.task) for q in questions],
+        held_out=[q.part == "held_out" for q in questions],
+        kinds=[q.kind for q in questions],
+        num_tasks=len(tasks),
+        misses=misses,
+        seed=seed,
+    )
+    gate = Gate(
+        layers=layers,
+        marks=marks,
+        center=trained.center,
+        scale=trained.scale,
+        prototypes=trained.prototypes.half(),
+        floors=trained.floors,
+        weights=trained.weights,
+        thresholds=trained.thresholds,
+        tasks=tasks,
+    )
+    return FittedGate(gate, trained.prices)
+
+
+def evidence_of(backbone: Backbone, gate: Gate, questions: Sequence[Example | GateQuestion]) -> Tensor:
+    """The evidence [n, H] float32 of questions for a gate's prototypes, as the server finds it."""
+    asked = [q if isinstance(q, GateQuestion) else GateQuestion.of(q) for q in questions]
+    scores = gate.token_scores
+    found = [scores.evidence(v.float()) for v in token_values(backbone, asked, gate.layers, gate.marks)]
+    return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
+
+
+def _check(own: Mapping[str, Sequence[Example]]) -> None:
+    digests: dict[frozenset[str], str] = {}
+    for task, examples in own.items():
+        if not examples:
+            raise ConfigError(f"the gate needs questions of the task {task!r}, and there are none")
+        asked = frozenset(example.source_digest for example in examples)
+        if asked in digests:
+            raise ConfigError(
+                f"the tasks {digests[asked]!r} and {task!r} have the same questions: no gate can tell them"
+            )
+        digests[asked] = task

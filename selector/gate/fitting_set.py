@@ -1,0 +1,178 @@
+"""The questions that a gate is fitted to: those of each task as people ask them, and everything else.
+
+A fifth of all, with phrases of their own, is held out: thresholds are set on what the fit has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final, Literal
+
+from ..data.examples import Example
+from .background import Phrases, Request, background, phrases
+from .turns import message
+from .variations import LONG, OTHERS, Messages, plain, text_of, with_text, wrapped
+from .wording import another_question, mentioning, other_wording, wordings
+
+FOLDS: Final = 5  # one of them is held out
+OWN: Final = 160  # examples of a task, at most; each is asked in four ways
+BASE: Final = 256  # base questions, at most
+BACKGROUND: Final = 1600  # everyday requests
+REWORDED: Final = 2  # of each example
+NEAR_MISSES: Final = 80  # of each task and kind
+NOISE: Final = 160
+STYLES: Final = ("inverted", "grey", "mirrored", "blurred", "tinted")  # of pictures, see `token_values`
+Part = Literal["fit", "held_out"]
+
+
+@dataclass(frozen=True)
+class GateQuestion:
+    """A prompt and the task that it belongs to."""
+
+    messages: Messages
+    images: tuple[Path, ...]
+    task: str | None  # None: no task
+    kind: str
+    part: Part
+    style: str | None = None  # in which its pictures are shown
+
+    @classmethod
+    def of(cls, example: Example) -> GateQuestion:
+        """The question as it stands."""
+        return cls(example.messages, example.images, example.task, "plain", "held_out")
+
+
+def fitting_set(
+    own: Mapping[str, Sequence[Example]],
+    base: Sequence[Example],
+    *,
+    extra: Sequence[Request] = (),
+    pictures: bool,
+    seed: int,
+) -> list[GateQuestion]:
+    """Questions of C tasks and of none, in a fixed order.
+
+    Args:
+        own: examples of each task, in the order of the stream.
+        base: questions that need no memory.
+        extra: everyday requests of the user's, besides those of the package.
+        pictures: whether the model takes pictures.
+    """
+    return list(_FittingSet(own, base, extra, pictures, Random(f"gate {seed}")).questions())
+
+
+class _FittingSet:
+    def __init__(
+        self,
+        own: Mapping[str, Sequence[Example]],
+        base: Sequence[Example],
+        extra: Sequence[Request],
+        pictures: bool,
+        rng: Random,
+    ) -> None:
+        self._rng = rng
+        self._own = {task: self._some(examples, OWN) for task, examples in own.items()}
+        self._base = self._some(base, BASE)
+        requests = [r for r in background() if pictures or not r.picture]
+        self._requests = [*extra, *requests[:BACKGROUND]]
+        self._phrases = _parts(phrases())
+        self._texts = {task: [text_of(e.messages) for e in examples] for task, examples in self._own.items()}
+        base_texts = [text_of(example.messages) for example in self._base]
+        self._english = [r.text for r in self._requests if r.language == "en"]
+        # As frequent as they are, so mostly function words; and each once, so mostly nouns.
+        self._fillers = [word for text in self._english for word in text.lower().split() if word.isalpha()]
+        self._words = sorted(set(self._fillers))
+        base_texts = [text_of(example.messages) for example in self._base]
+        self._wordings = wordings(self._texts, [*base_texts, *(r.text for r in self._requests)])
+        # Pictures to send along with everyday requests.
+        self._pictured = [e for examples in (*self._own.values(), self._base) for e in examples if e.images]
+        self._pictured = self._pictured if pictures else []
+
+    def questions(self) -> Iterator[GateQuestion]:
+        for task, examples in self._own.items():
+            for number, example in enumerate(examples):
+                yield from self._asked(example, task, _part(number))
+        for number, example in enumerate(self._base):
+            yield from self._asked(example, None, _part(number))
+        for number, request in enumerate(self._requests):
+            yield from self._everyday(request, _part(number))
+        for task in self._own:
+            yield from self._near_misses(task)
+        yield from self._noise()
+
+    def _asked(self, example: Example, task: str | None, part: Part) -> Iterator[GateQuestion]:
+        """One example as it stands, wrapped, in two other ways, and in other words."""
+        rng, known = self._rng, self._phrases[part]
+        ways = [("plain", plain), ("wrapped", wrapped)]
+        ways += [("other", rng.choice(LONG if rng.random() < 0.1 else OTHERS)) for _ in range(2)]
+        for kind, vary in ways:
+            style = rng.choice(STYLES) if example.images and kind != "plain" and rng.random() < 0.5 else None
+            yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style)
+        if task is None:
+            return
+        for _ in range(REWORDED):
+            text = other_wording(text_of(example.messages), self._wordings[task], self._fillers, rng)
+            if text is not None:
+                yield GateQuestion(with_text(example.messages, text), example.images, task, "reworded", part)
+
+    def _everyday(self, request: Request, part: Part) -> Iterator[GateQuestion]:
+        text = request.text
+        if self._rng.random() < 0.25:
+            text = self._rng.choice(self._phrases[part].wrappers).replace("{question}", text)
+        yield self._of_no_task(text, "everyday", part, pictured=request.picture or self._rng.random() < 0.5)
+
+    def _near_misses(self, task: str) -> Iterator[GateQuestion]:
+        """Other questions in the task's answer format, and its questions without what tells them."""
+        rng, texts, wording = self._rng, self._texts[task], self._wordings[task]
+        for number in range(NEAR_MISSES):
+            found = [another_question(rng.choice(texts), wording, self._words, rng) for _ in range(2)]
+            if wording.ending and wording.key(wording.ending) is None:
+                found.append(f"{rng.choice(self._english)} {wording.ending}")
+            if wording.telling:
+                found.append(mentioning(rng.choice(self._english), wording, rng))
+            for text in found:
+                if text is not None:
+                    yield self._of_no_task(text, "near-miss", _part(number), pictured=True)
+
+    def _noise(self) -> Iterator[GateQuestion]:
+        """Random words and random letters."""
+        rng = self._rng
+        for number in range(NOISE):
+            part = _part(number)
+            count = rng.randint(1, 24)
+            if number % 2:
+                words = [rng.choice(rng.choice(self._phrases[part].sentences).split()) for _ in range(count)]
+            else:
+                letters = "abcdefghijklmnopqrstuvwxyz" + " 0123456789.,;!?" * (number % 4)
+                words = ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(count)]
+            yield self._of_no_task(" ".join(words), "noise", part, pictured=rng.random() < 0.5)
+
+    def _of_no_task(self, text: str, kind: str, part: Part, *, pictured: bool) -> GateQuestion:
+        if pictured and self._pictured:
+            example = self._rng.choice(self._pictured)
+            return GateQuestion(with_text(example.messages, text), example.images, None, kind, part)
+        return GateQuestion([message("user", text)], (), None, kind, part)
+
+    def _some(self, examples: Sequence[Example], count: int) -> list[Example]:
+        """At most so many, in their order."""
+        rows = sorted(self._rng.sample(range(len(examples)), min(count, len(examples))))
+        return [examples[row] for row in rows]
+
+
+def _part(number: int) -> Part:
+    return "held_out" if number % FOLDS == FOLDS - 1 else "fit"
+
+
+def _parts(known: Phrases) -> dict[Part, Phrases]:
+    """The phrases of the fit, and those held out."""
+
+    def of(part: Part) -> Phrases:
+        def some(values: Any) -> Any:
+            return tuple(value for number, value in enumerate(values) if _part(number) == part)
+
+        return Phrases(some(known.wrappers), some(known.systems), some(known.sentences), some(known.turns))
+
+    return {"fit": of("fit"), "held_out": of("held_out")}

@@ -1,0 +1,199 @@
+"""Trains a gate's prototypes, weights and thresholds.
+
+A question's log-odds of a task against none are linear in its evidence (see `inducekv_vllm.gate.evidence`). Prototypes,
+floors and weights are trained by the cross-entropy over the C tasks and none. Thresholds are set on questions that the
+training has not seen.
+
+Shapes: C tasks, S layers, P prototypes of a layer, H = S P, F features of a token, n questions, t deciding tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize, softplus
+
+from inducekv_vllm.gate import above_floors
+
+PROTOTYPES: Final = 32  # of a layer, at least
+PROTOTYPES_A_TASK: Final = 6
+LEARNING_RATE: Final = 1e-2
+EPOCHS: Final = 12
+BATCH: Final = 64
+FIRST_FLOOR: Final = 0.2
+FLOORS: Final = (0.05, 0.9)
+SHARPNESS: Final = 10.0  # scales the log-odds, so that weights of about 1 can decide
+LEAST_THRESHOLD: Final = 1e-2
+MISSES: Final = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the table that is printed
+
+
+@dataclass(frozen=True)
+class TrainedGate:
+    """See `inducekv_vllm.gate`: what a bundle stores."""
+
+    center: Tensor  # [S, F] float32
+    scale: Tensor  # [S, F] float32
+    prototypes: Tensor  # [S, P, F] float32, norm 1
+    floors: Tensor  # [S, P] float32
+    weights: Tensor  # [C, H] float32
+    thresholds: Tensor  # [C] float32
+    prices: tuple[Price, ...]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a share of missed questions costs, on held-out questions."""
+
+    misses: float  # of own questions, allowed
+    opened: dict[str, float]  # the share of each kind of other questions that opens the gate
+
+
+class _Scores(nn.Module):
+    """The gate while it is trained."""
+
+    def __init__(self, tokens: Tensor, num_tasks: int) -> None:
+        """`tokens` [n, S, F], standardised, of norm 1."""
+        super().__init__()
+        count = max(PROTOTYPES, PROTOTYPES_A_TASK * num_tasks)
+        chosen = torch.randperm(len(tokens))[:count]
+        self.directions = nn.Parameter(tokens[chosen].transpose(0, 1).clone())  # [S, P, F]
+        layers, count = self.directions.shape[:2]
+        self.floor = nn.Parameter(torch.full((layers, count), FIRST_FLOOR))
+        self.weights = nn.Parameter(torch.randn(num_tasks, layers * count) * 0.1)
+        self.threshold = nn.Parameter(torch.full((num_tasks,), -1.0))
+
+    @property
+    def floors(self) -> Tensor:
+        return self.floor.clamp(*FLOORS)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Log-odds [n, C] of each task against none, from tokens [n, t, S, F] and which of them count, bool [n, t]."""
+        cosines = torch.einsum("ntsf,spf->ntsp", tokens, normalize(self.directions, dim=2))
+        found = above_floors(cosines.masked_fill(~counts[:, :, None, None], -1), self.floors)  # [n, S, P]
+        return SHARPNESS * found.flatten(1) @ self.weights.T - softplus(self.threshold)
+
+
+def train_gate(
+    values: Sequence[Tensor],
+    labels: Sequence[int],
+    held_out: Sequence[bool],
+    kinds: Sequence[str],
+    num_tasks: int,
+    *,
+    misses: float,
+    seed: int,
+) -> TrainedGate:
+    """A gate for C tasks.
+
+    Args:
+        values: [t, S, F] of each of n questions.
+        labels: [n], the task's number; C for none.
+        held_out: [n], whether it sets thresholds and is not trained on.
+        kinds: [n], of questions of no task.
+        misses: share of each task's held-out questions that the gate may miss.
+    """
+    generator_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        fitted = [row for row, out in enumerate(held_out) if not out]
+        joined = torch.cat([values[row].float() for row in fitted])
+        center, scale = joined.mean(dim=0), 1 / joined.std(dim=0).clamp(min=1e-6)
+        tokens = [normalize((v.float() - center) * scale, dim=2) for v in values]
+        scores = _train(tokens, torch.tensor(labels), fitted, num_tasks, seed)
+        with torch.no_grad():
+            margins = _all_scores(scores, tokens)  # [n, C]
+            offsets = softplus(scores.threshold)  # [C]
+    finally:
+        torch.random.set_rng_state(generator_state)
+    target = torch.tensor(labels)
+    out = torch.tensor(held_out)
+    thresholds = _thresholds(margins, target, out, num_tasks, misses)  # [C], of the log-odds
+    least = LEAST_THRESHOLD
+    with torch.no_grad():
+        return TrainedGate(
+            center=center,
+            scale=scale,
+            prototypes=normalize(scores.directions, dim=2).detach(),
+            floors=scores.floors.detach(),
+            weights=SHARPNESS * scores.weights.detach(),
+            thresholds=(offsets + thresholds).clamp(min=least),
+            prices=tuple(
+                _price(margins, target, out, kinds, num_tasks, offsets, allowed)
+                for allowed in sorted({*MISSES, misses})
+            ),
+        )
+
+
+def _train(tokens: Sequence[Tensor], labels: Tensor, rows: Sequence[int], num_tasks: int, seed: int) -> _Scores:
+    scores = _Scores(torch.cat([tokens[row] for row in rows]), num_tasks)
+    rng = np.random.default_rng(seed)
+    steps = EPOCHS * -(-len(rows) // BATCH)
+    optimizer = torch.optim.AdamW(scores.parameters(), lr=LEARNING_RATE, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps + 1)
+    for _ in range(EPOCHS):
+        for batch in _batches(tokens, rows, rng):
+            odds = scores(*_padded([tokens[row] for row in batch]))  # [n, C]
+            none = torch.zeros(len(batch), 1)
+            loss = cross_entropy(torch.cat([odds, none], dim=1), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return scores
+
+
+def _thresholds(margins: Tensor, labels: Tensor, held_out: Tensor, num_tasks: int, misses: float) -> Tensor:
+    """[C]: the log-odds that all but a share of each task's held-out questions reach."""
+    found = []
+    for task in range(num_tasks):
+        own = margins[held_out & (labels == task), task]
+        found.append(own.quantile(misses) if len(own) else torch.zeros(()))
+    return torch.stack(found)
+
+
+def _price(
+    margins: Tensor,
+    labels: Tensor,
+    held_out: Tensor,
+    kinds: Sequence[str],
+    num_tasks: int,
+    offsets: Tensor,
+    misses: float,
+) -> Price:
+    thresholds = _thresholds(margins, labels, held_out, num_tasks, misses)
+    opened = (margins >= thresholds.maximum(LEAST_THRESHOLD - offsets)).any(dim=1)  # [n]
+    shares = {}
+    for kind in dict.fromkeys(kinds):
+        rows = torch.tensor([k == kind for k in kinds]) & held_out & (labels == num_tasks)
+        if rows.any():
+            shares[kind] = float(opened[rows].float().mean())
+    return Price(misses, shares)
+
+
+def _all_scores(scores: _Scores, tokens: Sequence[Tensor]) -> Tensor:
+    found = torch.zeros(len(tokens), len(scores.threshold))
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+    for first in range(0, len(order), BATCH):
+        batch = order[first : first + BATCH]
+        found[batch] = scores(*_padded([tokens[row] for row in batch]))
+    return found
+
+
+def _batches(tokens: Sequence[Tensor], rows: Sequence[int], rng: np.random.Generator) -> list[list[int]]:
+    """Questions of about one length together, in any order."""
+    noise = rng.random(len(rows))
+    order = sorted(range(len(rows)), key=lambda at: (len(tokens[rows[at]]) // 8, noise[at]))
+    batches = [[rows[at] for at in order[first : first + BATCH]] for first in range(0, len(order), BATCH)]
+    return [batches[at] for at in rng.permutation(len(batches))]
+
+
+def _padded(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """[n, longest t, F], and which tokens count, bool [n, longest t]."""
+    lengths = torch.tensor([len(of_question) for of_question in tokens])
+    stacked = nn.utils.rnn.pad_sequence(list(tokens), batch_first=True)
+    return stacked, torch.arange(stacked.shape[1])[None] < lengths[:, None]

@@ -1,0 +1,80 @@
+"""How a chat template marks the turns of a user, found by writing conversations with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.gate import TurnMarks, turn_starts
+
+from ..backbone.model import Backbone
+
+_QUESTION: Final = "zebra"  # a text that no template contains
+_NO_MARKS: Final = TurnMarks((), None)
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def turn_marks(backbone: Backbone) -> TurnMarks:
+    """The marks of the model's chat template; none, if it has none that tell a user's turns from the others.
+
+    The shortest mark that begins with a special token and stands in front of the last user turn, but not behind it.
+    """
+    question = message("user", _QUESTION)
+    earlier = [message("user", "a"), message("assistant", "b")]
+    written = [
+        _around_question(backbone, [question], generation_prompt=True),
+        _around_question(backbone, [*earlier, question], generation_prompt=True),
+        _around_question(backbone, [message("system", "c"), question], generation_prompt=True),
+        _around_question(backbone, [question, message("assistant", "b")], generation_prompt=False),
+    ]
+    sides = [sides for sides in written if sides is not None]
+    if not sides:
+        return _NO_MARKS
+    before, after = zip(*sides, strict=True)
+    mark = _without_blank_end(backbone, _common([ids[::-1] for ids in before])[::-1])
+    special = set(backbone.tokenizer.all_special_ids) | set(backbone.tokenizer.get_added_vocab().values())
+    starts = [at for at, token in enumerate(mark) if token in special][::-1] or ([0] if mark else [])
+    end = next(iter(_common(after)), None)
+    for start in starts:
+        marks = TurnMarks(tuple(mark[start:]), end)
+        if all(turn_starts([*left, *right], marks)[-1] <= len(left) for left, right in sides):
+            return marks
+    return _NO_MARKS
+
+
+def _around_question(
+    backbone: Backbone, messages: Sequence[dict[str, Any]], *, generation_prompt: bool
+) -> tuple[list[int], list[int]] | None:
+    """The token ids before and after the question; None if the template refuses the conversation."""
+    try:
+        text = backbone.chat_text(messages, generation_prompt=generation_prompt)
+    except TaskDataError:
+        return None
+    before, _, after = text.rpartition(_QUESTION)
+    return _ids(backbone, before), _ids(backbone, after)
+
+
+def _ids(backbone: Backbone, text: str) -> list[int]:
+    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _common(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """What all sequences begin with."""
+    common = []
+    for tokens in zip(*sequences, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        common.append(tokens[0])
+    return common
+
+
+def _without_blank_end(backbone: Backbone, mark: list[int]) -> list[int]:
+    """Line breaks at the end of a mark can become one token with those of the question."""
+    while len(mark) > 1 and not backbone.tokenizer.decode(mark[-1:]).strip():
+        mark = mark[:-1]
+    return mark
