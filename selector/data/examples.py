@@ -266,7 +266,7 @@ def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
         messages=messages,
         images=tuple(images),
         answer=record["answer"],
-        source_digest=_source_digest(messages, [_image_bytes(path, place) for path in images]),
+        source_digest=source_digest_of(messages, [_image_bytes(path, place) for path in images]),
     )
 
 
@@ -324,7 +324,7 @@ def _image_bytes(path: Path, place: str) -> bytes:
     return data
 
 
-def _source_digest(messages: tuple[dict[str, Any], ...], images: list[bytes]) -> str:
+def source_digest_of(messages: tuple[dict[str, Any], ...], images: list[bytes]) -> str:
     """sha256 of the model's input: the messages and the bytes of the images, not their paths."""
     content = {"messages": messages, "images": [hashlib.sha256(data).hexdigest() for data in images]}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

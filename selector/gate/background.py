@@ -11,6 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from inducekv_vllm.errors import TaskDataError
+
+from ..data.examples import Example, read_task, source_digest_of
+from .turns import message
+
 FOLDER = Path(__file__).parent
 FILLINGS = 5
 SLOT = re.compile(r"\{(\w+)\}")
@@ -37,7 +42,7 @@ class Phrases:
 
 
 @cache
-def background() -> tuple[Request, ...]:
+def everyday_requests() -> tuple[Request, ...]:
     """Return all everyday requests in a fixed order; every prefix mixes kinds and languages."""
     requests: dict[str, Request] = {}
     for path in sorted((FOLDER / "background").glob("*.toml")):
@@ -46,6 +51,29 @@ def background() -> tuple[Request, ...]:
     mixed = list(requests.values())
     random.Random("background").shuffle(mixed)
     return tuple(mixed)
+
+
+def read_background(path: str | Path) -> list[Example]:
+    """The user's own requests: a text file with one request a line, or task data.
+
+    Raises:
+        TaskDataError: the file cannot be read, is of another format or holds no requests.
+    """
+    source = Path(path)
+    if source.suffix in (".jsonl", ".json"):
+        return read_task(source)
+    if source.suffix != ".txt":
+        raise TaskDataError(f"{source}: expected a .txt file with one request a line, or task data (.jsonl, .json)")
+    try:
+        lines = [line.strip() for line in source.read_text(encoding="utf-8-sig").splitlines()]
+    except OSError as error:
+        raise TaskDataError(f"{source}: cannot read the background requests: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TaskDataError(f"{source}: the background requests are not UTF-8 text: {error}") from error
+    texts = list(dict.fromkeys(line for line in lines if line))
+    if not texts:
+        raise TaskDataError(f"{source}: the file holds no requests")
+    return [_example(number, text) for number, text in enumerate(texts)]
 
 
 @cache
@@ -58,6 +86,11 @@ def phrases() -> Phrases:
         sentences=tuple(data["sentences"]),
         turns=tuple((turn["user"], turn["assistant"]) for turn in data["turns"]),
     )
+
+
+def _example(number: int, text: str) -> Example:
+    messages = (message("user", text),)
+    return Example(f"background/{number}", "background", messages, (), "", source_digest_of(messages, []))
 
 
 def _requests(language: str, data: dict[str, Any]) -> Iterator[Request]:

@@ -17,11 +17,12 @@ from inducekv_vllm.errors import ConfigError
 
 from ..backbone.model import Backbone
 from ..data.examples import Example
-from .background import Request
+from .background import everyday_requests
 from .fitting_set import GateQuestion, fitting_set
 from .token_values import layers_of_gate, token_values
 from .training import Price, train_gate
 from .turns import turn_marks
+from .variations import text_of
 
 DEFAULT_MISSES: Final = 0.02
 
@@ -39,7 +40,7 @@ def fit_gate(
     own: Mapping[str, Sequence[Example]],
     base: Sequence[Example],
     *,
-    background: Sequence[Request] = (),
+    background: Sequence[Example] = (),
     misses: float = DEFAULT_MISSES,
     seed: int = 0,
 ) -> FittedGate:
@@ -48,15 +49,15 @@ def fit_gate(
     Args:
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
-        background: everyday requests of the user's, besides those of the package.
+        background: other requests that need no memory, besides those of the package.
         misses: share of each task's held-out questions that the gate may miss.
 
     Raises:
-        ConfigError: a task without questions, or two with the same ones.
+        ConfigError: a task without questions, with everyday requests as questions, or two tasks with the same ones.
         TaskDataError: the model's processor refuses a question.
     """
-    _check(own)
-    questions = fitting_set(own, base, extra=background, pictures=backbone.kind != "text", seed=seed)
+    check_questions(own, background)
+    questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
     marks, layers = turn_marks(backbone), layers_of_gate(backbone.num_layers)
     tasks = tuple(own)
     trained = train_gate(
@@ -90,14 +91,28 @@ def evidence_of(backbone: Backbone, gate: Gate, questions: Sequence[Example | Ga
     return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
 
 
-def _check(own: Mapping[str, Sequence[Example]]) -> None:
-    digests: dict[frozenset[str], str] = {}
+def check_questions(own: Mapping[str, Sequence[Example]], background: Sequence[Example] = ()) -> None:
+    """Refuse tasks that no gate can tell from each other or from everyday requests. Raises ConfigError."""
+    everyday = {request.text.casefold() for request in everyday_requests()}
+    known = {example.source_digest: example for example in background}
+    seen: dict[str, set[str]] = {}
     for task, examples in own.items():
         if not examples:
             raise ConfigError(f"the gate needs questions of the task {task!r}, and there are none")
-        asked = frozenset(example.source_digest for example in examples)
-        if asked in digests:
+        common = [e for e in examples if text_of(e.messages).casefold() in everyday and not e.images]
+        if len(common) > len(examples) / 2:
             raise ConfigError(
-                f"the tasks {digests[asked]!r} and {task!r} have the same questions: no gate can tell them"
+                f"{len(common)} of the {len(examples)} questions of the task {task!r} are everyday requests, such as "
+                f"{text_of(common[0].messages)!r}: the gate stays closed for those"
             )
-        digests[asked] = task
+        for example in examples:
+            if example.source_digest in known:
+                other = known[example.source_digest]
+                raise ConfigError(f"background request {other.id!r} is also a question of the task {task!r}")
+        digests = {example.source_digest for example in examples}
+        for earlier, theirs in seen.items():
+            if len(shared := digests & theirs) > min(len(digests), len(theirs)) / 2:
+                raise ConfigError(
+                    f"the tasks {earlier!r} and {task!r} have {len(shared)} questions in common: no gate can tell them"
+                )
+        seen[task] = digests

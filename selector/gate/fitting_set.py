@@ -12,15 +12,16 @@ from random import Random
 from typing import Any, Final, Literal
 
 from ..data.examples import Example
-from .background import Phrases, Request, background, phrases
+from .background import Phrases, Request, everyday_requests, phrases
 from .turns import message
-from .variations import LONG, OTHERS, Messages, plain, text_of, with_text, wrapped
-from .wording import another_question, mentioning, other_wording, wordings
+from .variations import LONG, OTHERS, Messages, Vary, plain, text_of, with_text, wrapped
+from .wording import another_question, another_subject, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
 OWN: Final = 160  # examples of a task, at most; each is asked in four ways
 BASE: Final = 256  # base questions, at most
-BACKGROUND: Final = 1600  # everyday requests
+BACKGROUND: Final = 1000  # of the user's, at most
+REQUESTS: Final = 1600  # everyday requests
 REWORDED: Final = 2  # of each example
 NEAR_MISSES: Final = 80  # of each task and kind
 NOISE: Final = 160
@@ -49,7 +50,7 @@ def fitting_set(
     own: Mapping[str, Sequence[Example]],
     base: Sequence[Example],
     *,
-    extra: Sequence[Request] = (),
+    background: Sequence[Example] = (),
     pictures: bool,
     seed: int,
 ) -> list[GateQuestion]:
@@ -58,10 +59,10 @@ def fitting_set(
     Args:
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
-        extra: everyday requests of the user's, besides those of the package.
+        background: other requests that need no memory, besides those of the package.
         pictures: whether the model takes pictures.
     """
-    return list(_FittingSet(own, base, extra, pictures, Random(f"gate {seed}")).questions())
+    return list(_FittingSet(own, base, background, pictures, Random(f"gate {seed}")).questions())
 
 
 class _FittingSet:
@@ -69,24 +70,28 @@ class _FittingSet:
         self,
         own: Mapping[str, Sequence[Example]],
         base: Sequence[Example],
-        extra: Sequence[Request],
+        background: Sequence[Example],
         pictures: bool,
         rng: Random,
     ) -> None:
         self._rng = rng
         self._own = {task: self._some(examples, OWN) for task, examples in own.items()}
         self._base = self._some(base, BASE)
-        requests = [r for r in background() if pictures or not r.picture]
-        self._requests = [*extra, *requests[:BACKGROUND]]
+        self._background = self._some(background, BACKGROUND)
         self._phrases = _parts(phrases())
         self._texts = {task: [text_of(e.messages) for e in examples] for task, examples in self._own.items()}
-        base_texts = [text_of(example.messages) for example in self._base]
+        self._asked_texts = {text_of(e.messages).casefold() for examples in own.values() for e in examples}
+        self._requests = [
+            request
+            for request in everyday_requests()
+            if (pictures or not request.picture) and request.text.casefold() not in self._asked_texts
+        ][:REQUESTS]
         self._english = [r.text for r in self._requests if r.language == "en"]
         # As frequent as they are, so mostly function words; and each once, so mostly nouns.
         self._fillers = [word for text in self._english for word in text.lower().split() if word.isalpha()]
         self._words = sorted(set(self._fillers))
-        base_texts = [text_of(example.messages) for example in self._base]
-        self._wordings = wordings(self._texts, [*base_texts, *(r.text for r in self._requests)])
+        others = [text_of(example.messages) for example in (*self._base, *self._background)]
+        self._wordings = wordings(self._texts, [*others, *(r.text for r in self._requests)])
         # Pictures to send along with everyday requests.
         self._pictured = [e for examples in (*self._own.values(), self._base) for e in examples if e.images]
         self._pictured = self._pictured if pictures else []
@@ -97,6 +102,8 @@ class _FittingSet:
                 yield from self._asked(example, task, _part(number))
         for number, example in enumerate(self._base):
             yield from self._asked(example, None, _part(number))
+        for number, example in enumerate(self._background):
+            yield GateQuestion(example.messages, example.images, None, "background", _part(number))
         for number, request in enumerate(self._requests):
             yield from self._everyday(request, _part(number))
         for task in self._own:
@@ -106,7 +113,7 @@ class _FittingSet:
     def _asked(self, example: Example, task: str | None, part: Part) -> Iterator[GateQuestion]:
         """One example as it stands, wrapped, in two other ways, and in other words."""
         rng, known = self._rng, self._phrases[part]
-        ways = [("plain", plain), ("wrapped", wrapped)]
+        ways: list[tuple[str, Vary]] = [("plain", plain), ("wrapped", wrapped)]
         ways += [("other", rng.choice(LONG if rng.random() < 0.1 else OTHERS)) for _ in range(2)]
         for kind, vary in ways:
             style = rng.choice(STYLES) if example.images and kind != "plain" and rng.random() < 0.5 else None
@@ -129,12 +136,13 @@ class _FittingSet:
         rng, texts, wording = self._rng, self._texts[task], self._wordings[task]
         for number in range(NEAR_MISSES):
             found = [another_question(rng.choice(texts), wording, self._words, rng) for _ in range(2)]
+            found += [another_subject(rng.choice(texts), wording, self._words, rng) for _ in range(2)]
             if wording.ending and wording.key(wording.ending) is None:
                 found.append(f"{rng.choice(self._english)} {wording.ending}")
             if wording.telling:
                 found.append(mentioning(rng.choice(self._english), wording, rng))
             for text in found:
-                if text is not None:
+                if text is not None and text.casefold() not in self._asked_texts:  # not a question of another task
                     yield self._of_no_task(text, "near-miss", _part(number), pictured=True)
 
     def _noise(self) -> Iterator[GateQuestion]:

@@ -141,7 +141,7 @@ def _train(tokens: Sequence[Tensor], labels: Tensor, rows: Sequence[int], num_ta
             none = torch.zeros(len(batch), 1)
             loss = cross_entropy(torch.cat([odds, none], dim=1), labels[batch])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     return scores

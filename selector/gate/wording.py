@@ -17,6 +17,8 @@ _PIECE: Final = re.compile(r"\w+|\W+")
 _SENTENCE: Final = re.compile(r"[^.?!]+[.?!]*\s*")
 SHARED: Final = 0.2  # of a task's questions have a word of its frame
 TELLING: Final = 100.0  # times as frequent in the task's questions as elsewhere
+REPEATED: Final = 0.03  # of a task's questions have a subject, at least
+OFTEN: Final = 0.5  # and at most
 SHORTEST: Final = 3  # letters
 
 
@@ -26,6 +28,7 @@ class Wording:
 
     frame: frozenset[str]  # that many of them have
     telling: Mapping[str, float]  # of these, the ones that are rare elsewhere, and how many times as frequent they are
+    subjects: frozenset[str]  # of which questions have one or another: the task asks about few things, again and again
     ending: str  # the sentence that says how to answer, which most of the questions end with; empty if there is none
 
     def key(self, text: str) -> str | None:
@@ -42,15 +45,20 @@ def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> d
         ending = _ending(own)
         counts = Counter(word for text in own for word in set(_words(text)))
         frame = {word: n / len(own) for word, n in counts.items() if n >= SHARED * len(own)}
-        ratios = {word: share * len(others) / (elsewhere[word] + 1) for word, share in frame.items()}
+        ratios = {word: n / len(own) * len(others) / (elsewhere[word] + 1) for word, n in counts.items()}
         formats = set(_words(ending)) if ending and any(ending in text for text in others) else set()
         found[task] = Wording(
             frame=frozenset(frame),
             telling={
                 word: ratio
                 for word, ratio in ratios.items()
-                if ratio >= TELLING and len(word) >= SHORTEST and word not in formats
+                if word in frame and ratio >= TELLING and len(word) >= SHORTEST and word not in formats
             },
+            subjects=frozenset(
+                word
+                for word, n in counts.items()
+                if word not in formats and len(word) >= SHORTEST and REPEATED * len(own) <= n < OFTEN * len(own)
+            ),
             ending=ending,
         )
     return found
@@ -87,6 +95,17 @@ def another_question(text: str, wording: Wording, words: Sequence[str], rng: Ran
     if key is None:
         return None
     replaced = {word: rng.choice(words) for word in wording.telling if word == key or rng.random() < 0.3}
+    return "".join(replaced.get(piece.lower(), piece) for piece in _PIECE.findall(text))
+
+
+def another_subject(text: str, wording: Wording, words: Sequence[str], rng: Random) -> str | None:
+    """The question about something that the task never asks about; None if its subject is not one of few."""
+    key = wording.key(text)
+    subjects = {word for word in _words(text) if word in wording.subjects and word != key}
+    if key is None or not subjects:
+        return None
+    replaced = {word: rng.choice(words) for word in subjects}
+    replaced |= {word: rng.choice(words) for word in wording.frame if word != key and rng.random() < 0.3}
     return "".join(replaced.get(piece.lower(), piece) for piece in _PIECE.findall(text))
 
 
