@@ -13,6 +13,7 @@ from torch import nn
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from selector.backbone.model import Backbone
+from selector.backbone.token_values import layers_of_gate
 from selector.runtime.files import replace_file
 
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
@@ -30,7 +31,8 @@ def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tas
     """Of a bundle's tensors: its entries (paper, Eq. bytes_per_entry), and the gate of the refined recipe."""
     d, L = backbone.hidden_size, backbone.num_layers
     entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    return entries + gate_bytes(gated_tasks, d)
+    features, layers = backbone.num_kv_heads * backbone.head_dim, len(layers_of_gate(L))
+    return entries + gate_bytes(gated_tasks, features, layers)
 
 
 def linear_layers(backbone: Backbone, modules: Modules = "all") -> dict[str, nn.Linear]:

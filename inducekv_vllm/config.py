@@ -43,6 +43,7 @@ class InduceKVConfig(BaseModel):
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     audit_log: str | None = None  # a file that every change of the bundles is recorded in
     audit_answers: bool = False  # every answer too
+    gate_log: str | None = None  # a file that the evidence of every request behind a gate is appended to
 
     @model_validator(mode="after")
     def _answers_need_a_log(self) -> InduceKVConfig:

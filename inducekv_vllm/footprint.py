@@ -1,6 +1,7 @@
 """The memory footprint in bytes, computed from a model's configuration (paper, Eq. bytes_per_entry).
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size.
+Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size. Of a relevance gate: C tasks,
+S layers, F = J D features of a token, P prototypes of a layer, H = S P.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .errors import UnsupportedModel
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
+PROTOTYPES, PROTOTYPES_A_TASK = 32, 6  # of a relevance gate's layer: at least, and for each task
 # Keys of the language model's part in a wrapper configuration: LLaVA and Qwen-VL; DeepSeek-VL2; InternVL.
 TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 
@@ -52,9 +54,24 @@ def map_bytes(B: int, L: int, J: int, r: int, width: int) -> int:
     return B * 2 * FLOAT16_BYTES * L * J * r * width
 
 
-def gate_bytes(C: int, d: int) -> int:
-    """Bytes of a relevance gate with C tasks, each with two float16 keys [d] and a float32 threshold."""
-    return C * (2 * FLOAT16_BYTES * d + FLOAT32_BYTES)
+def prototypes_of(num_tasks: int) -> int:
+    """P of the gate that the selector fits to so many tasks."""
+    return max(PROTOTYPES, PROTOTYPES_A_TASK * num_tasks)
+
+
+def gate_bytes(num_tasks: int, features: int, layers: int = 2) -> int:
+    """Bytes of a relevance gate: prototypes [S, P, F] in float16; center, scale, floors and the rule in float32.
+
+    Args:
+        num_tasks: C; 0 for no gate.
+        features: F.
+        layers: S.
+    """
+    if num_tasks == 0:
+        return 0
+    H = layers * prototypes_of(num_tasks)
+    numbers = 2 * layers * features + H + num_tasks * (H + 1)  # center and scale, floors, weights and thresholds
+    return FLOAT16_BYTES * H * features + FLOAT32_BYTES * numbers
 
 
 def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:

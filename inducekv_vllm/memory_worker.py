@@ -1,4 +1,4 @@
-"""What the workers of all platforms share: resident bundles, the memory of running requests, and their query keys.
+"""What the workers of all platforms share: resident bundles, the memory of running requests, and their key passes.
 
 The API process talks to a worker through the RPC methods `inducekv_*` and through
 `SamplingParams.extra_args["inducekv"]` of each request (see `engine/wire.py`).
@@ -9,13 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -24,19 +28,21 @@ from .attention.pages import ResidentBundle, kv_heads_of_rank
 from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
-from .block_sums import BlockSums
 from .bundle import BackboneFingerprint, Bundle, read_bundle
+from .cached_values import CachedValues
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from .errors import BundleError, InduceKVError
 from .fingerprint import backbone_fingerprint
+from .gate_passes import GatePasses
 from .logs import logger_of
 from .page_terms import PageTerms, Retrieval, page_terms
 from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
-from .requirements import check_engine, check_late_activation, check_maps, keys_read_prefix_cache
+from .requirements import check_engine, check_late_activation, check_maps
 from .resident import ResidentBundles
+from .resident_gate import ResidentGate
 from .runner import RunnerTables, StepRows, follow_runner
 
 if TYPE_CHECKING:
@@ -58,17 +64,17 @@ class MemoryWorker(Worker):
             vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        self._placeholder_ids = placeholder_ids(self.model_config.hf_config)
-        self.block_sums: BlockSums | None = None  # if key passes read the prefix cache
         self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
         self._last_step = -math.inf  # when it began or ended
         self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
-        # Set when the device is known and the model is loaded.
+        # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: PagePool
         self.memory_of_requests: MemoryOfRequests
         self.query_keys: QueryKeyAccumulator
         self.attention: MemoryAttention
+        self.cached_values: CachedValues
+        self.gate_passes: GatePasses
         self._device: Device
         self._runner: RunnerTables
 
@@ -118,11 +124,9 @@ class MemoryWorker(Worker):
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
-        if keys_read_prefix_cache(self.vllm_config, kv_cache_config):
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            hidden_size = self.model_config.get_hidden_size()
-            self.block_sums = BlockSums(kv_cache_config.num_blocks, block_size, hidden_size, self._device.torch_device)
-            self.query_keys = QueryKeyAccumulator(self._device, block_sums=self.block_sums)
+        self.cached_values = CachedValues(kv_cache_config, layers, self.attention.cached_values, self._device)
+        placeholders = placeholder_ids(self.model_config.hf_config)
+        self.gate_passes = GatePasses(self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._device)
 
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
@@ -138,6 +142,7 @@ class MemoryWorker(Worker):
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:
                 self._sum_query_keys(self._rows)
+                self.gate_passes.complete(self._rows)
             return output
         finally:
             self._rows = None
@@ -151,18 +156,20 @@ class MemoryWorker(Worker):
         """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
         self.memory_of_requests.finish(list(scheduled.finished_req_ids))
         self.query_keys.finish(scheduled.finished_req_ids)
+        self.gate_passes.finish(scheduled.finished_req_ids)
         self.memory_of_requests.pause(list(scheduled.preempted_req_ids or ()))
         for request in scheduled.scheduled_new_reqs:
             self._start_request(request)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            if request_id not in cached.resumed_req_ids:
-                continue
-            self.memory_of_requests.resume(request_id)
-            if self.query_keys.is_running(request_id):
-                blocks = cached.new_block_ids[index]
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                self.memory_of_requests.resume(request_id)
+                self.query_keys.restart(request_id)
                 assert blocks is not None
-                self.query_keys.restart(request_id, *self._cached_part(cached.num_computed_tokens[index], blocks[0]))
+                self.gate_passes.move(request_id, blocks)
+            elif blocks is not None:
+                self.gate_passes.extend(request_id, blocks)
 
     def _start_request(self, request: NewRequestData) -> None:
         """Start a request, or resume one: to the V2 runner resumed requests come back as new.
@@ -176,41 +183,34 @@ class MemoryWorker(Worker):
             bundle = self.resident[spec.bundle]
             self.memory_of_requests.start(request.req_id, spec.content, bundle, _terms(spec, bundle), spec.start)
         elif isinstance(spec, KeyPassSpec):
-            cached = self._cached_part(request.num_computed_tokens, request.block_ids[0])
-            assert request.prompt_token_ids is not None  # prompt embeddings are refused at start
-            num_tokens = len(request.prompt_token_ids)
-            num_text = num_tokens - sum(map(request.prompt_token_ids.count, self._placeholder_ids))
-            self.query_keys.start(request.req_id, spec.key_id, num_tokens, num_text, *cached)
+            self._start_key_pass(request, spec)
 
-    def _cached_part(self, num_cached: int, blocks: list[int]) -> tuple[int, list[int]]:
-        """How many tokens a request reads from the prefix cache, and its blocks that hold them."""
-        if num_cached == 0:
-            return 0, []
-        assert self.block_sums is not None
-        num_blocks, rest = divmod(num_cached, self.block_sums.block_size)
-        assert rest == 0
-        return num_cached, blocks[:num_blocks]
+    def _start_key_pass(self, request: NewRequestData, spec: KeyPassSpec) -> None:
+        token_ids = request.prompt_token_ids
+        assert token_ids is not None  # prompt embeddings are refused at start
+        if spec.retrieval:
+            self.query_keys.start(request.req_id, spec.key_id, len(token_ids))
+        if self.gate_passes.is_running(request.req_id):
+            self.gate_passes.move(request.req_id, request.block_ids)
+        elif spec.gate is not None:
+            gate = self.resident[spec.gate].gate
+            assert gate is not None
+            self.gate_passes.start(request.req_id, spec.key_id, gate, token_ids, request.block_ids)
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
         self.attention.begin_step(rows)
 
     def _sum_query_keys(self, rows: StepRows) -> None:
-        """Add the step's final hidden states to the sums of its blocks and of its key passes."""
-        if self.block_sums is None and not self.query_keys.any_running:
+        """Add the step's final hidden states to the sums of its key passes."""
+        if not self.query_keys.any_running:
             return
         starts = rows.starts
-        if (step := self._runner.forward_pass(starts[-1])) is None:
+        if (hidden := self._runner.final_hidden(starts[-1])) is None:
             return
-        is_text = torch.ones_like(step.token_ids, dtype=torch.bool)  # [R]
-        for placeholder in self._placeholder_ids:
-            is_text &= step.token_ids != placeholder
-        if self.block_sums is not None:
-            begins_block = self.block_sums.begins_block(rows.num_computed, rows.num_scheduled)
-            self.block_sums.add(step.hidden, is_text, step.slots, begins_block)
         for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
             if self.query_keys.is_running(request_id):
-                self.query_keys.add(request_id, step.hidden[first:end], is_text[first:end])
+                self.query_keys.add(request_id, hidden[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
@@ -248,8 +248,14 @@ class MemoryWorker(Worker):
             try:
                 self._check(bundle, path, digest)
                 rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-                heads = kv_heads_of_rank(bundle.metadata.backbone.num_kv_heads, rank, ranks)
-                return self.pool.store(bundle, heads, region)
+                kv_heads = bundle.metadata.backbone.num_kv_heads
+                heads = kv_heads_of_rank(kv_heads, rank, ranks)
+                resident = self.pool.store(bundle, heads, region)
+                if (gate := bundle.gate) is None:
+                    return resident
+                is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
+                size = bundle.metadata.backbone.head_dim
+                return replace(resident, gate=ResidentGate.load(gate, heads, size, is_first, self._device))
             finally:
                 bundle.erase()
         except BaseException:
@@ -266,6 +272,8 @@ class MemoryWorker(Worker):
             check_late_activation(self.vllm_config)
         if bundle.metadata.output_map is not None:
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
+        if bundle.metadata.gate is not None:
+            self.cached_values.check(bundle.metadata.gate.layers)
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its pages until they end."""
@@ -276,15 +284,21 @@ class MemoryWorker(Worker):
         return self.resident.is_erased(digest)
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
-        """Return the query key of a finished key pass and drop it here."""
-        key = self.query_keys.pop(key_id)
-        if key is None:
+        """Return what a finished key pass has found, and drop it here."""
+        key, evidence = self.query_keys.pop(key_id), self.gate_passes.pop(key_id)
+        found = key or evidence
+        if found is None:
             return {"error": f"no query key {key_id}: its pass did not run to the end of the prompt"}
-        return {"key": key.to_bytes(), "tokens": key.num_tokens}
+        return {
+            "key": key and key.to_bytes(),
+            "evidence": evidence and evidence.to_bytes(),
+            "tokens": found.num_tokens,
+        }
 
     def inducekv_drop_key(self, key_id: str) -> None:
-        """Drop the query key of an aborted request, if there is one."""
+        """Drop what the key pass of an aborted request has found, if there is anything."""
         self.query_keys.pop(key_id)
+        self.gate_passes.pop(key_id)
 
     def inducekv_stats(self) -> dict[str, Any]:
         """Report what this worker holds; tests use it to check that nothing leaks."""
@@ -296,7 +310,7 @@ class MemoryWorker(Worker):
             "pool_tokens_free": self.pool.allocator.num_free,
             "slots_used": slots.used,
             "slots": slots.capacity,
-            "keys_pending": self.query_keys.pending,
+            "keys_pending": max(self.query_keys.pending, self.gate_passes.pending),
         }
 
     def shutdown(self) -> None:

@@ -30,7 +30,7 @@ class Retrieval:
     """Entries in order of decreasing weight; entries with equal scores keep the order of the memory."""
 
     entries: IntArray  # [k]
-    weights: FloatArray  # [k], alpha: sums to 1
+    weights: FloatArray  # [k], alpha: sums to 1; in "uniform" weighting each is 1
     similarity: float | None = None  # inner product of the query and the closest entry's key, if they were compared
 
 

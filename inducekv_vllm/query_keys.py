@@ -7,57 +7,48 @@ Shapes: T prompt tokens of a request, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from cachetools import FIFOCache
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .block_sums import BlockSums
 from .device import Device, HostCopy
+
+MAX_PENDING = 4096  # a request aborted after its key pass never fetches what that has left; the oldest are dropped
 
 
 @dataclass
 class _Running:
     key_id: str
     num_tokens: int  # T
-    num_text: int  # of these, tokens that do not stand for media
-    cached_blocks: Sequence[int]  # hold the first tokens, which the key pass does not compute
-    seen: int  # tokens so far
-    total: Tensor | float = 0.0  # [2, d] float32, once a row has been seen
+    seen: int = 0  # tokens so far
+    total: Tensor | float = 0.0  # [d] float32, once a row has been seen
 
 
 @dataclass(frozen=True)
-class QueryKey:
-    """Normalised means of a prompt's final hidden states."""
+class KeyPassResult:
+    """What a finished key pass has left: a query key [d], or evidence [H]."""
 
-    copy: HostCopy  # of the key
+    copy: HostCopy  # float32
     num_tokens: int  # T
 
     @property
-    def key(self) -> Tensor:
-        """[2, d] float32: over all tokens, over the text tokens (zeros for a prompt without text)."""
+    def values(self) -> Tensor:
         return self.copy.wait()
 
     def to_bytes(self) -> bytes:
-        """Serialise as float32 [2, d] in native byte order; both processes run on one machine."""
-        return self.key.contiguous().numpy().tobytes()
+        """In native byte order; both processes run on one machine."""
+        return self.values.contiguous().numpy().tobytes()
 
 
 class QueryKeyAccumulator:
     """Accumulates the means over the final hidden states (paper, Eq. key_rewrite) of prompts in any chunks."""
 
-    def __init__(self, device: Device, max_pending: int = 4096, block_sums: BlockSums | None = None) -> None:
-        """A request aborted after its key pass never fetches its key; beyond `max_pending` the oldest are dropped.
-
-        `block_sums` are needed for key passes that read the prefix cache.
-        """
+    def __init__(self, device: Device, max_pending: int = MAX_PENDING) -> None:
         self._device = device
-        self._block_sums = block_sums
         self._running: dict[str, _Running] = {}
-        self._finished: FIFOCache[str, QueryKey] = FIFOCache(max_pending)
+        self._finished: FIFOCache[str, KeyPassResult] = FIFOCache(max_pending)
 
     @property
     def any_running(self) -> bool:
@@ -70,58 +61,31 @@ class QueryKeyAccumulator:
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def start(
-        self,
-        request_id: str,
-        key_id: str,
-        num_tokens: int,
-        num_text: int,
-        num_cached: int = 0,
-        cached_blocks: Sequence[int] = (),
-    ) -> None:
-        """Begin a key pass.
+    def start(self, request_id: str, key_id: str, num_tokens: int) -> None:
+        """Begin a key pass over T = `num_tokens`, all of which it computes."""
+        self._running[request_id] = _Running(key_id, num_tokens)
 
-        Args:
-            num_tokens: T.
-            num_text: how many of them are not placeholders.
-            num_cached: tokens that are read from the prefix cache.
-            cached_blocks: the KV-cache blocks that hold them, all full.
-        """
-        self._running[request_id] = _Running(key_id, num_tokens, num_text, cached_blocks, num_cached)
+    def restart(self, request_id: str) -> None:
+        """Begin a running key pass again, if it is one: the request was preempted and computes its prompt anew."""
+        if (run := self._running.get(request_id)) is not None:
+            self.start(request_id, run.key_id, run.num_tokens)
 
-    def restart(self, request_id: str, num_cached: int = 0, cached_blocks: Sequence[int] = ()) -> None:
-        """Begin a running key pass again: the request was preempted and computes its prompt anew."""
-        run = self._running[request_id]
-        self.start(request_id, run.key_id, run.num_tokens, run.num_text, num_cached, cached_blocks)
-
-    def add(self, request_id: str, hidden: Tensor, is_text: Tensor) -> None:
-        """Add the request's next rows, in order: final hidden states [rows, d], and which are of text, bool [rows].
-
-        After the step's rows have been added to the sums by block: another request of the same step may have computed
-        the cached blocks.
-        """
+    def add(self, request_id: str, hidden: Tensor) -> None:
+        """Add the final hidden states [rows, d] of the request's next rows, in order."""
         run = self._running[request_id]
         count = min(len(hidden), run.num_tokens - run.seen)  # without generated tokens
-        rows = hidden[:count].float()  # [count, d]
-        run.total = run.total + torch.stack([rows.sum(0), (rows * is_text[:count, None]).sum(0)])
+        run.total = run.total + hidden[:count].float().sum(0)
         run.seen += count
         if run.seen == run.num_tokens:
             del self._running[request_id]
-            self._finish(run)
-
-    def _finish(self, run: _Running) -> None:
-        if run.cached_blocks:
-            assert self._block_sums is not None
-            run.total = run.total + self._block_sums.of(self._device.index(list(run.cached_blocks)))
-        assert isinstance(run.total, Tensor)
-        means = torch.stack([run.total[0] / run.num_tokens, run.total[1] / max(run.num_text, 1)])
-        self._finished[run.key_id] = QueryKey(self._device.to_host(normalize(means, dim=1)), run.num_tokens)
+            key = normalize(run.total / run.num_tokens, dim=0)  # [d]
+            self._finished[run.key_id] = KeyPassResult(self._device.to_host(key), run.num_tokens)
 
     def finish(self, request_ids: set[str]) -> None:
         """Drop these requests, which have ended; an incomplete key will never be completed."""
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
-    def pop(self, key_id: str) -> QueryKey | None:
+    def pop(self, key_id: str) -> KeyPassResult | None:
         """Return a complete key and drop it."""
         return self._finished.pop(key_id, None)

@@ -105,25 +105,6 @@ def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -
         )
 
 
-def keys_read_prefix_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
-    """Whether key passes may read the prefix cache: the worker then keeps the sums of hidden states by block.
-
-    The cache must hold every token of a prefix. That of a sliding window drops the first blocks.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-
-    if len(kv_cache.kv_cache_groups) != 1:
-        return False
-    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
-    # Workers see the specs of all layers, the scheduler one that stands for them.
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return (
-        config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        and bool(config.cache_config.enable_prefix_caching)
-        and all(type(each) is FullAttentionSpec for each in specs)
-    )
-
-
 def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours: type, model: ModelConfig) -> None:
     """Refuse attention layers that merged memory, which shares their softmax, cannot be exact with.
 

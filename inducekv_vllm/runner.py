@@ -33,22 +33,13 @@ class StepRows:
         return list(itertools.accumulate(self.num_scheduled, initial=0))
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """What the forward pass of a step leaves on the device, one row a token; the next step overwrites it."""
-
-    hidden: Tensor  # [R, d] final hidden states, after the last norm
-    token_ids: Tensor  # [R]
-    slots: Tensor  # [R] int64, a row's place in the first group of the KV cache: block times block size plus offset
-
-
 class RunnerTables(Protocol):
     """The running step of a model runner."""
 
-    def forward_pass(self, num_rows: int) -> ForwardPass | None:
-        """What the step's forward pass left. Call it between the runner's `execute_model` and `sample_tokens`.
+    def final_hidden(self, num_rows: int) -> Tensor | None:
+        """The step's final hidden states [R, d], after the last norm; the next step overwrites them.
 
-        None if the step had no forward pass.
+        Call it between the runner's `execute_model` and `sample_tokens`. None if the step had no forward pass.
         """
         ...
 
@@ -75,12 +66,8 @@ class _V2Tables:
 
         runner.prepare_inputs = prepare_and_tell
 
-    def forward_pass(self, num_rows: int) -> ForwardPass | None:
-        state = self._runner.execute_model_state
-        if state is None:
-            return None
-        slots = next(iter(state.slot_mappings_by_layer.values()))
-        return ForwardPass(state.hidden_states[:num_rows], state.input_batch.input_ids[:num_rows], slots[:num_rows])
+    def final_hidden(self, num_rows: int) -> Tensor | None:
+        return _final_hidden(self._runner, num_rows)
 
 
 class _V1Tables:
@@ -105,15 +92,14 @@ class _V1Tables:
         runner._prepare_inputs = prepare_and_keep
         runner._determine_batch_execution_and_padding = choose_and_tell
 
-    def forward_pass(self, num_rows: int) -> ForwardPass | None:
-        runner = self._runner
-        if runner.execute_model_state is None:
-            return None
-        return ForwardPass(
-            runner.execute_model_state.hidden_states[:num_rows],
-            runner.input_ids.gpu[:num_rows],
-            runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows],
-        )
+    def final_hidden(self, num_rows: int) -> Tensor | None:
+        return _final_hidden(self._runner, num_rows)
+
+
+def _final_hidden(runner: Any, num_rows: int) -> Tensor | None:
+    """Both runners keep them until they sample."""
+    state = runner.execute_model_state
+    return None if state is None else state.hidden_states[:num_rows]
 
 
 def _graph_rows(mode: CUDAGraphMode, graph: Any) -> int | None:

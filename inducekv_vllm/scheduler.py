@@ -1,6 +1,4 @@
-"""The prefix cache around the two passes of a request with memory.
-
-Key passes for memory of uniform weighting read it, if the workers keep the sums that the key needs (`block_sums.py`).
+"""The prefix cache around the answer pass of a request with memory.
 
 Memory may act from a later position than the first. K and V before that position are the untouched model's, so their
 blocks keep vLLM's hashes and are shared with every other request. Hashes are chained: one extra key, in the block of
@@ -21,8 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
-from .requirements import keys_read_prefix_cache
+from .engine.wire import InjectionSpec, parse_spec
 
 
 def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
@@ -34,12 +31,6 @@ def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
 class _MemoryRequests(Scheduler):
     def add_request(self, request: Request) -> None:
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if (
-            isinstance(spec, KeyPassSpec)
-            and spec.reads_cache
-            and keys_read_prefix_cache(self.vllm_config, self.kv_cache_config)
-        ):
-            request.skip_reading_prefix_cache = False
         # Without a hasher there is no prefix cache.
         if isinstance(spec, InjectionSpec) and spec.start > 0 and request._block_hasher is not None:
             hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)

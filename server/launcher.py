@@ -123,6 +123,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --memory-audit-log, record which bundle and entries each answer used too",
     )
+    cli.add_argument(
+        "--gate-log",
+        metavar="FILE",
+        help="append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text",
+    )
     cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
     return cli
 
@@ -200,6 +205,9 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not own.memory_audit_log:
             raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
         settings["audit_answers"] = True
+    if own.gate_log:
+        settings["gate_log"] = str(Path(own.gate_log).absolute())
+        check_gate_log(settings["gate_log"])
     return settings
 
 
@@ -245,6 +253,16 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
             require_signature(bundle.signature, bundle.digest, signers, path)
     except BundleError as error:
         raise UsageError(f"--memory {name}: {error}") from error
+
+
+def check_gate_log(path: str) -> None:
+    """Open it before the engine starts, which takes minutes."""
+    from inducekv_vllm.engine.gate_log import open_log
+
+    try:
+        os.close(open_log(path))
+    except ConfigError as error:
+        raise UsageError(f"--gate-log: {error}") from error
 
 
 def check_model(model: str) -> None:

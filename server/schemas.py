@@ -196,7 +196,12 @@ class MemoryTrace(BaseModel):
                     "start": 0,
                     "adapter": None,
                     "num_entries": 2,
-                    "gate": {"open": True, "task": "guild", "margins": {"guild": 0.12, "digit": -0.4}},
+                    "gate": {
+                        "open": True,
+                        "task": "guild",
+                        "closed": None,
+                        "margins": {"guild": 6.2, "digit": -9.4},
+                    },
                     "remainder": False,
                     "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
                     "timings": {

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.activation import first_active_position
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.page_terms import PageTerms
 from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.routing import routed_tasks, routing
+from selector.backbone.token_values import evidence_in, token_values
 
 
 @torch.no_grad()
@@ -31,21 +32,27 @@ def reference_logprobs(
 ) -> Tensor:
     """The log-probabilities that a server with this bundle must give to `token_ids` after a prompt: [tokens] float32.
 
-    Runs both passes: the query key from the untouched model, then the tokens under the retrieved memory, or under the
-    untouched model if the bundle's relevance gate is closed.
+    Runs both passes: query key and evidence from the untouched model, then the tokens under the retrieved memory, or
+    under the untouched model if the bundle's relevance gate is closed.
     """
     memory = Memory.from_bundle(bundle, device=backbone.device)
-    query_keys = backbone.query_keys(prompt)  # [1, 2, d]
-    is_open, log_prior = routing(bundle, query_keys)
+    evidence = torch.zeros(1, 0) if bundle.gate is None else reference_evidence(backbone, bundle.gate, prompt)[None]
+    is_open, log_prior = routing(bundle, evidence)
     if not is_open[0]:
         return score(backbone, [prompt], [token_ids])[0]
-    terms = memory.terms(query_keys[:, 0], top_k=top_k, remainder=remainder, log_prior=log_prior)
+    query_keys = backbone.retrieval_keys(prompt)  # [1, d]
+    terms = memory.terms(query_keys, top_k=top_k, remainder=remainder, log_prior=log_prior)
     if memory.form == "decoupled":
         activation = bundle.metadata.activation_of(routed_tasks(bundle, log_prior)[0])
         placeholders = placeholder_ids(backbone.model.config)
         start = first_active_position(activation, prompt["input_ids"][0].tolist(), placeholders)
         terms = replace(terms, first_active=torch.tensor([start]))
     return score(backbone, [prompt], [token_ids], memory, terms)[0]
+
+
+def reference_evidence(backbone: Backbone, gate: Gate, prompt: Inputs) -> Tensor:
+    """The evidence [H] float32 that a server must find for one prompt."""
+    return evidence_in(gate, token_values(backbone, [prompt], gate.layers, gate.marks))[0]
 
 
 def terms_from_pages(pages: Sequence[PageTerms], num_entries: int) -> Terms:

@@ -24,7 +24,16 @@ ROOT = Path(__file__).parents[1]
 # The packages, and the rooms of the selector, from the lowest to the highest: each may import those before it.
 LAYERS = {
     "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks",)),
-    "selector": (("runtime",), ("report",), ("data",), ("backbone",), ("update",), ("paper", "refined"), ("cli",)),
+    "selector": (
+        ("runtime",),
+        ("report",),
+        ("data",),
+        ("backbone",),
+        ("gate",),
+        ("update",),
+        ("paper", "refined"),
+        ("cli",),
+    ),
 }
 PACKAGES = tuple(itertools.chain(*LAYERS[""]))
 

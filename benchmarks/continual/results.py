@@ -26,7 +26,7 @@ from benchmarks.continual.metrics import Matrix, accuracy_matrix
 from benchmarks.continual.suites import Suite, TaskData, load_suite
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.backbone.extraction import extract_query_keys
+from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
@@ -135,7 +135,7 @@ class Finished:
     configuration: Mapping[str, Any]  # of run.json
     complete: tuple[FinishedRun, ...]  # by method, budget and seed
     unfinished: tuple[FinishedRun, ...] = ()  # likewise; begun, with tasks still to do
-    _query_keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
+    _keys: dict[str, Tensor] = field(default_factory=dict)  # of tasks, once they were computed
 
     @classmethod
     def read(cls, out: Path, model: Path | None = None, data: Path | None = None) -> Finished:
@@ -225,11 +225,11 @@ class Finished:
             raise ConfigError(f"{self.model}: not the model of the run {self.out}, which is {recorded['name']!r}")
         return backbone
 
-    def query_keys(self, task: TaskData) -> Tensor:
-        """Of a task's test questions: [n, 2, d], see `Backbone.query_keys`. Computed once."""
-        if task.name not in self._query_keys:
-            self._query_keys[task.name] = extract_query_keys(self.backbone, task.test, batch_size=64)
-        return self._query_keys[task.name]
+    def keys(self, task: TaskData) -> Tensor:
+        """Of a task's test questions: [n, d], see `Backbone.retrieval_keys`. Computed once."""
+        if task.name not in self._keys:
+            self._keys[task.name] = extract_keys(self.backbone, task.test, batch_size=64)
+        return self._keys[task.name]
 
 
 def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> dict[str, Any]:

@@ -36,8 +36,8 @@ METHODS = HEAD[3:6]
 LEGEND = """\
 No question was taught. "base" are questions that the model answers well by itself.
 PromptReplay shows the model the nearest taught questions and answers in its prompt, for every question.
-The gate gives a question the memory of the task with the largest margin, if that is above 0; else it is closed, and the
-untouched model answers."""
+The gate gives a question the memory of the task with the largest margin, if that is at least 0; else it is closed, and
+the untouched model answers."""
 VALIDATION = """\
 A few questions say little: the last column has all validation questions of the task, right after it was learned. Its
 gate was fitted to them too."""
@@ -92,7 +92,8 @@ def verdict_of(trace: dict[str, Any], same: bool) -> str:
     margins = "\n".join(f"  {task} {margin:+.3f}" for task, margin in trace["gate"]["margins"].items())
     if gate_is_open(trace):
         return f"open: {trace['gate']['task']}\n{margins}"
-    return f"closed{', the untouched answer' if same else ''}\n{margins}"
+    reason = trace["gate"]["closed"].replace("_", " ")
+    return f"closed, {reason}{': the untouched answer' if same else ''}\n{margins}"
 
 
 def server_arguments(model: Path, bundle: Path) -> list[str]:

@@ -7,17 +7,17 @@ else, how many open the gate.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from benchmarks.gate.lists import read_lists
-from benchmarks.gate.wordings import reworded, shares_content_word
+from benchmarks.gate.styles import STYLES
+from benchmarks.gate.wordings import listed_name, reworded, shares_content_word
+from selector.backbone.turns import message
 from selector.data.examples import Example
 from selector.gate.background import Phrases
 from selector.gate.fitting_set import GateQuestion
-from selector.gate.turns import message
 from selector.gate.variations import (
     Vary,
     after,
@@ -46,23 +46,19 @@ WAYS: Final[Mapping[str, Vary]] = {
     "400 words before": before(400),
     "400 words after": after(400),
 }
-STYLES: Final = ("pale", "contours", "grain")  # of pictures; no fit has them
 SHOTS: Final = 2
 NEAR, EVERYDAY, NOISE, LANGUAGES = "near-misses", "everyday", "noise", "other languages"
 LONG_WAYS: Final = ("400 words before", "400 words after")
 
 
-def test_phrases() -> Phrases:
+def protocol_phrases() -> Phrases:
     lists = read_lists()
     return Phrases(lists.wrappers, lists.systems, lists.sentences, lists.turns)
 
 
-test_phrases.__test__ = False  # type: ignore[attr-defined]  # pytest collects names like this
-
-
 def own_questions(task: str, train: Sequence[Example], test: Sequence[Example], rng: Random) -> Iterator[GateQuestion]:
     """A task's test questions in every way."""
-    known, asked = test_phrases(), [text_of(example.messages) for example in train]
+    known, asked = protocol_phrases(), [text_of(example.messages) for example in train]
     for number, example in enumerate(test):
         for way, vary in WAYS.items():
             if way not in LONG_WAYS or number % 4 == 0:
@@ -76,7 +72,7 @@ def own_questions(task: str, train: Sequence[Example], test: Sequence[Example], 
         yield _question([*turns, *example.messages], images, task, "after examples")
         if example.images:
             other = rng.choice(train)
-            yield _question(example.messages, example.images, task, "another picture style", rng.choice(STYLES))
+            yield _question(example.messages, example.images, task, "another picture style", rng.choice(list(STYLES)))
             first, *rest = example.messages
             two = [{**first, "content": [*_pictures(other.messages), *first["content"]]}, *rest]
             yield _question(two, other.images + example.images, task, "two pictures")
@@ -87,7 +83,7 @@ def other_questions(
     stream: str, tasks: Collection[str], base: Sequence[Example], rng: Random
 ) -> Iterator[GateQuestion]:
     """What belongs to no task; `stream` is the name of its near-misses."""
-    known, lists = test_phrases(), read_lists()
+    known, lists = protocol_phrases(), read_lists()
     for example in base:
         yield _question(example.messages, example.images, None, "base")
         yield _question(wrapped(example.messages, known, rng), example.images, None, "base, wrapped")
@@ -99,8 +95,7 @@ def other_questions(
         example = rng.choice(pictured)
         return _question(with_text(example.messages, text), example.images, None, kind)
 
-    missed = {SHARED.get(task, task) for task in tasks}
-    for task in sorted(missed & set(lists.near_misses[stream])):
+    for task in sorted({listed_name(task) for task in tasks} & set(lists.near_misses[stream])):
         for text in lists.near_misses[stream][task]:
             yield about_picture(text, NEAR)
     for text in lists.everyday:
@@ -109,13 +104,11 @@ def other_questions(
         for text in (*lists.everyday, *lists.everyday_picture):
             yield about_picture(text, f"{EVERYDAY}, with a picture")
     for text in (*lists.lorem, *lists.nonsense):
-        yield about_picture(text, NOISE)
         yield _question([message("user", text)], (), None, NOISE)
+        if pictured:
+            yield about_picture(text, NOISE)
     for number, text in enumerate(lists.languages):
         yield about_picture(text, LANGUAGES) if number % 2 else _question([message("user", text)], (), None, LANGUAGES)
-
-
-SHARED: Final = {"code_shape": "code", "code_digit": "code", "sign_shape": "sign", "sign_digit": "sign"}
 
 
 def _question(
@@ -134,15 +127,3 @@ def _pictures(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**turn, "content": [part for part in turn["content"] if part["type"] != "image"]} for turn in messages]
-
-
-@dataclass
-class Row:
-    """One kind of question: how many there are, how many opened the gate, and for the right task."""
-
-    asked: int = 0
-    routed: int = 0
-    opened: int = 0
-    wrong: int = 0  # opened for another task than its own
-    of_task: bool = True
-    missed: list[str] = field(default_factory=list)

@@ -36,7 +36,7 @@ _STOP_WORDS: Final = frozenset(_FUNCTION_WORDS.split())
 
 def reworded(task: str, question: str, number: int) -> str | None:
     """Rewording `number % count` of the task's question; None: this is no question of the task."""
-    name = _name(task)
+    name = listed_name(task)
     found = _parse(name, question)
     if found is None:
         return None
@@ -47,13 +47,13 @@ def reworded(task: str, question: str, number: int) -> str | None:
 
 def shares_content_word(task: str, question: str, training: Collection[str]) -> bool:
     """Whether the question has a content word that at least a tenth of the training questions have outside slots."""
-    name = _name(task)
+    name = listed_name(task)
     counts = Counter(word for asked in training for word in _fixed_words(name, asked))
     least = max(1.0, LEAST_SHARE * len(training))
     return any(counts[word] >= least for word in _content_words(question))
 
 
-def _name(task: str) -> str:
+def listed_name(task: str) -> str:
     """Under which name the lists hold the task."""
     return SHARED_QUESTIONS.get(task, task)
 

@@ -101,6 +101,12 @@ def packed_keys(kv_cache: Tensor) -> Tensor:
     return kv_cache.as_strided((blocks, J, two_d // 2, C), (kv_cache.stride(0), kv_cache.stride(1), C, 1))
 
 
+def packed_values(kv_cache: Tensor) -> Tensor:
+    """View the values in such a cache, in which they lie behind the keys of their block, as [blocks, J, C, D]."""
+    blocks, J, C, two_d = kv_cache.shape
+    return kv_cache.view(blocks, J, 2 * C, two_d // 2)[:, :, C:]
+
+
 def _attend_folded(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rows_first: bool = False
 ) -> Attended:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..errors import UnsupportedModel
 from ..logs import logger_of
 from ..requirements import check_merged
 from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
+from .cpu import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
 from .pages import RequestMemory
@@ -51,6 +54,10 @@ class CPUMemoryAttention:
                 raise UnsupportedModel("merged memory cannot be served: KV-cache blocks are split for the kernel")
             probe_packed_layout(builder.isa, dtype_of(self._model), builder.head_dim, builder.block_size)
             builder.merged_memories = lambda: self._merged
+
+    def cached_values(self, kv_cache: Tensor) -> Tensor:
+        """See `MemoryAttention`."""
+        return packed_values(kv_cache)
 
     def warm_up(self) -> None:
         """Nothing is compiled."""

@@ -98,6 +98,10 @@ class KernelMemoryAttention:
         self._graphs = GraphBuffers(self._geometry, self._most_graph_rows, self.merged_refusal is None, self._device)
         attach_to_decoders(layers, self)
 
+    def cached_values(self, kv_cache: Tensor) -> Tensor:
+        """See `MemoryAttention`. vLLM's backends for CUDA have a token's value behind its key: [blocks, J, C, 2 D]."""
+        return kv_cache[..., kv_cache.shape[-1] // 2 :]
+
     # ---- before a step ------------------------------------------------------------------------------------------
 
     def begin_step(self, rows: StepRows) -> None:

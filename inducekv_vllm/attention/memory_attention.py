@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
@@ -27,6 +28,10 @@ class MemoryAttention(Protocol):
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """Act on these layers from now on; `builders` make their attention metadata. Called once, at start."""
+        ...
+
+    def cached_values(self, kv_cache: Tensor) -> Tensor:
+        """The values [blocks, J, C, D] in a layer's KV cache, as a view."""
         ...
 
     def warm_up(self) -> None:

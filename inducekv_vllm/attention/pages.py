@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from ..errors import UnsupportedModel
 from ..page_terms import Form, IntArray, Weighting
+from ..resident_gate import ResidentGate
 from .page_allocator import Region
 
 
@@ -47,6 +48,7 @@ class ResidentBundle:
     tokens: IntArray  # [B, m] places in the pool
     null_tokens: IntArray  # [B] place of a token with key and value 0; decoupled memory alone
     map_rows: IntArray  # [B, r] places among the rows of maps
+    gate: ResidentGate | None = None  # beside the pool
 
     @property
     def nbytes(self) -> int:

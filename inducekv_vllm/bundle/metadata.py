@@ -224,8 +224,8 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
 def _check_gate(metadata: BundleMetadata, name: str) -> None:
     if metadata.gate_tasks and metadata.format_version < 7:
         raise BundleError(
-            f"{name}: its relevance gate is of format version {metadata.format_version}, which looked at the prompt as a "
-            "whole; this version needs a gate of format version 7: make the memory again"
+            f"{name}: its relevance gate is of format version {metadata.format_version}, which looked at the prompt as "
+            "a whole; this version needs a gate of format version 7: make the memory again"
         )
     if bool(metadata.gate_tasks) != (metadata.gate is not None):
         raise BundleError(f"{name}: a relevance gate needs tasks and what it looks at, or neither")

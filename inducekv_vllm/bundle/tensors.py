@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..activation import Activation
 from ..bounded_json import without_collections
 from ..errors import BundleError, FingerprintMismatch
-from ..gate import RelevanceGate, TokenScores, TurnMarks
+from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
 from ..page_terms import Form, IntArray, Weighting
 from .metadata import (
@@ -77,6 +77,13 @@ class Gate:
     def token_scores(self) -> TokenScores:
         """In float32."""
         return TokenScores(self.center, self.scale, self.prototypes.float(), self.floors)
+
+    @property
+    def token_digest(self) -> str:
+        """See `inducekv_vllm.gate.token_digest`."""
+        names = [field.name for field in fields(TokenScores)]
+        stored = {name: getattr(self, name).to("cpu", DTYPES[f"gate_{name}"]) for name in names}
+        return token_digest(self.layers, self.marks, stored)
 
     @property
     def rule(self) -> RelevanceGate:
@@ -413,9 +420,12 @@ def check_values(bundle: Bundle, name: str) -> None:
 
 
 def _check_gate_values(gate: Gate, name: str) -> None:
-    norms = gate.prototypes.float().norm(dim=2)  # [S, P]
-    if bool(((norms - 1).abs() > UNIT_NORM_TOLERANCE).any()):
-        raise BundleError(f"{name}: the gate's prototypes must have norm 1, found {float(norms.min()):.6g}")
+    prototypes = gate.prototypes.float()  # [S, P, F]
+    norms = prototypes.norm(dim=2)  # [S, P]
+    prototypes.zero_()  # freed memory keeps its content
+    farthest = norms.flatten()[(norms - 1).abs().argmax()]
+    if abs(float(farthest) - 1) > UNIT_NORM_TOLERANCE:
+        raise BundleError(f"{name}: gate_prototypes must have norm 1, found {float(farthest):.6g}")
     if not bool((gate.scale > 0).all()):
         raise BundleError(f"{name}: gate_scale must be above 0, found {float(gate.scale.min()):.6g}")
     if not bool(((gate.floors >= 0) & (gate.floors < 1)).all()):

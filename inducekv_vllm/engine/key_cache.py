@@ -1,4 +1,4 @@
-"""A cache of query keys by prompt; concurrent requests for the same key share one computation."""
+"""A cache of what key passes find, by prompt; concurrent requests for the same share one computation."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from typing import Literal
 
 from cachetools import LRUCache
 
-from ..page_terms import FloatArray
+from .memory_index import QueryFeatures
+
+KeySource = Literal["computed", "shared", "cached", "none"]
 
 
 @dataclass(frozen=True)
 class KeyLookup:
-    """A query key and its source: computed for this caller, shared with another one, or cached."""
+    """What the memory needs of a prompt, and its source.
 
-    key: FloatArray  # [2, d] float32, see `query_keys.QueryKey`
-    source: Literal["computed", "shared", "cached"]
+    Computed for this caller, shared with another one, cached, or "none": the memory needs nothing.
+    """
+
+    features: QueryFeatures
+    source: KeySource
 
 
 class KeyCache:
     """Caches at most `capacity` keys. It belongs to one event loop and is not thread-safe."""
 
     def __init__(self, capacity: int) -> None:
-        self._keys: LRUCache[bytes, FloatArray] = LRUCache(capacity)
+        self._keys: LRUCache[bytes, QueryFeatures] = LRUCache(capacity)
         self._last_user: dict[bytes, str] = {}  # of the cached keys, and of some that were evicted
         # Keys being computed; the result is None if the caller was cancelled.
-        self._running: dict[bytes, asyncio.Future[FloatArray | None]] = {}
+        self._running: dict[bytes, asyncio.Future[QueryFeatures | None]] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -38,7 +43,7 @@ class KeyCache:
             del self._last_user[identity]
             self._keys.pop(identity, None)
 
-    async def get(self, identity: bytes, compute: Callable[[], Awaitable[FloatArray]], user: str = "") -> KeyLookup:
+    async def get(self, identity: bytes, compute: Callable[[], Awaitable[QueryFeatures]], user: str = "") -> KeyLookup:
         """Return the key of a prompt and call `compute` if it is not cached; `user` asks for it, see `drop`.
 
         The first caller computes in its own task. Nothing else runs before its first suspension, so prompts reach the

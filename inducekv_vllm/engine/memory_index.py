@@ -1,6 +1,7 @@
-"""The API process's part of a bundle: retrieval keys, gate and metadata, without the payload.
+"""The API process's part of a bundle: retrieval keys, the gate's rule and metadata, without the payload.
 
-Shapes: B entries, d hidden size. Every worker holds the payload; the digest identifies the bundle on both sides.
+Shapes: B entries, d hidden size, H evidence of the gate. Every worker holds the payload, and what the gate applies to
+tokens; the digest identifies the bundle on both sides.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ from ..bundle import Bundle, BundleMetadata, EntryRecord
 from ..gate import GateDecision, RelevanceGate
 from ..page_terms import FloatArray, IntArray, Retrieval, Weighting
 from ..retrieval import PrefixIndex
+
+
+@dataclass(frozen=True)
+class QueryFeatures:
+    """What a request's key pass has found. Each is None if the memory does not need it."""
+
+    key: FloatArray | None = None  # [d] float32, unit norm: the mean of the final hidden states
+    evidence: FloatArray | None = None  # [H] float32, for the gate
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class MemoryIndex:
     index: PrefixIndex | None  # over the retrieval keys [B, d]; None without entries
     temperature: float
     gate: RelevanceGate | None = None
+    token_digest: str = ""  # of what turns a prompt into the gate's evidence
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, path: str) -> MemoryIndex:
@@ -49,7 +59,8 @@ class MemoryIndex:
             file_bytes=os.path.getsize(path),
             index=PrefixIndex(bundle.retrieval_keys.numpy()) if bundle.num_entries else None,
             temperature=float(bundle.temperature),
-            gate=RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks) if gate is not None else None,
+            gate=gate.rule if gate is not None else None,
+            token_digest=gate.token_digest if gate is not None else "",
         )
 
     @property
@@ -70,9 +81,18 @@ class MemoryIndex:
         return self.metadata.payload_tokens
 
     @property
-    def key_pass_reads_cache(self) -> bool:
-        """Whether the last bits of a query key decide nothing but a tie of the gate; weights would differ in theirs."""
-        return self.weighting == "uniform"
+    def asked_gate(self) -> str | None:
+        """The digest under which the workers have the gate; None without one."""
+        return self.digest if self.gate is not None else None
+
+    @property
+    def needs_retrieval_key(self) -> bool:
+        """Whether weights depend on the request."""
+        return self.weighting != "uniform"
+
+    @property
+    def needs_key_pass(self) -> bool:
+        return self.gate is not None or self.needs_retrieval_key
 
     @property
     def num_entries(self) -> int:
@@ -93,12 +113,12 @@ class MemoryIndex:
             return range(self.num_entries)
         return [i for i, entry in enumerate(self.entries) if not entry.has_expired(moment)]
 
-    def lookup(self, key: FloatArray, top_k: int | None, now: datetime | None = None) -> MemoryLookup:
-        """Find the entries and weights for a query key [2, d]; `top_k` None means all entries.
+    def lookup(self, query: QueryFeatures, top_k: int | None, now: datetime | None = None) -> MemoryLookup:
+        """Find the entries and weights for a request; `top_k` None means all entries.
 
-        The prefix part of the key searches the entries of the task that the gate chooses, or all B without a gate.
-        Entries that have expired, and tasks that have no others, are left out: the answer is that of a memory without
-        them.
+        They are those of the task that the gate chooses, or all B without a gate. Uniform weighting takes all of them
+        with weight 1, whatever `top_k` says. Entries that have expired, and tasks that have no others, are left out:
+        the answer is that of a memory without them.
 
         Args:
             now: the time of the request; None for the clock's.
@@ -108,22 +128,27 @@ class MemoryIndex:
         gate_decision = None
         if self.gate is not None:
             tasks = {self.entries[i].task for i in alive} | {record.task for record in self.metadata.task_adapters}
-            gate_decision = self.gate.decide(key, tasks if num_expired else None)
+            assert query.evidence is not None
+            gate_decision = self.gate.decide(query.evidence, tasks if num_expired else None)
             if gate_decision.task is None or self.metadata.adapter_of(gate_decision.task):
                 return MemoryLookup(None, gate_decision, num_expired)
         elif not alive:
             return MemoryLookup(None, None, num_expired)
+        chosen = [i for i in alive if gate_decision is None or self.entries[i].task == gate_decision.task]
+        retrieval = self._retrieve(query.key, np.array(chosen, dtype=np.int64), top_k)
+        return MemoryLookup(retrieval, gate_decision, num_expired)
+
+    def _retrieve(self, key: FloatArray | None, entries: IntArray, top_k: int | None) -> Retrieval:
+        """Weights for entries [n], or for the `top_k` of them that are closest to the key."""
+        if not self.needs_retrieval_key:
+            return Retrieval(entries, np.ones(len(entries), dtype=np.float32))
         assert self.index is not None
-        among: IntArray | None = None
-        if gate_decision is not None:
-            among = np.array([i for i in alive if self.entries[i].task == gate_decision.task])
-        elif num_expired:
-            among = np.array(alive)
-        return MemoryLookup(self.index.search(key[0], self.temperature, top_k, among), gate_decision, num_expired)
+        assert key is not None
+        return self.index.search(key, self.temperature, top_k, None if len(entries) == self.num_entries else entries)
 
     def erase(self) -> None:
         """Overwrite the keys with zeros: freed memory keeps its content. The index cannot be used afterwards."""
         if self.index is not None:
             self.index.erase()
         if self.gate is not None:
-            self.gate.keys.fill(0)
+            self.gate.weights.fill(0)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from ..gate import Closed
+from .key_cache import KeySource
 from .memory_index import MemoryIndex, MemoryLookup
 
-KeySource = Literal["computed", "shared", "cached"]
-KEY_SOURCES: Final[tuple[KeySource, ...]] = ("computed", "shared", "cached")
+KEY_SOURCES: Final[tuple[KeySource, ...]] = get_args(KeySource)
 Pass = Literal["key", "answer"]
 PASSES: Final[tuple[Pass, ...]] = ("key", "answer")
 
@@ -31,16 +32,20 @@ WHOLE_ANSWER: Final = (
 )
 RETRIEVAL: Final = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 COSINES: Final = (-0.5, 0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99)
-MARGINS: Final = (-1.0, -0.5, -0.3, -0.2, -0.1, -0.05, -0.02, -0.01, 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+MARGINS: Final = (
+    *(-20.0, -15.0, -10.0, -7.0, -5.0, -4.0, -3.0, -2.0, -1.0, -0.5, 0.0),
+    *(0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 15.0, 20.0),
+)  # log-odds
+CLOSED: Final[tuple[Closed, ...]] = get_args(Closed)
 
 REQUESTS = Counter(
     "inducekv:requests",
-    "Requests to a memory bundle, by its relevance gate: open for a task, closed, or none.",
+    "Requests to a memory bundle, by its relevance gate: open for a task, closed (outside, below_threshold), or none.",
     ["bundle", "gate", "task"],
 )
 QUERY_KEYS = Counter(
     "inducekv:query_keys",
-    "Query keys by source: computed in a key pass, shared with a request that ran at the same time, or cached.",
+    "Query keys by source: computed in a key pass, shared with a request that ran at the same time, cached, or none.",
     ["bundle", "source"],
 )
 FAILURES = Counter(
@@ -108,7 +113,7 @@ class BundleMetrics:
     def begin(self, memory: MemoryIndex) -> None:
         """Begin the series at 0, those of the gate's tasks included: a rate needs what was before the first request."""
         tasks = memory.gate.tasks if memory.gate is not None else ()
-        verdicts = [("open", task) for task in tasks] + [("closed", "")] if tasks else [("none", "")]
+        verdicts = [*(("open", task) for task in tasks), *((reason, "") for reason in CLOSED)] or [("none", "")]
         for verdict in verdicts:
             REQUESTS.labels(self.bundle, *verdict)
         for source in KEY_SOURCES:
@@ -170,6 +175,7 @@ class BundleMetrics:
 
 def _verdict(lookup: MemoryLookup) -> tuple[str, str]:
     """The labels `gate` and `task`."""
-    if lookup.gate_decision is None:
+    decision = lookup.gate_decision
+    if decision is None:
         return "none", ""
-    return ("closed", "") if lookup.gate_decision.task is None else ("open", lookup.gate_decision.task)
+    return decision.closed or "open", decision.task or ""

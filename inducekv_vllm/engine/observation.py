@@ -10,8 +10,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from .key_cache import KeySource
 from .memory_index import MemoryIndex, MemoryLookup
-from .metrics import BundleMetrics, KeySource, Pass
+from .metrics import BundleMetrics, Pass
 from .spans import RequestSpan
 
 CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)  # answered with 4xx

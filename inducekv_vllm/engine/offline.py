@@ -10,7 +10,7 @@
     memory = offline.load_bundle("shapes.safetensors")
     answers = offline.chat(conversations, SamplingParams(max_tokens=16), memory=memory)
 
-Shapes: N prompts, k entries retrieved, d hidden size.
+Shapes: N prompts, k entries retrieved.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from ..config import InduceKVConfig
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..fingerprint import backbone_fingerprint
 from ..gate import GateDecision
-from ..page_terms import FloatArray, Retrieval
+from ..page_terms import Retrieval
 from ..placeholders import placeholder_ids
-from .memory_index import MemoryIndex, MemoryLookup
+from .gate_log import GateLog
+from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 from .passes import (
     answer_pass_params,
     answer_pass_prompt,
-    decode_key,
+    decode_features,
     key_pass_params,
     make_injection_spec,
     require_rendered,
@@ -55,7 +56,7 @@ class MemoryAnswer:
     """One prompt's answer. The other fields are None for a prompt without memory."""
 
     output: RequestOutput
-    key: FloatArray | None  # [2, d] float32, see `query_keys.QueryKey`
+    query: QueryFeatures | None
     retrieval: Retrieval | None  # k entries and weights; None if the gate is closed
     gate_decision: GateDecision | None  # None for a memory without a gate
 
@@ -64,7 +65,12 @@ class MemoryLLM:
     """An `LLM` with memories. Bundles stay loaded until `unload_bundle` or the end of the engine."""
 
     def __init__(self, llm: LLM) -> None:
-        """Raises UnsupportedModel if the engine was started without the memory worker, ConfigError for a public key."""
+        """Open the gate log, if there is one, and read the public keys.
+
+        Raises:
+            UnsupportedModel: the engine was started without the memory worker.
+            ConfigError: a file cannot be used.
+        """
         self.llm = llm
         vllm_config = llm.llm_engine.vllm_config
         self.config = InduceKVConfig.from_vllm(vllm_config) or InduceKVConfig()
@@ -77,6 +83,7 @@ class MemoryLLM:
         self._backbone = backbone_fingerprint(vllm_config.model_config.model, vllm_config.model_config.revision)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
+        self._gate_log = GateLog.of(self.config)
         self._loaded: dict[str, MemoryIndex] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> MemoryIndex:
@@ -174,17 +181,14 @@ class MemoryLLM:
         if remainder is None:
             remainder = self.config.remainder
 
-        with_memory = [i for i, memory_index in enumerate(memories) if memory_index is not None]
-        reads = [each is not None and each.key_pass_reads_cache for each in (memories[i] for i in with_memory)]
-        passes = dict(
-            zip(with_memory, self._query_keys([renders[i] for i in with_memory], reads, adapter), strict=True)
-        )
+        passes = self._key_passes(renders, memories, adapter)
         lookups = [MemoryLookup(None, None)] * len(renders)
         specs: list[InjectionSpec | None] = [None] * len(renders)
         for i, memory_index in enumerate(memories):
             if memory_index is not None:
-                key, token_ids = passes[i]
-                lookups[i] = memory_index.lookup(key, top_k or self.config.top_k)
+                query, token_ids = passes[i]
+                lookups[i] = memory_index.lookup(query, top_k or self.config.top_k)
+                self._gate_log.note(memory_index, query, lookups[i])
                 specs[i] = make_injection_spec(memory_index, lookups[i], remainder, token_ids, self._placeholders)
 
         # Render again: vLLM's two caches of processed images stay in step because they see the same sequence.
@@ -198,24 +202,33 @@ class MemoryLLM:
             for i, output in enumerate(outputs)
         ]
 
-    def _query_keys(
-        self, renders: Sequence[Callable[[], EngineInput]], reads_cache: Sequence[bool], adapter: LoRARequest | None
-    ) -> list[tuple[FloatArray, Sequence[int]]]:
-        """Pass one: compute the keys [2, d] of N prompts; with each, the prompt's token ids."""
-        key_ids = [uuid.uuid4().hex for _ in renders]
+    def _key_passes(
+        self,
+        renders: Sequence[Callable[[], EngineInput]],
+        memories: Sequence[MemoryIndex | None],
+        adapter: LoRARequest | None,
+    ) -> dict[int, tuple[QueryFeatures, Sequence[int]]]:
+        """Pass one, for each of the N prompts with memory: what it finds, and the prompt's token ids."""
+        asked = {i: (memory, uuid.uuid4().hex) for i, memory in enumerate(memories) if memory is not None}
         try:
-            prompts = (require_rendered(render()) for render in renders)
-            params = [key_pass_params(key_id, reads) for key_id, reads in zip(key_ids, reads_cache, strict=True)]
-            outputs = self._run(prompts, params, adapter)
-            return [
-                (decode_key(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,))), output.prompt_token_ids)
-                for key_id, output in zip(key_ids, outputs, strict=True)
+            prompts = (require_rendered(renders[i]()) for i in asked)
+            outputs = self._run(
+                prompts, [key_pass_params(key_id, memory) for memory, key_id in asked.values()], adapter
+            )
+            return {
+                i: (self._fetch(memory, key_id), output.prompt_token_ids)
+                for (i, (memory, key_id)), output in zip(asked.items(), outputs, strict=True)
                 if output.prompt_token_ids is not None  # prompt embeddings are refused at start
-            ]
+            }
         except BaseException:
-            for key_id in key_ids:
+            for _, key_id in asked.values():
                 self.llm.collective_rpc("inducekv_drop_key", args=(key_id,))
             raise
+
+    def _fetch(self, memory: MemoryIndex, key_id: str) -> QueryFeatures:
+        if not memory.needs_key_pass:  # it only told the prompt's tokens
+            return QueryFeatures()
+        return decode_features(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,)))
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ..activation import first_active_position
 from ..page_terms import FloatArray
-from .memory_index import MemoryIndex, MemoryLookup
+from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 from .wire import EXTRA_ARGS_KEY, InjectionSpec, KeyPassSpec
 
 OPTION_PREFIX = "inducekv_"
@@ -90,17 +90,23 @@ def require_rendered(prompt: object) -> EngineInput:
     return cast(EngineInput, prompt)
 
 
-def prompt_identity(prompt: EngineInput, adapter: str | None, reads_cache: bool = False, owner: str = "") -> bytes:
-    """Compute a digest that two prompts share only if their query keys are equal and they have one owner.
+def prompt_identity(
+    prompt: EngineInput, adapter: str | None, gate: str | None = None, retrieval: bool = True, owner: str = ""
+) -> bytes:
+    """Compute a digest that two prompts share only if their key passes find the same and they have one owner.
 
     It includes the user's cache salt, because users who must not share prefix blocks must not share keys either.
+
+    Args:
+        gate: digest of the bundle whose gate is asked.
+        retrieval: whether the query key for the retrieval is computed.
     """
     fields = cast(Mapping[str, Any], prompt)
     sha = hashlib.sha256(array("q", fields["prompt_token_ids"]).tobytes())
     for modality, index in mm_items(prompt):
         offset = fields["mm_placeholders"][modality][index].offset
         sha.update(f"\n{modality} {offset} {fields['mm_hashes'][modality][index]}".encode())
-    sha.update(repr((adapter, fields.get("cache_salt"), reads_cache, owner)).encode())
+    sha.update(repr((adapter, fields.get("cache_salt"), gate, retrieval, owner)).encode())
     return sha.digest()
 
 
@@ -121,21 +127,22 @@ def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
     return argsort_mm_positions(prompt["mm_placeholders"])
 
 
-def key_pass_params(key_id: str, reads_cache: bool) -> SamplingParams:
-    """Parameters of the first pass: prefill the prompt; the worker keeps the query key under `key_id`.
+def key_pass_params(key_id: str, memory: MemoryIndex) -> SamplingParams:
+    """Parameters of the first pass: prefill the prompt; the worker keeps what it finds under `key_id`.
 
-    The key is a mean over *all* prompt tokens. So the pass fills the prefix cache but does not read it; with
-    `reads_cache`, our scheduler lets it if the workers keep the sums of cached blocks (`scheduler.py`).
+    The key for the retrieval is a mean over *all* prompt tokens. So a pass that needs it fills the prefix cache but
+    does not read it. A gate's evidence is read from the KV cache, whoever has filled it.
     """
+    spec = KeyPassSpec(key_id, gate=memory.asked_gate, retrieval=memory.needs_retrieval_key)
     return SamplingParams(
         n=1,
         max_tokens=1,
         temperature=0.0,
         detokenize=False,
         watermarking=False,
-        skip_reading_prefix_cache=True,
+        skip_reading_prefix_cache=spec.retrieval,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA_ARGS_KEY: KeyPassSpec(key_id, reads_cache).to_extra_args()},
+        extra_args={EXTRA_ARGS_KEY: spec.to_extra_args()},
     )
 
 
@@ -155,15 +162,11 @@ def make_injection_spec(
     """
     if (retrieval := lookup.retrieval) is None:
         return None
-    entries = tuple(retrieval.entries.tolist())
-    weights = tuple(retrieval.weights.tolist())  # float32 to float64 is exact
-    if memory.weighting == "uniform":  # the same spec, so the same memory slot, for every request of a task
-        entries, weights = tuple(sorted(entries)), (1.0,) * len(entries)
     activation = memory.metadata.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
     return InjectionSpec(
         bundle=memory.digest,
-        entries=entries,
-        weights=weights,
+        entries=tuple(retrieval.entries.tolist()),
+        weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
         remainder=remainder and memory.weighting == "sqrt",
         start=first_active_position(activation, token_ids, placeholders),
         expired=lookup.num_expired,
@@ -192,16 +195,21 @@ def answer_pass_prompt(prompt: EngineInput, spec: InjectionSpec | None) -> Engin
     return cast(EngineInput, {**prompt, "cache_salt": salt.hexdigest()})
 
 
-def decode_key(answers: list[dict[str, Any]]) -> FloatArray:
-    """Decode the query key [2, d] float32 from the ranks' answers to `inducekv_pop_key`.
+def decode_features(answers: list[dict[str, Any]]) -> QueryFeatures:
+    """Decode what a key pass has found from the ranks' answers to `inducekv_pop_key`.
 
     Raises:
-        RuntimeError: a rank has no key, or the key is not finite because the model overflowed.
+        RuntimeError: a rank has found nothing, or numbers that are not finite because the model overflowed.
     """
     for rank, answer in enumerate(answers):
         if "error" in answer:
             raise RuntimeError(f"rank {rank} has no query key: {answer['error']}")
-    key = np.frombuffer(answers[0]["key"], dtype=np.float32).reshape(2, -1)
-    if not np.isfinite(key).all():
+    key, evidence = (_decode(answers[0][name]) for name in ("key", "evidence"))
+    return QueryFeatures(key=key, evidence=evidence)
+
+
+def _decode(sent: bytes | None) -> FloatArray | None:
+    numbers = None if sent is None else np.frombuffer(sent, dtype=np.float32)
+    if numbers is not None and not np.isfinite(numbers).all():
         raise RuntimeError("the model's hidden states for this prompt are not finite, so it has no query key")
-    return key
+    return numbers

@@ -40,7 +40,7 @@ class RequestSpan:
             "inducekv.gate": "none",
         }
         if (decision := lookup.gate_decision) is not None:
-            facts["inducekv.gate"] = "closed" if decision.task is None else "open"
+            facts["inducekv.gate"] = decision.closed or "open"
             facts["inducekv.gate.margin"] = float(decision.margins.max())
             if decision.task is not None:
                 facts["inducekv.task"] = decision.task

@@ -35,12 +35,13 @@ def describe_injection(
 
 
 def _describe_gate(memory: MemoryIndex, gate_decision: GateDecision | None) -> dict[str, Any] | None:
-    """None without a gate. For a closed gate, the task is null."""
+    """None without a gate. For a closed gate the task is null, and for an open one the reason why it is closed."""
     if memory.gate is None or gate_decision is None:
         return None
     return {
         "open": gate_decision.task is not None,
         "task": gate_decision.task,
+        "closed": gate_decision.closed,
         "margins": dict(zip(memory.gate.tasks, gate_decision.margins.tolist(), strict=True)),
     }
 

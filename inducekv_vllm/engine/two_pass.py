@@ -1,7 +1,7 @@
 """The two-pass engine client: vLLM's own `generate` with a memory in front of it.
 
-    pass one    the prompt without memory, for its query key          (skipped if the key is cached)
-    lookup      the key against the memory's gate and index: entries and weights, or nothing
+    pass one    the prompt without memory, for what gate and index ask (skipped if it is cached, or nothing is asked)
+    lookup      the memory's gate and index: entries and weights, or nothing
     pass two    the prompt again, with the entries injected: the answer
 
 If the gate is closed, pass two is the plain request with the unchanged prompt, so it reuses the prefix-cache blocks
@@ -34,10 +34,10 @@ from ..config import InduceKVConfig
 from ..errors import InduceKVError, UnknownBundle
 from ..gate import GateDecision
 from ..logs import logger_of
-from ..page_terms import FloatArray
 from ..placeholders import placeholder_ids
+from .gate_log import GateLog
 from .key_cache import KeyCache, KeyLookup
-from .memory_index import MemoryIndex
+from .memory_index import MemoryIndex, QueryFeatures
 from .metrics import BundleMetrics
 from .observation import observing
 from .owner import OWNER
@@ -46,7 +46,7 @@ from .passes import (
     answer_pass_params,
     answer_pass_prompt,
     cache_salt_of,
-    decode_key,
+    decode_features,
     key_pass_params,
     make_injection_spec,
     mm_items,
@@ -123,7 +123,10 @@ class TwoPassEngine:
         stop: EngineStop | None = None,
         record_answer: Callable[[str, str, dict[str, Any]], Awaitable[None]] | None = None,
     ) -> None:
-        """`record_answer` is called before each answer with its request id, its owner and what it is answered with."""
+        """`record_answer` is called before each answer with its request id, its owner and what it is answered with.
+
+        Raises ConfigError: the gate log cannot be used.
+        """
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
@@ -132,6 +135,7 @@ class TwoPassEngine:
         self._record_answer = record_answer
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._keys = KeyCache(config.key_cache_entries)
+        self._gate_log = GateLog.of(config)
         self._background: set[asyncio.Task[None]] = set()
         self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.traces = TraceLog()
@@ -184,9 +188,10 @@ class TwoPassEngine:
         with held.stack, observing(metrics, memory, options.get("trace_headers"), self._tracing) as observed:
             options = {**options, "trace_headers": observed.trace_headers}
             with self._invalidating_mm_cache(prompt):
-                key_lookup = await self._query_key(prompt, held, request_id, options)
+                key_lookup = await self._query_features(prompt, held, request_id, options)
             observed.keyed(key_lookup.source)
-            lookup = memory.lookup(key_lookup.key, memory_options.top_k or self._config.top_k)
+            lookup = memory.lookup(key_lookup.features, memory_options.top_k or self._config.top_k)
+            self._gate_log.note(memory, key_lookup.features, lookup)
             spec = make_injection_spec(
                 memory, lookup, self._config.remainder, prompt_token_ids(prompt), self._placeholders
             )
@@ -226,18 +231,20 @@ class TwoPassEngine:
                 raise VLLMValidationError(str(error)) from error
             yield lease
 
-    async def _query_key(
+    async def _query_features(
         self, prompt: EngineInput, held: HeldLease, request_id: str, options: Mapping[str, Any]
     ) -> KeyLookup:
-        """The key [2, d] of a prompt. Requests that share one computation run it with the options of the first."""
-        lease = held.lease
+        """What the memory needs of a prompt. Who shares a computation gets it with the options of the first."""
+        lease, memory = held.lease, held.lease.memory
+        if not memory.needs_key_pass:
+            return KeyLookup(QueryFeatures(), "none")
 
-        def compute() -> Awaitable[FloatArray]:
+        def compute() -> Awaitable[QueryFeatures]:
             return self._key_pass(prompt, lease, request_id, options)
 
         adapter = lease.adapter.lora_name if lease.adapter else None
-        identity = prompt_identity(prompt, adapter, lease.memory.key_pass_reads_cache, held.owner)
-        return await self._keys.get(identity, compute, lease.memory.digest)
+        identity = prompt_identity(prompt, adapter, memory.asked_gate, memory.needs_retrieval_key, held.owner)
+        return await self._keys.get(identity, compute, memory.digest)
 
     async def _record(
         self,
@@ -262,10 +269,10 @@ class TwoPassEngine:
 
     async def _key_pass(
         self, prompt: EngineInput, lease: Lease, request_id: str, options: Mapping[str, Any]
-    ) -> FloatArray:
+    ) -> QueryFeatures:
         """Pass one. An error or a cancellation leaves neither a request nor a key behind."""
         key_id = f"{request_id}-key-{uuid.uuid4().hex}"
-        params = key_pass_params(key_id, lease.memory.key_pass_reads_cache)
+        params = key_pass_params(key_id, lease.memory)
         try:
             outputs = self._plain_generate(
                 prompt,
@@ -281,7 +288,7 @@ class TwoPassEngine:
             if reason == "error":
                 raise GenerationError("the key pass failed inside the engine")
             try:
-                return decode_key(await self._client.collective_rpc("inducekv_pop_key", args=(key_id,)))
+                return decode_features(await self._client.collective_rpc("inducekv_pop_key", args=(key_id,)))
             except RuntimeError as error:
                 raise GenerationError(str(error)) from error
         except BaseException:

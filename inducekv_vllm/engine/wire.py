@@ -25,14 +25,14 @@ def pauses() -> Iterator[float]:
 
 @dataclass(frozen=True)
 class KeyPassSpec:
-    """First pass: the worker keeps the query key under this id."""
+    """First pass: the worker keeps what it finds under this id."""
 
     key_id: str
-    # Whether it may read the prefix cache. The key then differs in its last bits from that of another pass.
-    reads_cache: bool = False
+    gate: str | None  # digest of the bundle whose gate is asked for its evidence
+    retrieval: bool  # whether the query key for the retrieval is needed; the pass then computes the whole prompt
 
     def to_extra_args(self) -> dict[str, Any]:
-        return {"key_id": self.key_id, "reads_cache": self.reads_cache}
+        return {"key_id": self.key_id, "gate": self.gate, "retrieval": self.retrieval}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
     raw = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if raw is None:
         return None
-    if isinstance(raw, Mapping) and raw.keys() == {"key_id", "reads_cache"}:
-        return KeyPassSpec(str(raw["key_id"]), bool(raw["reads_cache"]))
+    if isinstance(raw, Mapping) and raw.keys() == {"key_id", "gate", "retrieval"}:
+        gate = raw["gate"]
+        return KeyPassSpec(str(raw["key_id"]), None if gate is None else str(gate), bool(raw["retrieval"]))
     if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start", "expired"}:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
         return InjectionSpec(

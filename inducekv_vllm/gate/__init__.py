@@ -1,10 +1,11 @@
 """The relevance gate: which task's memory a request uses, if any.
 
-It looks at one layer's attention values, in the tokens that decide (`question`). Each of its prototypes says how close
-the closest of these tokens comes to it (`evidence`); a rule weighs the evidence for each task (`rule`). The selector fits
-all of it, and the server applies it with the same functions.
+It looks at some layers' attention values, in the tokens that decide (`question`). Each of its prototypes says how close
+the closest of these tokens comes to it (`evidence`); a rule weighs the evidence for each task (`rule`). The selector
+fits all of it, and the server applies it with the same functions.
 """
 
+from .digest import token_digest
 from .evidence import TokenScores, above_floors
 from .question import TurnMarks, deciding_positions, turn_starts
 from .rule import Closed, GateDecision, RelevanceGate
@@ -17,5 +18,6 @@ __all__ = [
     "TurnMarks",
     "above_floors",
     "deciding_positions",
+    "token_digest",
     "turn_starts",
 ]

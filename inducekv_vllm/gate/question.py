@@ -1,8 +1,8 @@
 """Which tokens of a prompt decide: those of the question, without system prompt, earlier turns and template.
 
-The last user turn asks the question. Its text decides, and the media of the latest turn that has any: a conversation may
-be about a picture that was sent with its first turn. A prompt without user turns, as of the completions route, decides
-with all of its tokens.
+The last user turn asks the question. Its text decides, and the media of the latest turn that has any: a conversation
+may be about a picture that was sent with its first turn. A prompt without user turns, as of the completions route,
+decides with all of its tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A model with a bundle, as a server runs it: gate, retrieval and injection together, in transformers.
 
-Shapes: n questions, B entries, d hidden size.
+Shapes: n questions, B entries, d hidden size, H evidence of a question for a gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -21,6 +21,7 @@ from .injection import Memory, Terms
 from .model import Backbone
 from .routing import routed_tasks, routing
 from .scoring import Scorer
+from .token_values import evidence_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class BundledModel:
 
     scorer: Scorer
     bundle: Bundle | None
+    _evidence: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)  # [H] by source digest
 
     @property
     def backbone(self) -> Backbone:
@@ -38,40 +40,50 @@ class BundledModel:
     def memory(self) -> Memory | None:
         return None if self.bundle is None else Memory.from_bundle(self.bundle, device=self.backbone.device)
 
-    def routing(self, query_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each question gets memory, [n] bool, and the prior of its entries, [n, B] float32.
+    def evidence(self, examples: Sequence[Example]) -> Tensor:
+        """What the bundle's gate finds in n questions: [n, H] float32; [n, 0] without a gate."""
+        if self.bundle is None or (gate := self.bundle.gate) is None:
+            return torch.zeros(len(examples), 0)
+        new = {e.source_digest: e for e in examples if e.source_digest not in self._evidence}
+        found = evidence_of(self.backbone, gate, list(new.values()))
+        self._evidence.update(zip(new, found, strict=True))
+        known = [self._evidence[example.source_digest] for example in examples]
+        return torch.stack(known) if known else found
 
-        Args:
-            query_keys: [n, 2, d], what `Backbone.query_keys` gives.
-        """
+    def routing(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """Whether each of n questions gets memory, [n] bool, and the prior of its entries, [n, B] float32."""
         if self.bundle is None:
-            return torch.zeros(len(query_keys), dtype=torch.bool), torch.zeros(len(query_keys), 0)
-        return routing(self.bundle, query_keys)
+            return torch.zeros(len(examples), dtype=torch.bool), torch.zeros(len(examples), 0)
+        return routing(self.bundle, self.evidence(examples))
 
     @torch.no_grad()
-    def mean_loss(self, examples: Sequence[Example], query_keys: Tensor) -> float:
-        """Mean NLL of the examples' answers. Collective; raises as `Scorer.losses` does."""
-        opened, prior = self.routing(query_keys)
+    def mean_loss(self, examples: Sequence[Example], keys: Tensor) -> float:
+        """Mean NLL of the examples' answers. Collective; raises as `Scorer.losses` does.
+
+        Args:
+            keys: [n, d], what `Backbone.retrieval_keys` gives.
+        """
+        opened, prior = self.routing(examples)
         total = torch.zeros((), dtype=torch.float64)
         for batches in in_step(self._batches(opened)):
             with together():
                 for with_memory, rows in batches:
                     chosen = [examples[row] for row in rows]
-                    injection = self._injection(chosen, query_keys[rows], prior[rows], with_memory)
+                    injection = self._injection(chosen, keys[rows], prior[rows], with_memory)
                     total += self.scorer.losses(chosen, *injection).double().sum().cpu()
         all_reduce_sum([total])
         return float(total) / len(examples)
 
-    def accuracy(self, examples: Sequence[Example], query_keys: Tensor) -> float:
-        """The share of greedy answers that match exactly. Collective."""
+    def accuracy(self, examples: Sequence[Example], keys: Tensor) -> float:
+        """The share of greedy answers that match exactly. Collective; `keys` [n, d] as in `mean_loss`."""
         longest = max(1, *(len(self.scorer.answer_tokens(example)) for example in examples))
         right = torch.zeros(len(examples), dtype=torch.int64)
-        opened, prior = self.routing(query_keys)
+        opened, prior = self.routing(examples)
         for batches in in_step(self._batches(opened)):
             with together():
                 for with_memory, rows in batches:
                     texts = self._generate(
-                        [examples[row] for row in rows], query_keys[rows], prior[rows], with_memory, longest
+                        [examples[row] for row in rows], keys[rows], prior[rows], with_memory, longest
                     )
                     expected = [examples[row].answer.strip() for row in rows]
                     right[rows] = torch.tensor([int(a == b) for a, b in zip(texts, expected, strict=True)])
@@ -83,10 +95,10 @@ class BundledModel:
         texts = [""] * len(examples)
         for start in range(0, len(examples), self.scorer.batch_size):
             part = examples[start : start + self.scorer.batch_size]
-            keys = torch.zeros(len(part), 2, self.backbone.hidden_size)
-            if self.bundle is not None:
-                keys = self.backbone.query_keys(self.backbone.collate([self.scorer.prefix(e) for e in part]))
-            opened, prior = self.routing(keys)
+            opened, prior = self.routing(part)
+            keys = torch.zeros(len(part), self.backbone.hidden_size)
+            if opened.any():
+                keys = self.backbone.retrieval_keys(self.backbone.collate([self.scorer.prefix(e) for e in part]))
             for with_memory, rows in self._batches(opened):
                 answers = self._generate(
                     [part[row] for row in rows], keys[rows], prior[rows], with_memory, max_new_tokens
@@ -109,7 +121,7 @@ class BundledModel:
         """The memory and the terms of n questions for which the gate decides alike, or neither."""
         if not with_memory or self.memory is None or self.bundle is None:
             return None, None
-        terms = self.memory.terms(keys[:, 0], log_prior=prior)
+        terms = self.memory.terms(keys, log_prior=prior.to(self.backbone.device))
         if self.memory.form == "decoupled":
             activations = [self.bundle.metadata.activation_of(task) for task in routed_tasks(self.bundle, prior)]
             terms = replace(terms, first_active=self.scorer.first_active(examples, activations))
@@ -125,8 +137,8 @@ class BundledModel:
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
 
-def openings(bundle: Bundle, task: str, query_keys: Tensor) -> dict[str, float]:
-    """For questions of `task` with query keys [n, 2, d]: the shares with memory, and with their own task's entries."""
-    opened, prior = routing(bundle, query_keys)
+def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:
+    """For questions of `task` with evidence [n, H]: the shares with memory, and with their own task's entries."""
+    opened, prior = routing(bundle, evidence)
     own = torch.tensor([routed in (task, None) for routed in routed_tasks(bundle, prior)])
     return {"opened": float(opened.double().mean()), "own_task": float((opened & own).double().mean())}

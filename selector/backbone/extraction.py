@@ -1,4 +1,4 @@
-"""Extract memory entries from a frozen backbone: query keys and KV payloads of training prefixes.
+"""Extract memory entries from a frozen backbone: retrieval keys and KV payloads of training prefixes.
 
 Under `torchrun` each process takes whole batches, the same ones that a single process would make.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from inducekv_vllm.errors import ConfigError
 from ..data.examples import Example
 from ..runtime.distributed import in_step, merge_rows, together
 from ..runtime.progress import track
-from .model import Backbone, Inputs, pool_query_keys
+from .model import Backbone, Inputs, pool_retrieval_keys
 from .payload_store import PayloadStore
 
 
@@ -29,15 +29,10 @@ from .payload_store import PayloadStore
 class Extraction:
     """The entries e(x) of N prefixes (paper, Eq. key_rewrite and payload_rewrite)."""
 
-    query_keys: Tensor  # [N, 2, d] float32, unit norm: the mean over all tokens, and over the text tokens
+    keys: Tensor  # [N, d] float32, unit norm: r(x) of each prefix
     payload_keys: Tensor  # [L, N, J, m, D], before RoPE, after k_norm where the model has one
     payload_values: Tensor  # [L, N, J, m, D]
     store: PayloadStore | None = None  # the files that the payloads map, if they are on disk
-
-    @property
-    def keys(self) -> Tensor:
-        """r(x) of each prefix: [N, d] float32, unit norm."""
-        return self.query_keys[:, 0].contiguous()
 
 
 def extract(
@@ -50,7 +45,7 @@ def extract(
     store: PayloadStore | None = None,
     progress: bool = False,
 ) -> Extraction:
-    """Run the frozen model over every prefix once and keep its query key and its pooled keys and values. Collective.
+    """Run the frozen model over every prefix once and keep its key and its pooled keys and values. Collective.
 
     Args:
         payload_tokens: m.
@@ -64,10 +59,10 @@ def extract(
         TaskDataError: the model's processor refuses an example.
     """
     _require_positive("payload_tokens", payload_tokens)
-    if store is not None and (finished := store.query_keys()) is not None:
+    if store is not None and (finished := store.retrieval_keys()) is not None:
         return _from_store(finished, store)
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    query_keys = _no_query_keys(backbone, len(examples))
+    retrieval_keys = _no_keys(backbone, len(examples))
     payload_keys, payload_values = (torch.zeros(shape if store is None else 0, dtype=payload_dtype) for _ in range(2))
 
     def keep(start: int, inputs: Inputs) -> None:
@@ -76,7 +71,7 @@ def extract(
         keys, values = (torch.empty(shape[0], len(pooling), *shape[2:], dtype=payload_dtype) for _ in range(2))
         with _pooled_projections(backbone, pooling, keys, values):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
-        query_keys[rows] = pool_query_keys(hidden, inputs["attention_mask"], backbone.text_mask(inputs)).cpu()
+        retrieval_keys[rows] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
         if store is not None:
             store.write(start, keys, values)
         else:
@@ -84,41 +79,26 @@ def extract(
 
     with store.whole_or_gone() if store is not None else contextlib.nullcontext():
         _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
-        merge_rows([query_keys, payload_keys, payload_values])
+        merge_rows([retrieval_keys, payload_keys, payload_values])
         if store is None:
-            return Extraction(query_keys, payload_keys, payload_values)
-        store.finish(query_keys)
-    return _from_store(query_keys, store)
-
-
-def extract_query_keys(
-    backbone: Backbone, examples: Sequence[Example], *, batch_size: int = 8, progress: bool = False
-) -> Tensor:
-    """Query keys alone: [N, 2, d] float32, unit norm. Collective; raises as `extract` does."""
-    query_keys = _no_query_keys(backbone, len(examples))
-
-    def keep(start: int, inputs: Inputs) -> None:
-        keys = backbone.query_keys(inputs).cpu()
-        query_keys[start : start + len(keys)] = keys
-
-    _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
-    merge_rows([query_keys])
-    return query_keys
-
-
-class QueryKeysOf(Protocol):
-    """`extract_query_keys`, or what gives the same keys."""
-
-    def __call__(
-        self, backbone: Backbone, examples: Sequence[Example], *, batch_size: int, progress: bool = False
-    ) -> Tensor: ...
+            return Extraction(retrieval_keys, payload_keys, payload_values)
+        store.finish(retrieval_keys)
+    return _from_store(retrieval_keys, store)
 
 
 def extract_keys(
     backbone: Backbone, examples: Sequence[Example], *, batch_size: int = 8, progress: bool = False
 ) -> Tensor:
     """Retrieval keys alone: [N, d] float32, unit norm. Collective; raises as `extract` does."""
-    return extract_query_keys(backbone, examples, batch_size=batch_size, progress=progress)[:, 0].contiguous()
+    retrieval_keys = _no_keys(backbone, len(examples))
+
+    def keep(start: int, inputs: Inputs) -> None:
+        keys = backbone.retrieval_keys(inputs).cpu()
+        retrieval_keys[start : start + len(keys)] = keys
+
+    _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
+    merge_rows([retrieval_keys])
+    return retrieval_keys
 
 
 def pooling_matrices(lengths: Sequence[int], payload_tokens: int) -> Tensor:
@@ -142,15 +122,15 @@ def pooling_matrices(lengths: Sequence[int], payload_tokens: int) -> Tensor:
     return matrices
 
 
-def _no_query_keys(backbone: Backbone, count: int) -> Tensor:
-    """[N, 2, d] zeros, in the type that the backbone's keys have."""
+def _no_keys(backbone: Backbone, count: int) -> Tensor:
+    """[N, d] zeros, in the type that the backbone's keys have."""
     dtype = torch.promote_types(backbone.model.dtype, torch.float32)
-    return torch.zeros(count, 2, backbone.hidden_size, dtype=dtype)
+    return torch.zeros(count, backbone.hidden_size, dtype=dtype)
 
 
-def _from_store(query_keys: Tensor, store: PayloadStore) -> Extraction:
+def _from_store(retrieval_keys: Tensor, store: PayloadStore) -> Extraction:
     payload_keys, payload_values = (payload[:, store.num_previous :] for payload in store.mapped())
-    return Extraction(query_keys, payload_keys, payload_values, store)
+    return Extraction(retrieval_keys, payload_keys, payload_values, store)
 
 
 def _each_batch(

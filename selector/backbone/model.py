@@ -21,7 +21,6 @@ from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.checkpoints import Kind, kind_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.fingerprint import fingerprint_of
-from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from .chat import takes_parts, with_text_content
@@ -180,19 +179,6 @@ class Backbone:
         hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
         return hidden
 
-    def text_mask(self, inputs: Inputs) -> Tensor:
-        """Which tokens are text: no padding, and no placeholder of a picture, video or sound. [n, T] bool."""
-        tokens = inputs["input_ids"]
-        placeholders = torch.tensor(sorted(placeholder_ids(self.model.config)), device=tokens.device)
-        return inputs["attention_mask"].bool() & ~torch.isin(tokens, placeholders)
-
-    def query_keys(self, inputs: Inputs) -> Tensor:
-        """Both parts of each prefix's query key, in one forward pass: [n, 2, d] float32, unit norm.
-
-        Row 0 is r(x), the mean over all tokens; row 1 is the mean over the text tokens.
-        """
-        return pool_query_keys(self.hidden_states(inputs), inputs["attention_mask"], self.text_mask(inputs))
-
     def retrieval_keys(self, inputs: Inputs) -> Tensor:
         """r(x) of each prefix (paper, Eq. key_rewrite): [n, d] float32, unit norm."""
         return pool_retrieval_keys(self.hidden_states(inputs), inputs["attention_mask"])
@@ -208,11 +194,6 @@ def attention_named(backbone: Backbone, name: str) -> Iterator[None]:
         yield
     finally:
         text._attn_implementation = before
-
-
-def pool_query_keys(hidden: Tensor, attention_mask: Tensor, text_mask: Tensor) -> Tensor:
-    """The full-prefix mean and the text-token mean: [n, 2, d], each as `pool_retrieval_keys` gives it."""
-    return torch.stack([pool_retrieval_keys(hidden, mask) for mask in (attention_mask, text_mask)], dim=1)
 
 
 def pool_retrieval_keys(hidden: Tensor, attention_mask: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Payloads of a run's candidates on disk, for pools larger than the machine's memory.
 
     DIR/payload_keys.f16, DIR/payload_values.f16    [L, N, J, m, D] float16 each, the previous memory's entries first
-    DIR/query_keys.safetensors                      [N, 2, d]: the current task's; written last
+    DIR/retrieval_keys.safetensors                  [N, d]: the current task's; written last
 
 Files are written with plain writes and memory-mapped for reading: the operating system loads the pages that are used,
 and drops them when memory is short.
@@ -55,7 +55,7 @@ class PayloadStore:
             ConfigError: the disk is full or the folder cannot be written; nothing of the store is left.
         """
         store = cls(folder, shape, previous.num_entries if previous is not None else 0)
-        finished = store.query_keys() is not None
+        finished = store.retrieval_keys() is not None
         barrier()  # every process has looked before one changes anything
         with store.whole_or_gone(), together():
             if not finished and is_main():
@@ -81,8 +81,8 @@ class PayloadStore:
         with self._naming_failures():
             self._write(self.num_previous + first, payload_keys, payload_values)
 
-    def finish(self, query_keys: Tensor) -> None:
-        """Sync all payloads, and write their `query_keys` [N, 2, d]. Collective.
+    def finish(self, retrieval_keys: Tensor) -> None:
+        """Sync all payloads, and write their `retrieval_keys` [N, d]. Collective.
 
         Raises:
             ConfigError: the disk is full or fails.
@@ -96,18 +96,18 @@ class PayloadStore:
                     os.close(descriptor)
         with together(), self._naming_failures():
             if is_main():
-                replace_file(self._finished, safetensors.torch.save({"query_keys": query_keys.contiguous()}))
+                replace_file(self._finished, safetensors.torch.save({"retrieval_keys": retrieval_keys}))
 
-    def query_keys(self) -> Tensor | None:
-        """The current task's query keys [number of its entries, 2, d], if the store is finished."""
+    def retrieval_keys(self) -> Tensor | None:
+        """The current task's retrieval keys [number of its entries, d], if the store is finished."""
         expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
         try:
             if [(self.folder / name).stat().st_size for name in _FILES] != expected:
                 return None
-            query_keys = safetensors.torch.load(self._finished.read_bytes())["query_keys"]
+            keys = safetensors.torch.load(self._finished.read_bytes())["retrieval_keys"]
         except (OSError, KeyError, safetensors.SafetensorError):
             return None  # the caller extracts again
-        return query_keys if len(query_keys) == self.shape[1] - self.num_previous else None
+        return keys if len(keys) == self.shape[1] - self.num_previous else None
 
     def mapped(self) -> tuple[Tensor, Tensor]:
         """All payload keys and values as read-only maps, [L, N, J, m, D] float16 each."""
@@ -143,7 +143,7 @@ class PayloadStore:
 
     @property
     def _finished(self) -> Path:
-        return self.folder / "query_keys.safetensors"
+        return self.folder / "retrieval_keys.safetensors"
 
     def _create(self, previous: Bundle | None) -> None:
         with self._naming_failures():

@@ -1,4 +1,5 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign, shorten and publish bundles, and check audit logs.
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign, shorten and publish bundles, fit and measure
+their gates, and check audit logs.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
 error, printed in one line on standard error; 3 if `forget` finds nothing to forget, or `audit verify` a log whose last
@@ -29,13 +30,18 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.footprint import PAPER_BUDGETS, gate_bytes, plan, read_config, text_geometry
+from inducekv_vllm.footprint import PAPER_BUDGETS, plan, read_config, text_geometry
 
 from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
 from .custody import add_commands
+from .eval_gate import add_command as add_eval_gate
 from .flags import add_flags, error_line, require_output
+from .gate_fit import add_command as add_gate_fit
+from .gate_tables import gate_differences, gate_summary, tensor_difference
+from .loading import load_backbone
 from .replicas import add_command as add_publish
+from .route import add_command as add_route
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
@@ -124,52 +130,13 @@ def build(options: argparse.Namespace) -> int:
 
     examples = read_task(options.task)  # before the model, which takes longer to load
 
-    from transformers.utils.logging import disable_progress_bar
-
-    from ..backbone.model import Backbone
     from ..update.build import build_bundle
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    backbone = Backbone.load(options.model, device=options.device)
+    backbone = load_backbone(options.model, options.device)
     bundle = build_bundle(backbone, examples, settings, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: {bundle.num_entries} entries of {len(examples)} examples, digest {bundle.digest}")
     return SUCCESS
-
-
-def route(options: argparse.Namespace) -> int:
-    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
-    require_output(options.output)
-    folders = [_task_adapter(argument) for argument in options.adapter]
-    if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
-        raise ConfigError(f"--adapter gives the task {twice!r} twice")
-
-    from ..data.examples import read_task
-
-    base = read_task(options.base)
-    examples = {task: read_task(data) for task, _, data in folders}
-
-    from transformers.utils.logging import disable_progress_bar
-
-    from ..backbone.model import Backbone
-    from ..update.route import TaskAdapter, route_bundle
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    backbone = Backbone.load(options.model, device=options.device)
-    adapters = {task: TaskAdapter(folder, examples[task]) for task, folder, _ in folders}
-    bundle = route_bundle(backbone, base, adapters, relative_to=options.output.parent, progress=True)
-    write_bundle(bundle, options.output)
-    print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
-    return SUCCESS
-
-
-def _task_adapter(argument: str) -> tuple[str, Path, Path]:
-    """TASK=DIR:FILE. Raises ConfigError: it is not of that form."""
-    task, _, rest = argument.partition("=")
-    folder, _, data = rest.rpartition(":")
-    if not (task and folder and data):
-        raise ConfigError(f"--adapter must be TASK=DIR:FILE, found {argument!r}")
-    return task, Path(folder), Path(data)
 
 
 def _summary(bundle: Bundle) -> dict[str, Any]:
@@ -189,7 +156,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
-        "relevance gate": _gate_summary(bundle),
+        **gate_summary(bundle),
         **_form_summary(metadata),
         "weighting": metadata.weighting,
         "temperature": f"{float(bundle.temperature):.6g}",
@@ -232,16 +199,6 @@ def _form_summary(metadata: BundleMetadata) -> dict[str, str]:
     return summary
 
 
-def _gate_summary(bundle: Bundle) -> str:
-    if (gate := bundle.gate) is None:
-        return "none"
-    thresholds = ", ".join(
-        f"{task} (threshold {threshold:.4g})"
-        for task, threshold in zip(gate.tasks, gate.thresholds.tolist(), strict=True)
-    )
-    return f"{thresholds}; {gate_bytes(len(gate.tasks), bundle.metadata.backbone.hidden_size)} bytes"
-
-
 def _differences(old: Bundle, new: Bundle) -> list[str]:
     """One line for each difference; at least one where the digests differ."""
     lines = []
@@ -272,33 +229,10 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
             continue  # the difference of the metadata says so
         before = old.tensors()[name].index_select(axis, torch.tensor([old_rows[i] for i in kept], dtype=torch.int64))
         after = new.tensors()[name].index_select(axis, torch.tensor([new_rows[i] for i in kept], dtype=torch.int64))
-        lines += _tensor_difference(f"{name} of the {len(kept)} entries kept", before, after)
+        lines += tensor_difference(f"{name} of the {len(kept)} entries kept", before, after)
     for name in ("temperature", "value_gates", "layer_bias"):
-        lines += _tensor_difference(name, old.tensors()[name], new.tensors()[name])
-    return lines + _gate_differences(old, new)
-
-
-def _gate_differences(old: Bundle, new: Bundle) -> list[str]:
-    """Differences of the tasks that both gates have; the metadata's differences list the tasks."""
-    if old.gate is None or new.gate is None:
-        return []
-    lines = []
-    for task in old.gate.tasks:
-        if task in new.gate.tasks:
-            before, after = old.gate.tasks.index(task), new.gate.tasks.index(task)
-            lines += _tensor_difference(f"gate keys of {task}", old.gate.keys[before], new.gate.keys[after])
-            lines += _tensor_difference(
-                f"gate threshold of {task}", old.gate.thresholds[before], new.gate.thresholds[after]
-            )
-    return lines
-
-
-def _tensor_difference(name: str, before: torch.Tensor, after: torch.Tensor) -> list[str]:
-    if before.shape != after.shape:
-        return [f"{name}: shape {list(before.shape)} -> {list(after.shape)}"]
-    if torch.equal(before, after):
-        return []
-    return [f"{name}: largest change {float((before.float() - after.float()).abs().max()):.4g}"]
+        lines += tensor_difference(name, old.tensors()[name], new.tensors()[name])
+    return lines + gate_differences(old.gate, new.gate)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -341,18 +275,9 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(subparser, {"": BuildSettings})
     subparser.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
-    subparser = command("route", route)
-    subparser.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    subparser.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
-    subparser.add_argument(
-        "--adapter",
-        action="append",
-        required=True,
-        metavar="TASK=DIR:FILE",
-        help="a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable",
-    )
-    subparser.add_argument("--device", default="cpu", help="torch device of the query keys (default cpu)")
-    subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    add_route(command)
+    add_gate_fit(command)
+    add_eval_gate(command)
     add_commands(command, commands)
     add_publish(command)
     return parser

@@ -7,14 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from inducekv_vllm import audit_chain
-from inducekv_vllm.bundle import Bundle, Gate, read_bundle, read_private_key, sign_digest, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, read_private_key, sign_digest, write_bundle
 from inducekv_vllm.errors import ConfigError
 
+from ..gate.settings import DEFAULT_MISSES
 from .flags import require_output
+from .gate_questions import BACKGROUND, read_background_of
+from .gate_tables import print_prices_of
+from .loading import load_backbone
 from .moments import moment_before
+
+if TYPE_CHECKING:
+    from ..gate.fit import FittedGate
 
 SUCCESS, NOTHING, TORN = 0, 3, 3
 Command = Callable[[argparse.Namespace], int]
@@ -42,13 +49,16 @@ def forget(options: argparse.Namespace) -> int:
     if not rows:
         print(f"{options.path}: none of its {bundle.num_entries} entries is to be forgotten; nothing was written")
         return NOTHING
-    after = without_entries(bundle, rows, _refitted(options, bundle, rows) if options.model else None)
+    fitted = _refitted(options, bundle, rows) if options.model else None
+    after = without_entries(bundle, rows, None if fitted is None else fitted.gate)
     write_bundle(after, options.output)
     gone = ", ".join(task for task in bundle.metadata.tasks if task not in after.metadata.tasks) or "none"
     print(
         f"{options.output}: {after.num_entries} entries, {len(rows)} forgotten, tasks gone: {gone}, "
         f"digest {after.digest}"
     )
+    if fitted is not None:
+        print_prices_of(fitted, bundle.metadata.settings.get("gate_misses", DEFAULT_MISSES))
     return SUCCESS
 
 
@@ -57,27 +67,26 @@ def _check_forget(options: argparse.Namespace) -> None:
         raise ConfigError("say what to forget: --entry, --source-digest, --task, --older-than or --expired")
     if options.undated and not options.older_than:
         raise ConfigError("--undated says what becomes of entries without a date with --older-than")
-    if bool(options.model) != bool(options.anchors) or (options.base and not options.model):
-        raise ConfigError("to fit the gate again, give --model and --anchors, and --base if it had base questions")
+    if bool(options.model) != bool(options.anchors) or ((options.base or options.background) and not options.model):
+        raise ConfigError(
+            "to fit the gate again, give --model and --anchors, and --base and --background if it had such questions"
+        )
     require_output(options.output)
     if options.output.resolve() == Path(options.path).resolve():
         raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
 
 
-def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> Gate | None:
+def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> FittedGate | None:
     from ..data.anchors import AnchorStore
     from ..data.examples import read_task
 
     anchors = AnchorStore(options.anchors).read()  # before the model, which takes longer to load
     base = read_task(options.base) if options.base else []
+    background = read_background_of(options.background)
 
-    from transformers.utils.logging import disable_progress_bar
-
-    from ..backbone.model import Backbone
     from ..update.forget import refitted_gate
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    return refitted_gate(Backbone.load(options.model), bundle, rows, anchors, base, progress=True)
+    return refitted_gate(load_backbone(options.model), bundle, rows, anchors, base, background)
 
 
 def sign(options: argparse.Namespace) -> int:
@@ -125,6 +134,7 @@ def add_commands(
     added.add_argument("--model", help="fit the gate again, with this model")
     added.add_argument("--anchors", type=Path, metavar="DIR", help="with --model: the anchor store of the stream")
     added.add_argument("--base", type=Path, help="with --model: the questions that the model answers well by itself")
+    added.add_argument("--background", type=Path, metavar="FILE", help=f"with --model: {BACKGROUND}")
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
 
     added = command("sign", sign)

@@ -75,11 +75,11 @@ def served_digest(url: str, name: str) -> str | None:
     return next((str(card["digest"]) for card in cards if card["name"] == name), None)
 
 
-def ask(url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def ask(url: str, route: str, body: dict[str, Any] | None = None, *, is_change: bool = True) -> dict[str, Any]:
     """POST a body to one of a server's routes, or GET it without one.
 
     The server's admin key is read from the variable `ADMIN_KEY_VARIABLE`, and its API key, if it has one, from
-    `API_KEY_VARIABLE`.
+    `API_KEY_VARIABLE`. A POST that changes nothing goes without the admin key.
 
     Raises:
         ConfigError: the server cannot be reached or refuses.
@@ -87,7 +87,7 @@ def ask(url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, A
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(API_KEY_VARIABLE):
         headers["Authorization"] = f"Bearer {key}"
-    if body is not None and (key := os.environ.get(ADMIN_KEY_VARIABLE)):
+    if body is not None and is_change and (key := os.environ.get(ADMIN_KEY_VARIABLE)):
         headers[ADMIN_HEADER] = key
     address = f"{url.rstrip('/')}/v1/{route}"
     data = None if body is None else json.dumps(body).encode()

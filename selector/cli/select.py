@@ -25,6 +25,9 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
 from ..refined.settings import RefinedSettings
 from .flags import error_line, require_output
+from .gate_questions import read_background_of, read_base
+from .gate_tables import print_prices
+from .loading import load_backbone
 from .moments import moment, moment_after
 from .publishing import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
@@ -77,6 +80,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
 
     training, validation = _split(options, settings.seed)
     base = _read_base(options, recipe, [*training, *validation])
+    background = read_background_of(options.background)
     store = AnchorStore(options.anchors) if options.anchors else None
     if store is None and isinstance(settings, RefinedSettings):
         _warn("no --anchors: a later task can only continue this bundle with anchors of all tasks before it")
@@ -86,6 +90,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
         "recipe": recipe,
         "settings": settings.model_dump(),
         "base": examples_digest(base),
+        "background": examples_digest(background),
         "training": examples_digest(training),
         "validation": examples_digest(validation),
         "previous": previous.digest if previous else None,
@@ -100,11 +105,11 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     # Not part of the name: another number of processes rounds differently, but makes the same run.
     identity |= {"anchors": examples_digest(anchors), "processes": world_size()}
     inputs = TaskInputs(training, validation, anchors, previous)
-    _check_inputs(inputs, settings)
+    _check_inputs(inputs, settings, background)
 
     checkpoint = _finished_checkpoint(options.output, identity)
     if checkpoint is None:
-        checkpoint = _update_and_write(options, settings, inputs, base, store, run_name, identity)
+        checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
     if checkpoint is None:
         return WORSE
     with together():
@@ -158,28 +163,27 @@ def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Examp
 
 def _read_base(options: SelectOptions, recipe: str, questions: Sequence[Example]) -> list[Example]:
     """The base questions; none of them may be one of the task's `questions`."""
-    from ..data.examples import read_task
-
     if not options.base:
         if recipe == "refined":
-            _warn("no --base: the gate cannot tell the tasks' questions from those that need no memory")
+            _warn("no --base: the gate knows only everyday requests that need no memory")
         return []
-    base, digests = read_task(options.base), {example.source_digest for example in questions}
-    for example in base:
-        if example.source_digest in digests:
-            raise TaskDataError(f"{options.base}: base question {example.id!r} is also a question of {options.task}")
-    return base
+    return read_base(options.base, questions, options.task)
 
 
-def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings) -> None:
+def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings, background: Sequence[Example]) -> None:
     """The recipe's checks that need no model."""
+    from ..gate.fit import check_questions
     from ..paper.update import grid
-    from ..refined.update import check_tasks
+    from ..refined.entries import new_task
+    from ..refined.update import check_tasks, own_questions
 
-    if isinstance(settings, RefinedSettings):
-        check_tasks(inputs, settings)
-    else:
+    if not isinstance(settings, RefinedSettings):
         grid(inputs, settings)
+        return
+    check_tasks(inputs, settings)
+    if settings.gate != "none":
+        tasks = [*inputs.entries_by_task, new_task(inputs.training)]
+        check_questions(own_questions(inputs, tasks), background)
 
 
 def _finished_checkpoint(output: Path, identity: dict[str, Any]) -> Checkpoint | None:
@@ -203,6 +207,7 @@ def _update_and_write(
     settings: PaperSettings | RefinedSettings,
     inputs: TaskInputs,
     base: Sequence[Example],
+    background: Sequence[Example],
     store: AnchorStore | None,
     run_name: str,
     identity: dict[str, Any],
@@ -214,12 +219,12 @@ def _update_and_write(
     from .outputs import write_outputs, write_report
 
     _note(f"loading {options.model}")
-    backbone = _load(options.model)
+    backbone = load_backbone(options.model)
     checkpoint, resumed = Checkpoint.open(checkpoint_folder(options.output), identity)
     if resumed:
         _note("resuming an earlier run")
     try:
-        result = _update(backbone, inputs, settings, checkpoint, base)
+        result = _update(backbone, inputs, settings, checkpoint, base, background)
     except InduceKVError:
         checkpoint.remove_unless_begun()  # examples that do not fit the model are found before there is progress
         raise
@@ -246,22 +251,14 @@ def _update(
     settings: PaperSettings | RefinedSettings,
     checkpoint: Checkpoint,
     base: Sequence[Example],
+    background: Sequence[Example],
 ) -> UpdateResult:
     from ..paper.update import update_paper
     from ..refined.update import update_refined
 
     if isinstance(settings, RefinedSettings):
-        return update_refined(backbone, inputs, settings, checkpoint, base=base, progress=True)
+        return update_refined(backbone, inputs, settings, checkpoint, base=base, background=background, progress=True)
     return update_paper(backbone, inputs, settings, checkpoint, progress=True)
-
-
-def _load(model: str) -> Backbone:
-    from transformers.utils.logging import disable_progress_bar
-
-    from ..backbone.model import Backbone
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    return Backbone.load(model)
 
 
 def _choose_anchors(
@@ -312,6 +309,8 @@ def _summarize(result: UpdateResult, output: Path) -> None:
         _warn(problem)
     tasks = ", ".join(f"{task} ({count})" for task, count in result.report["composition"]["after"].items())
     print(f"{output}: {bundle.num_entries} entries, {tasks}, digest {bundle.digest}")
+    if gate := result.report.get("gate"):
+        print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
 
 
 def _warn(text: str) -> None:

@@ -20,6 +20,7 @@ from ..refined.settings import RefinedSettings
 from ..runtime.settings import Flag, Settings
 from ..update.recipes import PAPER, REFINED
 from .flags import Parser, add_flags, flag_fields, toml_arguments
+from .gate_questions import BACKGROUND
 from .publishing import API_KEY_VARIABLE
 
 PROGRAM: Final = "inducekv-select"
@@ -39,6 +40,7 @@ class SelectOptions(Settings):
     base: Annotated[
         Path | None, Flag("questions the model answers well alone: the gate stays closed for them (refined only)")
     ] = None
+    background: Annotated[Path | None, Flag(f"{BACKGROUND} (refined only)")] = None
     recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
     anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = 64
@@ -90,8 +92,9 @@ def recipe_settings(
         if name not in flag_fields(RECIPES[recipe]):
             other = next(other for other in RECIPES if other != recipe)
             raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
-    if options.base and recipe != REFINED:
-        raise ConfigError("--base is a setting of the recipe 'refined' only")
+    for name in ("base", "background"):
+        if getattr(options, name) and recipe != REFINED:
+            raise ConfigError(f"--{name} is a setting of the recipe 'refined' only")
     if previous is not None:
         values = {"budget": previous.metadata.budget, **values}
         form = previous.metadata.form

@@ -13,8 +13,8 @@ from typing import Any
 
 from inducekv_vllm.errors import TaskDataError
 
+from ..backbone.turns import message
 from ..data.examples import Example, read_task, source_digest_of
-from .turns import message
 
 FOLDER = Path(__file__).parent
 FILLINGS = 5

@@ -1,30 +1,28 @@
 """Fit a relevance gate to questions of C tasks and to everything else.
 
-Shapes: C tasks, n questions, H evidence.
+Shapes: C tasks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.model import Backbone
+from ..backbone.token_values import layers_of_gate, token_values
+from ..backbone.turns import turn_marks
 from ..data.examples import Example
 from .background import everyday_requests
-from .fitting_set import GateQuestion, fitting_set
-from .token_values import layers_of_gate, token_values
+from .encoding import encode_questions
+from .fitting_set import fitting_set
+from .settings import DEFAULT_MISSES
 from .training import Price, train_gate
-from .turns import turn_marks
 from .variations import text_of
-
-DEFAULT_MISSES: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def fit_gate(
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
         background: other requests that need no memory, besides those of the package.
-        misses: share of each task's held-out questions that the gate may miss.
+        misses: share of the tasks' held-out questions that the gate may miss.
 
     Raises:
         ConfigError: a task without questions, with everyday requests as questions, or two tasks with the same ones.
@@ -61,7 +59,7 @@ def fit_gate(
     marks, layers = turn_marks(backbone), layers_of_gate(backbone.num_layers)
     tasks = tuple(own)
     trained = train_gate(
-        token_values(backbone, questions, layers, marks),
+        token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16),
         labels=[len(tasks) if q.task is None else tasks.index(q.task) for q in questions],
         held_out=[q.part == "held_out" for q in questions],
         kinds=[q.kind for q in questions],
@@ -81,14 +79,6 @@ def fit_gate(
         tasks=tasks,
     )
     return FittedGate(gate, trained.prices)
-
-
-def evidence_of(backbone: Backbone, gate: Gate, questions: Sequence[Example | GateQuestion]) -> Tensor:
-    """The evidence [n, H] float32 of questions for a gate's prototypes, as the server finds it."""
-    asked = [q if isinstance(q, GateQuestion) else GateQuestion.of(q) for q in questions]
-    scores = gate.token_scores
-    found = [scores.evidence(v.float()) for v in token_values(backbone, asked, gate.layers, gate.marks)]
-    return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
 
 
 def check_questions(own: Mapping[str, Sequence[Example]], background: Sequence[Example] = ()) -> None:

@@ -11,21 +11,21 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
 
+from ..backbone.turns import message
 from ..data.examples import Example
 from .background import Phrases, Request, everyday_requests, phrases
-from .turns import message
 from .variations import LONG, OTHERS, Messages, Vary, plain, text_of, with_text, wrapped
-from .wording import another_question, another_subject, mentioning, other_wording, wordings
+from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
-OWN: Final = 160  # examples of a task, at most; each is asked in four ways
+OWN: Final = 80  # examples of a task, at most; each is asked in several ways
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
-REQUESTS: Final = 1600  # everyday requests
-REWORDED: Final = 2  # of each example
-NEAR_MISSES: Final = 80  # of each task and kind
-NOISE: Final = 160
-STYLES: Final = ("inverted", "grey", "mirrored", "blurred", "tinted")  # of pictures, see `token_values`
+REQUESTS: Final = 2000  # everyday requests
+REWORDED: Final = 3  # of each example
+NEAR_MISSES: Final = 40  # of each task and kind
+NOISE: Final = 96
+STYLES: Final = ("inverted", "grey", "mirrored", "blurred", "tinted")  # of pictures, see `encoding`
 Part = Literal["fit", "held_out"]
 
 
@@ -114,7 +114,7 @@ class _FittingSet:
         """One example as it stands, wrapped, in two other ways, and in other words."""
         rng, known = self._rng, self._phrases[part]
         ways: list[tuple[str, Vary]] = [("plain", plain), ("wrapped", wrapped)]
-        ways += [("other", rng.choice(LONG if rng.random() < 0.1 else OTHERS)) for _ in range(2)]
+        ways += [("other", rng.choice(LONG if rng.random() < 0.05 else OTHERS)) for _ in range(2)]
         for kind, vary in ways:
             style = rng.choice(STYLES) if example.images and kind != "plain" and rng.random() < 0.5 else None
             yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style)
@@ -136,8 +136,7 @@ class _FittingSet:
         rng, texts, wording = self._rng, self._texts[task], self._wordings[task]
         for number in range(NEAR_MISSES):
             found = [another_question(rng.choice(texts), wording, self._words, rng) for _ in range(2)]
-            found += [another_subject(rng.choice(texts), wording, self._words, rng) for _ in range(2)]
-            if wording.ending and wording.key(wording.ending) is None:
+            if wording.ending and wording.key(wording.ending, rng) is None:
                 found.append(f"{rng.choice(self._english)} {wording.ending}")
             if wording.telling:
                 found.append(mentioning(rng.choice(self._english), wording, rng))

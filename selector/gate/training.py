@@ -25,10 +25,14 @@ PROTOTYPES_A_TASK: Final = 6
 LEARNING_RATE: Final = 1e-2
 EPOCHS: Final = 12
 BATCH: Final = 64
+DROPPED: Final = 0.1  # of the tokens, in training: a question has more than one sign of its task
 FIRST_FLOOR: Final = 0.2
 FLOORS: Final = (0.05, 0.9)
 SHARPNESS: Final = 10.0  # scales the log-odds, so that weights of about 1 can decide
+LEAST_ODDS: Final = -1.0  # log-odds below which a gate never opens, whatever it misses
 LEAST_THRESHOLD: Final = 1e-2
+MADE_UP: Final = "reworded"  # the kind of own questions that nobody asks: a fit learns from them, and counts no misses
+PENALTY: Final = 1e-4  # of squared weights, where they alone are fitted
 MISSES: Final = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the table that is printed
 
 
@@ -74,6 +78,8 @@ class _Scores(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Log-odds [n, C] of each task against none, from tokens [n, t, S, F] and which of them count, bool [n, t]."""
         cosines = torch.einsum("ntsf,spf->ntsp", tokens, normalize(self.directions, dim=2))
+        if self.training:
+            counts = counts & (torch.rand(counts.shape) >= DROPPED)
         found = above_floors(cosines.masked_fill(~counts[:, :, None, None], -1), self.floors)  # [n, S, P]
         return SHARPNESS * found.flatten(1) @ self.weights.T - softplus(self.threshold)
 
@@ -95,7 +101,7 @@ def train_gate(
         labels: [n], the task's number; C for none.
         held_out: [n], whether it sets thresholds and is not trained on.
         kinds: [n], of questions of no task.
-        misses: share of each task's held-out questions that the gate may miss.
+        misses: share of the tasks' held-out questions that the gate may miss.
     """
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -104,29 +110,76 @@ def train_gate(
         joined = torch.cat([values[row].float() for row in fitted])
         center, scale = joined.mean(dim=0), 1 / joined.std(dim=0).clamp(min=1e-6)
         tokens = [normalize((v.float() - center) * scale, dim=2) for v in values]
-        scores = _train(tokens, torch.tensor(labels), fitted, num_tasks, seed)
+        scores = _train(tokens, torch.tensor(labels), fitted, num_tasks, seed).eval()
         with torch.no_grad():
             margins = _all_scores(scores, tokens)  # [n, C]
             offsets = softplus(scores.threshold)  # [C]
     finally:
         torch.random.set_rng_state(generator_state)
-    target = torch.tensor(labels)
-    out = torch.tensor(held_out)
-    thresholds = _thresholds(margins, target, out, num_tasks, misses)  # [C], of the log-odds
-    least = LEAST_THRESHOLD
+    thresholds, prices = _priced(margins, offsets, torch.tensor(labels), torch.tensor(held_out), kinds, misses)
+    return TrainedGate(
+        center=center,
+        scale=scale,
+        prototypes=normalize(scores.directions, dim=2).detach(),
+        floors=scores.floors.detach(),
+        weights=SHARPNESS * scores.weights.detach(),
+        thresholds=thresholds,
+        prices=prices,
+    )
+
+
+def refit_rule(
+    evidence: Tensor,
+    labels: Sequence[int],
+    held_out: Sequence[bool],
+    kinds: Sequence[str],
+    num_tasks: int,
+    *,
+    misses: float,
+) -> tuple[Tensor, Tensor, tuple[Price, ...]]:
+    """Weights [C, H], thresholds [C] and prices for prototypes that stay as they are.
+
+    Args:
+        evidence: [n, H]; the other arguments are as for `train_gate`.
+    """
+    target, out = torch.tensor(labels), torch.tensor(held_out)
+    found = evidence.double()
+    weights = torch.zeros(num_tasks, found.shape[1], dtype=torch.float64, requires_grad=True)
+    threshold = torch.full((num_tasks,), -1.0, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights, threshold], max_iter=200, line_search_fn="strong_wolfe")
+
+    def odds(rows: Tensor) -> Tensor:  # [n, C]
+        return SHARPNESS * rows @ weights.T - softplus(threshold)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        log_odds = torch.nn.functional.pad(odds(found[~out]), (0, 1))
+        loss = cross_entropy(log_odds, target[~out]) + PENALTY * weights.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return TrainedGate(
-            center=center,
-            scale=scale,
-            prototypes=normalize(scores.directions, dim=2).detach(),
-            floors=scores.floors.detach(),
-            weights=SHARPNESS * scores.weights.detach(),
-            thresholds=(offsets + thresholds).clamp(min=least),
-            prices=tuple(
-                _price(margins, target, out, kinds, num_tasks, offsets, allowed)
-                for allowed in sorted({*MISSES, misses})
-            ),
+        return (
+            SHARPNESS * weights.detach().float(),
+            *_priced(odds(found), softplus(threshold), target, out, kinds, misses),
         )
+
+
+def _priced(
+    margins: Tensor, offsets: Tensor, labels: Tensor, held_out: Tensor, kinds: Sequence[str], misses: float
+) -> tuple[Tensor, tuple[Price, ...]]:
+    """Thresholds [C] and prices, from the log-odds [n, C] without a threshold and what they have subtracted, [C]."""
+    num_tasks = margins.shape[1]
+    asked = held_out & torch.tensor([kind != MADE_UP for kind in kinds])
+    threshold = _threshold(margins, labels, asked, num_tasks, misses)
+    prices = tuple(
+        _price(
+            margins, labels, held_out, kinds, offsets, _threshold(margins, labels, asked, num_tasks, allowed), allowed
+        )
+        for allowed in sorted({*MISSES, misses})
+    )
+    return (offsets + threshold).clamp(min=LEAST_THRESHOLD).float(), prices
 
 
 def _train(tokens: Sequence[Tensor], labels: Tensor, rows: Sequence[int], num_tasks: int, seed: int) -> _Scores:
@@ -147,13 +200,14 @@ def _train(tokens: Sequence[Tensor], labels: Tensor, rows: Sequence[int], num_ta
     return scores
 
 
-def _thresholds(margins: Tensor, labels: Tensor, held_out: Tensor, num_tasks: int, misses: float) -> Tensor:
-    """[C]: the log-odds that all but a share of each task's held-out questions reach."""
-    found = []
-    for task in range(num_tasks):
-        own = margins[held_out & (labels == task), task]
-        found.append(own.quantile(misses) if len(own) else torch.zeros(()))
-    return torch.stack(found)
+def _threshold(margins: Tensor, labels: Tensor, held_out: Tensor, num_tasks: int, misses: float) -> Tensor:
+    """[]: the log-odds that all but a share of the tasks' held-out questions reach.
+
+    One for all tasks, so that log-odds alone choose between them.
+    """
+    own = held_out & (labels < num_tasks)
+    reached = margins[own].gather(1, labels[own, None])[:, 0]  # [held-out questions]
+    return reached.quantile(misses).clamp(min=LEAST_ODDS) if len(reached) else torch.zeros(())
 
 
 def _price(
@@ -161,12 +215,12 @@ def _price(
     labels: Tensor,
     held_out: Tensor,
     kinds: Sequence[str],
-    num_tasks: int,
     offsets: Tensor,
+    threshold: Tensor,
     misses: float,
 ) -> Price:
-    thresholds = _thresholds(margins, labels, held_out, num_tasks, misses)
-    opened = (margins >= thresholds.maximum(LEAST_THRESHOLD - offsets)).any(dim=1)  # [n]
+    num_tasks = margins.shape[1]
+    opened = (margins >= threshold.maximum(LEAST_THRESHOLD - offsets)).any(dim=1)  # [n]
     shares = {}
     for kind in dict.fromkeys(kinds):
         rows = torch.tensor([k == kind for k in kinds]) & held_out & (labels == num_tasks)

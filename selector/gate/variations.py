@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Final
 
+from ..backbone.turns import message
 from .background import Phrases
-from .turns import message
 
 Messages = Sequence[Mapping[str, Any]]
 Vary = Callable[[Messages, Phrases, Random], list[dict[str, Any]]]

@@ -1,7 +1,7 @@
 """Which words of a task's questions tell them from everything else, and questions made of that.
 
-Another wording of a question keeps the word that tells it best, its key. What looks like the question and is another
-has other words in that place, or has the key and none of the rest.
+Another wording of a question keeps one of the words that tell it, its key. What looks like the question and is another
+has other words in the place of all of them, or has one of them and none of the rest.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Final
 _PIECE: Final = re.compile(r"\w+|\W+")
 _SENTENCE: Final = re.compile(r"[^.?!]+[.?!]*\s*")
 SHARED: Final = 0.2  # of a task's questions have a word of its frame
-TELLING: Final = 100.0  # times as frequent in the task's questions as elsewhere
-REPEATED: Final = 0.03  # of a task's questions have a subject, at least
-OFTEN: Final = 0.5  # and at most
+TELLING: Final = 50.0  # times as frequent in the task's questions as elsewhere
 SHORTEST: Final = 3  # letters
 
 
@@ -28,13 +26,12 @@ class Wording:
 
     frame: frozenset[str]  # that many of them have
     telling: Mapping[str, float]  # of these, the ones that are rare elsewhere, and how many times as frequent they are
-    subjects: frozenset[str]  # of which questions have one or another: the task asks about few things, again and again
     ending: str  # the sentence that says how to answer, which most of the questions end with; empty if there is none
 
-    def key(self, text: str) -> str | None:
-        """The word of the question that tells it best."""
+    def key(self, text: str, rng: Random) -> str | None:
+        """One of the words that tell the question, the better it tells it the likelier; None if it has none."""
         present = [word for word in _words(text) if word in self.telling]
-        return max(present, key=lambda word: (self.telling[word], word), default=None)
+        return rng.choices(present, [self.telling[word] for word in present])[0] if present else None
 
 
 def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> dict[str, Wording]:
@@ -54,11 +51,6 @@ def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> d
                 for word, ratio in ratios.items()
                 if word in frame and ratio >= TELLING and len(word) >= SHORTEST and word not in formats
             },
-            subjects=frozenset(
-                word
-                for word, n in counts.items()
-                if word not in formats and len(word) >= SHORTEST and REPEATED * len(own) <= n < OFTEN * len(own)
-            ),
             ending=ending,
         )
     return found
@@ -66,7 +58,7 @@ def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> d
 
 def other_wording(text: str, wording: Wording, fillers: Sequence[str], rng: Random) -> str | None:
     """The question in another frame: its key and what is its own alone stay; None if it has no key."""
-    key = wording.key(text)
+    key = wording.key(text, rng)
     if key is None:
         return None
     sentences = [sentence.strip() for sentence in _SENTENCE.findall(text)]
@@ -90,23 +82,9 @@ def other_wording(text: str, wording: Wording, fillers: Sequence[str], rng: Rand
 
 
 def another_question(text: str, wording: Wording, words: Sequence[str], rng: Random) -> str | None:
-    """The question with another word in the place of its key; None if it has no key."""
-    key = wording.key(text)
-    if key is None:
-        return None
-    replaced = {word: rng.choice(words) for word in wording.telling if word == key or rng.random() < 0.3}
-    return "".join(replaced.get(piece.lower(), piece) for piece in _PIECE.findall(text))
-
-
-def another_subject(text: str, wording: Wording, words: Sequence[str], rng: Random) -> str | None:
-    """The question about something that the task never asks about; None if its subject is not one of few."""
-    key = wording.key(text)
-    subjects = {word for word in _words(text) if word in wording.subjects and word != key}
-    if key is None or not subjects:
-        return None
-    replaced = {word: rng.choice(words) for word in subjects}
-    replaced |= {word: rng.choice(words) for word in wording.frame if word != key and rng.random() < 0.3}
-    return "".join(replaced.get(piece.lower(), piece) for piece in _PIECE.findall(text))
+    """The question with other words in the place of those that tell it; None if it has none."""
+    told = {word: rng.choice(words) for word in _words(text) if word in wording.telling}
+    return "".join(told.get(piece.lower(), piece) for piece in _PIECE.findall(text)) if told else None
 
 
 def mentioning(text: str, wording: Wording, rng: Random) -> str:

@@ -28,16 +28,6 @@ from .settings import RefinedSettings
 
 
 @dataclass(frozen=True)
-class TaskQueryKeys:
-    """Query keys [n, 2, d] of an update's questions."""
-
-    training: Tensor
-    validation: Tensor
-    anchors: Tensor
-    base: Tensor
-
-
-@dataclass(frozen=True)
 class EntryPlan:
     """The next memory's entries: rows of the previous memory, then examples of the new task."""
 
@@ -59,8 +49,8 @@ def new_task(examples: Sequence[Example]) -> str:
     return names[0]
 
 
-def plan_entries(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
-    """Choose the entries by `settings.allocation`."""
+def plan_entries(inputs: TaskInputs, settings: RefinedSettings, keys: Tensor) -> EntryPlan:
+    """Choose the entries by `settings.allocation`; `keys` [n, d] are the training examples'."""
     return (_plan_quotas if settings.allocation == "quotas" else _plan_jointly)(inputs, settings, keys)
 
 
@@ -145,7 +135,7 @@ def _joined(old: Tensor | None, new: Tensor | None, kept: Tensor) -> Tensor | No
     return None if old is None or new is None else torch.cat([old[:, kept], new], dim=1)
 
 
-def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
+def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: Tensor) -> EntryPlan:
     """Keep the first entries of each old task, and choose as many examples as the new task's quota.
 
     Nested entries were trained to work without the rest of their quota, and are not trained again: training them on the
@@ -161,29 +151,27 @@ def _plan_quotas(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryK
         rows = [row for row, entry in enumerate(entries) if entry.task == old]
         kept += rows[: shares[old]]
     rng = np.random.default_rng((settings.seed, 6))
-    retrieval_keys = keys.training[:, 0].contiguous()
-    chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, retrieval_keys)
+    chosen = pick(len(inputs.training), shares[task], settings.entry_policy, rng, keys)
     nested = inputs.previous is not None and inputs.previous.metadata.settings.get("nested", False)
     shrunk = frozenset(old for old, count in before.items() if shares[old] < count and not nested)
     return EntryPlan(torch.tensor(sorted(kept), dtype=torch.int64), chosen, shares, shrunk)
 
 
-def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: TaskQueryKeys) -> EntryPlan:
+def _plan_jointly(inputs: TaskInputs, settings: RefinedSettings, keys: Tensor) -> EntryPlan:
     """Choose as many as the budget holds of all old entries and new examples, by their keys alone.
 
     The first choice is an example, so that the new task has an entry.
     """
-    retrieval_keys = keys.training[:, 0]
     if inputs.previous is not None:
-        retrieval_keys = torch.cat([inputs.previous.retrieval_keys.float(), retrieval_keys])
-    num_old, count = len(retrieval_keys) - len(inputs.training), min(settings.budget, len(retrieval_keys))
+        keys = torch.cat([inputs.previous.retrieval_keys.float(), keys])
+    num_old, count = len(keys) - len(inputs.training), min(settings.budget, len(keys))
     rng = np.random.default_rng((settings.seed, 6))
     first = num_old + int(rng.integers(len(inputs.training)))
     if settings.entry_policy == "random":
-        others = np.delete(np.arange(len(retrieval_keys)), first)
+        others = np.delete(np.arange(len(keys)), first)
         rows = [first, *rng.choice(others, count - 1, replace=False).tolist()]
     else:
-        rows = k_center(retrieval_keys, count, first)
+        rows = k_center(keys, count, first)
     kept = sorted(row for row in rows if row < num_old)
     chosen = sorted(row - num_old for row in rows if row >= num_old)
     entries = inputs.previous.metadata.entries if inputs.previous is not None else ()

@@ -11,19 +11,23 @@ from inducekv_vllm.bundle import Bundle
 from ..backbone.bundled_model import BundledModel, openings
 from ..backbone.scoring import Scorer
 from ..data.examples import Example
+from ..gate.fit import FittedGate
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
 from .candidates import Candidate
-from .entries import EntryPlan, TaskQueryKeys
+from .entries import EntryPlan
+from .training_problem import TaskKeys
 
 
 def report_update(
     scorer: Scorer,
     inputs: TaskInputs,
-    keys: TaskQueryKeys,
+    keys: TaskKeys,
     base: Sequence[Example],
+    background: Sequence[Example],
     bundle: Bundle,
+    fitted: FittedGate | None,
     candidates: Sequence[Candidate],
     chosen: Candidate,
     plan: EntryPlan,
@@ -43,6 +47,7 @@ def report_update(
             "validation_examples": len(inputs.validation),
             "anchors": len(inputs.anchors),
             "base_questions": len(base),
+            "background_requests": len(background),
         },
         "refinement": {"search": search, "history": [asdict(record) for record in chosen.history]},
         "activation": {
@@ -58,11 +63,12 @@ def report_update(
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "gate": None
-        if bundle.gate is None
+        if fitted is None
         else {
-            "tasks": list(bundle.gate.tasks),
-            "thresholds": bundle.gate.thresholds.tolist(),
-            "openings": _openings(bundle, inputs, keys, base),
+            "tasks": list(fitted.gate.tasks),
+            "thresholds": fitted.gate.thresholds.tolist(),
+            "prices": [asdict(price) for price in fitted.prices],
+            "openings": _openings(with_bundle, bundle, inputs, base),
         },
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
@@ -80,19 +86,18 @@ def report_update(
     return report
 
 
-def _openings(bundle: Bundle, inputs: TaskInputs, keys: TaskQueryKeys, base: Sequence[Example]) -> list[dict[str, Any]]:
+def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs, base: Sequence[Example]) -> list[dict[str, Any]]:
     """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
     rates = []
-    groups = (("validation", inputs.validation, keys.validation), ("anchors", inputs.anchors, keys.anchors))
-    for split, examples, query_keys in (*groups, ("base", base, keys.base)):
+    for split, examples in (("validation", inputs.validation), ("anchors", inputs.anchors), ("base", base)):
         for task in dict.fromkeys(example.task for example in examples):
-            rows = [row for row, example in enumerate(examples) if example.task == task]
-            shares = openings(bundle, task, query_keys[rows])
+            asked = [example for example in examples if example.task == task]
+            shares = openings(bundle, task, model.evidence(asked))
             rates.append(
                 {
                     "task": task,
                     "split": split,
-                    "questions": len(rows),
+                    "questions": len(asked),
                     "opened": shares["opened"],
                     "routed_to_own_task": None if split == "base" else shares["own_task"],
                 }

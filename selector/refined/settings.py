@@ -12,11 +12,12 @@ from inducekv_vllm.activation import Activation
 from inducekv_vllm.page_terms import Form, Weighting
 
 from ..data.choice import Policy
+from ..gate.settings import DEFAULT_MISSES, Misses
 from ..runtime.settings import Flag, Settings
 
 Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]
-Gating = Literal["two-part", "prefix", "none"]
+Gating = Literal["fitted", "none"]
 Precision = Literal["bfloat16", "float32"]
 ActivationChoice = Literal[Activation, "search"]
 
@@ -50,9 +51,9 @@ class RefinedSettings(Settings):
     ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
     map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 8
-    # What the relevance gate looks at: both parts of the query key, or the prefix part alone. "none": every question
-    # uses the memory, and the entries of all tasks compete.
-    gate: Gating = "two-part"
+    # "none": every question uses the memory, and the entries of all tasks compete.
+    gate: Gating = "fitted"
+    gate_misses: Misses = DEFAULT_MISSES
     # "joint" has no quotas: the entries are chosen over all tasks together, old and new; the others are evicted, and
     # old entries that stay are not trained again.
     allocation: Allocation = "quotas"

@@ -1,6 +1,6 @@
 """What the refined recipe trains, and on which questions.
 
-Shapes: K entries of the next memory, n questions, S subsets of the entries.
+Shapes: K entries of the next memory, n questions, S subsets of the entries, d hidden size.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from ..backbone.injection import Memory
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from ..update.inputs import TaskInputs
-from .entries import EntryPlan, TaskQueryKeys, new_task
+from .entries import EntryPlan, new_task
 from .settings import RefinedSettings
+
+
+@dataclass(frozen=True)
+class TaskKeys:
+    """Retrieval keys [n, d] of an update's questions."""
+
+    training: Tensor
+    validation: Tensor
+    anchors: Tensor  # of the anchors that are `trained_anchors`
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ def prepare_problem(
     scorer: Scorer,
     inputs: TaskInputs,
     settings: RefinedSettings,
-    keys: TaskQueryKeys,
+    keys: TaskKeys,
     plan: EntryPlan,
     start: Memory,
     records: tuple[EntryRecord, ...],
@@ -75,17 +84,11 @@ def prepare_problem(
     """
     tasks = [record.task for record in records]
     task = new_task(inputs.training)
-    calibrate = settings.calibrate == "every" or (settings.calibrate == "first" and inputs.previous is None)
-    anchor_rows = [
-        row
-        for row, anchor in enumerate(inputs.anchors)
-        if anchor.task in plan.shrunk or (calibrate and anchor.task in plan.shares)
-    ]
-    examples = [inputs.anchors[row] for row in anchor_rows]
-    anchors = questions(scorer, examples, keys.anchors[anchor_rows], activations)
+    trained = trained_anchors(inputs, settings, plan)
+    anchors = questions(scorer, trained, keys.anchors, activations)
     teacher = None
-    if inputs.previous is not None and anchor_rows:
-        prior = log_prior(examples, inputs.previous.metadata.entries, settings)
+    if inputs.previous is not None and trained:
+        prior = log_prior(trained, inputs.previous.metadata.entries, settings)
         teacher = Teacher(Memory.from_bundle(inputs.previous), prior)
     training = questions(scorer, inputs.training, keys.training, activations)
     return TrainingProblem(
@@ -93,19 +96,29 @@ def prepare_problem(
         memory=start,
         trainable=torch.tensor([name == task or name in plan.shrunk for name in tasks]),
         current=RoutedQuestions(training, log_prior(inputs.training, records, settings)),
-        anchors=RoutedQuestions(anchors, log_prior(examples, records, settings)) if anchor_rows else None,
+        anchors=RoutedQuestions(anchors, log_prior(trained, records, settings)) if trained else None,
         teacher=teacher,
-        calibrate=calibrate,
+        calibrate=_calibrates(inputs, settings),
         nested=nested_subsets(torch.tensor([name == task for name in tasks]), settings),
     )
 
 
+def trained_anchors(inputs: TaskInputs, settings: RefinedSettings, plan: EntryPlan) -> list[Example]:
+    """The anchors of tasks whose entries are trained again; of all tasks if the calibration is trained."""
+    tasks = {*plan.shrunk, *(plan.shares if _calibrates(inputs, settings) else ())}
+    return [anchor for anchor in inputs.anchors if anchor.task in tasks]
+
+
+def _calibrates(inputs: TaskInputs, settings: RefinedSettings) -> bool:
+    return settings.calibrate == "every" or (settings.calibrate == "first" and inputs.previous is None)
+
+
 def questions(
-    scorer: Scorer, examples: Sequence[Example], query_keys: Tensor, activations: Mapping[str, Activation]
+    scorer: Scorer, examples: Sequence[Example], keys: Tensor, activations: Mapping[str, Activation]
 ) -> Questions:
-    """Examples with query keys [n, 2, d]; `activations` by task, empty for merged memory."""
+    """Examples with retrieval keys [n, d]; `activations` by task, empty for merged memory."""
     first_active = scorer.first_active(examples, [activations[e.task] for e in examples]) if activations else None
-    return Questions(examples, query_keys[:, 0], first_active)
+    return Questions(examples, keys, first_active)
 
 
 def nested_subsets(new: Tensor, settings: RefinedSettings) -> Tensor:

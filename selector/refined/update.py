@@ -11,31 +11,30 @@ with all anchors in the loss (`calibrate="every"`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from inducekv_vllm.activation import Activation
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
-from ..backbone.extraction import QueryKeysOf, extract_query_keys
+from ..backbone.extraction import extract_keys
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
+from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
+from ..runtime.distributed import together
 from ..runtime.phases import Phases
-from ..update.gate_fit import fit_gate
 from ..update.inputs import TaskInputs, check_previous, require_context
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
 from .candidates import Candidate, activations_by_task, latest_good, train_candidates
-from .entries import EntryPlan, TaskQueryKeys, initial_memory, new_task, plan_entries, quotas
+from .entries import EntryPlan, initial_memory, new_task, plan_entries, quotas
 from .report import report_update
 from .settings import RefinedSettings
-from .training_problem import TrainingProblem, prepare_problem, questions
+from .training_problem import TaskKeys, TrainingProblem, prepare_problem, questions, trained_anchors
 
 
 def update_refined(
@@ -45,7 +44,7 @@ def update_refined(
     checkpoint: Checkpoint,
     *,
     base: Sequence[Example] = (),
-    query_keys: QueryKeysOf = extract_query_keys,
+    background: Sequence[Example] = (),
     progress: bool = False,
 ) -> UpdateResult:
     """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not. Collective.
@@ -53,31 +52,29 @@ def update_refined(
     Args:
         base: questions that the model answers well by itself, for which the gate should stay closed; their answers are
             not used.
-        query_keys: for a caller that has the keys of some questions already.
+        background: requests that need no memory, besides those of the package.
 
     Raises:
         TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
         BundleError, FingerprintMismatch: the previous memory does not fit the model, the payload size or the recipe.
-        ConfigError: the settings contradict the previous memory, or there is nothing to search with.
+        ConfigError: the settings contradict the previous memory, there is nothing to search with, or no gate can tell
+            the tasks from each other or from everyday requests.
     """
     phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, REFINED)
     check_tasks(inputs, settings)
     with phases.phase("check"):
-        require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors, *base), progress)
+        examples = (*inputs.training, *inputs.validation, *inputs.anchors, *base, *background)
+        require_context(scorer, examples, progress)
     with phases.phase("extract"):
-        keys = TaskQueryKeys(
-            *(
-                query_keys(backbone, examples, batch_size=settings.batch_size, progress=progress)
-                for examples in (inputs.training, inputs.validation, inputs.anchors, base)
-            )
-        )
-        plan = plan_entries(inputs, settings, keys)
+        options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": progress}
+        training = extract_keys(backbone, inputs.training, **options)
+        plan = plan_entries(inputs, settings, training)
+        others = (inputs.validation, trained_anchors(inputs, settings, plan))
+        keys = TaskKeys(training, *(extract_keys(backbone, examples, **options) for examples in others))
         start, records = initial_memory(backbone, inputs, settings, plan)
-    with phases.phase("gate"):
-        gate = None
-        if settings.gate != "none":
-            gate = fit_gate(_keys_by_task(inputs, keys, plan), keys.base, prefix_only=settings.gate == "prefix")
+    with phases.phase("gate"), together():
+        fitted = _fit(backbone, inputs, settings, plan, base, background)
     with phases.phase("refine"), tiled_attention(backbone):
         tasks = dict.fromkeys(record.task for record in records)
 
@@ -89,10 +86,11 @@ def update_refined(
         candidates = train_candidates(prepare, settings, checkpoint, progress)
         chosen = latest_good(candidates, len(inputs.validation))
         activations = activations_by_task(inputs, settings, tasks, chosen.activation)
-        bundle = _bundle(backbone, inputs, settings, chosen, records, gate, activations, len(base))
+        counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
+        bundle = _bundle(backbone, inputs, settings, chosen, records, fitted, activations, counts)
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, keys, base, bundle, candidates, chosen, plan)
-    return UpdateResult(bundle, report | {"phases": phases.records}, keys.training[:, 0].contiguous())
+        report = report_update(scorer, inputs, keys, base, background, bundle, fitted, candidates, chosen, plan)
+    return UpdateResult(bundle, report | {"phases": phases.records}, keys.training)
 
 
 def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
@@ -141,11 +139,26 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
             raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
 
 
-def _keys_by_task(inputs: TaskInputs, keys: TaskQueryKeys, plan: EntryPlan) -> dict[str, Tensor]:
-    """Query keys [n, 2, d] by task: anchors of earlier tasks, training and validation examples of the new one."""
+def own_questions(inputs: TaskInputs, tasks: Iterable[str]) -> dict[str, list[Example]]:
+    """What the gate takes for questions of these tasks: anchors of the earlier ones, all examples of the new one."""
     task = new_task(inputs.training)
-    earlier = {old: keys.anchors[[a.task == old for a in inputs.anchors]] for old in plan.shares if old != task}
-    return earlier | {task: torch.cat([keys.training, keys.validation])}
+    earlier = {old: [anchor for anchor in inputs.anchors if anchor.task == old] for old in tasks if old != task}
+    return earlier | {task: [*inputs.training, *inputs.validation]}
+
+
+def _fit(
+    backbone: Backbone,
+    inputs: TaskInputs,
+    settings: RefinedSettings,
+    plan: EntryPlan,
+    base: Sequence[Example],
+    background: Sequence[Example],
+) -> FittedGate | None:
+    if settings.gate == "none":
+        return None
+    own = own_questions(inputs, plan.shares)
+    misses, seed = settings.gate_misses, settings.seed
+    return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)
 
 
 def _bundle(
@@ -154,9 +167,9 @@ def _bundle(
     settings: RefinedSettings,
     chosen: Candidate,
     records: tuple[EntryRecord, ...],
-    gate: Gate | None,
+    fitted: FittedGate | None,
     activations: dict[str, Activation],
-    base_questions: int,
+    counts: dict[str, int],
 ) -> Bundle:
     memory = chosen.memory
     return Bundle.create(
@@ -171,10 +184,9 @@ def _bundle(
         entries=records,
         weighting=settings.weighting,
         recipe=REFINED,
-        settings=settings.model_dump()
-        | {"learning_rate": chosen.learning_rate, "anchors": len(inputs.anchors), "base_questions": base_questions},
+        settings=settings.model_dump() | {"learning_rate": chosen.learning_rate} | counts,
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
-        gate=gate,
+        gate=None if fitted is None else fitted.gate,
         form=settings.form,
         activations=activations,
         map_in=memory.map_in,

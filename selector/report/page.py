@@ -139,7 +139,19 @@ def _gate(report: Report) -> Parts:
         "chart": bars(names, [panel]) if openings else None,
         "table": Table(head, rows),
         "thresholds": Table(["task", "threshold"], thresholds),
+        "prices": _prices(gate),
     }
+
+
+def _prices(gate: Report) -> Table:
+    """What other shares of missed questions would cost."""
+    prices = _rows(gate, "prices")
+    kinds = list(dict.fromkeys(kind for price in prices for kind in _section(price, "opened")))
+    rows = [
+        [percent(price.get("misses")), *(percent(_section(price, "opened").get(kind)) for kind in kinds)]
+        for price in prices
+    ]
+    return Table(["own questions missed (%)", *(f"{kind} (%)" for kind in kinds)], rows, kind="wide")
 
 
 def _losses(report: Report) -> Parts:

@@ -44,6 +44,8 @@ def describe_error(detail: ErrorDetails) -> str:
             return f"{name} must be at least {context['ge']:g}, found {value}"
         case "greater_than":
             return f"{name} must be above {context['gt']:g}, found {value}"
+        case "less_than_equal":
+            return f"{name} must be at most {context['le']:g}, found {value}"
         case "finite_number":
             return f"{name} must be a finite number, found {value}"
         case "literal_error":

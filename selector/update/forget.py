@@ -1,15 +1,15 @@
 """The next version of a bundle, without some of its entries.
 
-What is left is as before, to the bit: payloads, keys, calibration and the gate's rows of the tasks that are left. The
-gate is fitted again where that is asked for, to anchors of these tasks.
+What is left is as before, to the bit: payloads, keys, calibration, the gate's prototypes and its rows of the tasks that
+are left. The gate is fitted again where that is asked for, to anchors of these tasks.
 
-Shapes: B entries, K of them left, C tasks of the gate.
+Shapes: B entries, K of them left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import BundleError, ConfigError
 
-from ..backbone.extraction import extract_query_keys
 from ..backbone.model import Backbone
 from ..data.examples import Example
-from .gate_fit import fit_gate
+from ..gate.fit import FittedGate, fit_gate
+from ..gate.settings import DEFAULT_MISSES
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
         return None
     there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
     rows = [row for row, task in enumerate(gate.tasks) if task in there]
-    return Gate(gate.keys[rows], gate.thresholds[rows], tuple(gate.tasks[row] for row in rows))
+    tasks_left = tuple(gate.tasks[row] for row in rows)
+    return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left)
 
 
 def refitted_gate(
@@ -132,18 +133,18 @@ def refitted_gate(
     rows: Collection[int],
     anchors: Sequence[Example],
     base: Sequence[Example],
-    *,
-    batch_size: int = 8,
-    progress: bool = False,
-) -> Gate | None:
+    background: Sequence[Example] = (),
+) -> FittedGate | None:
     """A gate for the tasks that are left, fitted to their anchors alone; None for a bundle without a gate.
 
-    Anchors of gone tasks, and those that a forgotten entry was made from, are not used.
+    Anchors of gone tasks, and those that a forgotten entry was made from, are not used. The gate may miss the same
+    share of own questions as before.
 
     Raises:
         FingerprintMismatch: the bundle was made for another backbone.
         BundleError: the bundle's tasks have adapters.
-        ConfigError: there are no anchors of a task, or no base questions although the gate was fitted to some.
+        ConfigError: there are no anchors of a task, no base questions or background requests although the gate was
+            fitted to some, or no gate can tell the tasks apart.
     """
     metadata = bundle.metadata
     if bundle.gate is None:
@@ -153,6 +154,8 @@ def refitted_gate(
         raise BundleError("the gate of a bundle with task adapters is fitted by `inducekv-bundle route`")
     if metadata.settings.get("base_questions") and not base:
         raise ConfigError("the gate was fitted to base questions too, and would let them in without: give --base")
+    if metadata.settings.get("background_requests") and not background:
+        raise ConfigError("the gate was fitted to background requests of yours too: give --background")
     gone = set(rows)
     left = [entry for row, entry in enumerate(metadata.entries) if row not in gone]
     forgotten = {metadata.entries[row].source_digest for row in gone} - {entry.source_digest for entry in left}
@@ -161,6 +164,8 @@ def refitted_gate(
         examples = [each for each in anchors if each.task == task and each.source_digest not in forgotten]
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
-        own[task] = extract_query_keys(backbone, examples, batch_size=batch_size, progress=progress)
-    outside = extract_query_keys(backbone, base, batch_size=batch_size, progress=progress)
-    return fit_gate(own, outside, prefix_only=metadata.settings.get("gate") == "prefix")
+        own[task] = examples
+    misses, seed = (
+        metadata.settings.get(name, usual) for name, usual in (("gate_misses", DEFAULT_MISSES), ("seed", 0))
+    )
+    return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)

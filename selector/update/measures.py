@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.footprint import footprint_bytes, gate_bytes, map_bytes
+from inducekv_vllm.footprint import footprint_bytes, map_bytes
 
 from .coverage import Coverage
 
@@ -29,7 +29,11 @@ def composition(records: Sequence[EntryRecord]) -> dict[str, int]:
 
 def memory_bytes(bundle: Bundle) -> int:
     """Bytes of the entries and of the relevance gate, if there is one."""
-    return entry_bytes(bundle) + gate_bytes(len(bundle.metadata.gate_tasks), bundle.metadata.backbone.hidden_size)
+    return entry_bytes(bundle) + stored_gate_bytes(bundle)
+
+
+def stored_gate_bytes(bundle: Bundle) -> int:
+    return sum(tensor.nbytes for tensor in bundle.gate.tensors().values()) if bundle.gate is not None else 0
 
 
 def entry_bytes(bundle: Bundle) -> int:

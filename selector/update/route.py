@@ -1,6 +1,6 @@
 """A bundle without entries, whose gate sends each request to its task's LoRA adapter or to the untouched model.
 
-Shapes: C tasks, L layers, J KV heads, D head size, d hidden size.
+Shapes: L layers, J KV heads, D head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from inducekv_vllm.adapters import WEIGHTS, read_adapter
 from inducekv_vllm.bundle import AdapterRecord, Bundle
 from inducekv_vllm.errors import BundleError
 
-from ..backbone.extraction import extract_query_keys
 from ..backbone.model import Backbone
 from ..data.examples import Example
-from .gate_fit import fit_gate
+from ..gate.fit import FittedGate, fit_gate
+from ..gate.settings import GateSettings
 from .recipes import ROUTE
 
 
@@ -38,28 +38,26 @@ def route_bundle(
     adapters: Mapping[str, TaskAdapter],
     *,
     relative_to: Path,
-    batch_size: int = 8,
-    progress: bool = False,
-) -> Bundle:
-    """Fit a gate to questions of C tasks and questions that need no adapter; answers are not used.
+    settings: GateSettings,
+    background: Sequence[Example] = (),
+) -> tuple[Bundle, FittedGate]:
+    """Fit a gate to questions of tasks and questions that need no adapter; answers are not used.
 
     Args:
         base: questions that the model answers well by itself.
         adapters: by task.
         relative_to: the folder of the bundle; adapters below it are recorded relative to it.
+        background: requests that need no adapter, besides those of the package.
 
     Raises:
         BundleError: an adapter cannot be read, is of another base, or belongs to two tasks.
-        ConfigError: a task without questions.
+        ConfigError: see `selector.gate.fit.check_questions`.
     """
     records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
-    own = {
-        task: extract_query_keys(backbone, adapter.examples, batch_size=batch_size, progress=progress)
-        for task, adapter in adapters.items()
-    }
-    gate = fit_gate(own, extract_query_keys(backbone, base, batch_size=batch_size, progress=progress))
+    own = {task: adapter.examples for task, adapter in adapters.items()}
+    fitted = fit_gate(backbone, own, base, background=background, misses=settings.gate_misses, seed=settings.seed)
     payload = torch.zeros(backbone.num_layers, 0, backbone.num_kv_heads, 1, backbone.head_dim)
-    return Bundle.create(
+    bundle = Bundle.create(
         retrieval_keys=torch.zeros(0, backbone.hidden_size),
         payload_keys=payload,
         payload_values=payload,
@@ -71,11 +69,14 @@ def route_bundle(
         entries=(),
         weighting="uniform",
         recipe=ROUTE,
-        settings={"base_questions": len(base), "questions": {task: len(keys) for task, keys in own.items()}},
-        gate=gate,
+        settings=settings.model_dump()
+        | {"base_questions": len(base), "background_requests": len(background)}
+        | {"questions": {task: len(examples) for task, examples in own.items()}},
+        gate=fitted.gate,
         form="decoupled",
         task_adapters=records,
     )
+    return bundle, fitted
 
 
 def _record(backbone: Backbone, task: str, folder: Path, relative_to: Path) -> AdapterRecord:

@@ -12,6 +12,7 @@ from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.demo import load
 from selector.backbone.model import Backbone
+from selector.gate import fitting_set, training
 from server.demo import CHECKPOINT
 from tests.benchmarks.learned_streams import SMALL, LearnedStream
 from tests.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
@@ -65,6 +66,14 @@ def backbone(model: Path) -> Backbone:
 def demo_backbone() -> Backbone:
     """The demo model; not to be changed."""
     return Backbone.load(CHECKPOINT)
+
+
+@pytest.fixture(autouse=True)
+def quick_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates are fitted to a few of the everyday requests: what they tell apart is measured elsewhere."""
+    for name, count in {"REQUESTS": 60, "NEAR_MISSES": 2, "NOISE": 10}.items():
+        monkeypatch.setattr(fitting_set, name, count)
+    monkeypatch.setattr(training, "EPOCHS", 2)
 
 
 @pytest.fixture

@@ -15,17 +15,19 @@ from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
 from benchmarks.lora_adapter import attach, save
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.extraction import extract_keys, extract_query_keys
+from selector.backbone.extraction import extract_keys
 from selector.backbone.generation import generate
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
+from selector.backbone.token_values import evidence_of
+from selector.backbone.turns import turn_marks
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.small_streams import ORDER, gated
-from tests.tiny_models import HIDDEN
+from tests.inducekv_vllm.bundles import decided_gate, random_gate
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +43,11 @@ def examples(suite) -> list[Example]:
 # Memories
 
 
-@pytest.mark.parametrize(("thresholds", "used"), [(None, ORDER), ([1.0, -1.0], ORDER[1:]), ([1.0, 1.0], ())])
-def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(
-    thresholds, used, backbone, suite, examples
-):
+@pytest.mark.parametrize(("task", "used"), [("no gate", ORDER), ("field", ORDER[1:]), (None, ())])
+def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(task, used, backbone, suite, examples):
     stored = [example for task in suite.tasks for example in task.train[:4]]
     bundle = build_bundle(backbone, stored, BuildSettings(budget=8, weighting="prior"))
-    served = bundle if thresholds is None else gated(bundle, gate_at(thresholds))
+    served = bundle if task == "no gate" else gated(bundle, gate_to(task, backbone))
     retrieved = torch.tensor([entry.task in used for entry in bundle.metadata.entries])
     prior = torch.zeros(8).masked_fill(~retrieved, -torch.inf)
     expected, plain, memory = [], [], Memory.from_bundle(bundle)
@@ -65,9 +65,9 @@ def text_of(backbone: Backbone, generations) -> str:
     return backbone.processor.tokenizer.decode(generations[0].token_ids, skip_special_tokens=True).strip()
 
 
-def gate_at(thresholds: list[float]) -> Gate:
-    """Keys of 0: the margins are the negative thresholds, whatever is asked."""
-    return Gate(torch.zeros(2, 2, HIDDEN).half(), torch.tensor(thresholds), ORDER)
+def gate_to(task: str | None, backbone: Backbone) -> Gate:
+    """Open for this task, or closed, whatever is asked."""
+    return decided_gate(task, backbone.fingerprint, ORDER)
 
 
 # Adapters
@@ -102,43 +102,42 @@ def alone(model, state, examples) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("thresholds", "one_adapter", "own_adapters"),
-    [
-        ([1.0, 2.0], "untouched", "untouched"),
-        ([-1.0, -2.0], "guild", "field"),
-        ([-2.0, -1.0], "guild", "guild"),
-    ],
+    ("task", "one_adapter", "own_adapters"),
+    [(None, "untouched", "untouched"), ("field", "guild", "field"), ("guild", "guild", "guild")],
 )
 def test_a_closed_gate_gives_the_untouched_models_answers_and_an_open_one_the_adapters(
-    thresholds, one_adapter, own_adapters, model, state, alone, examples
+    task, one_adapter, own_adapters, model, backbone, state, alone, examples
 ):
-    write_gate(gate_at(thresholds), state / GATE)
+    write_gate(gate_to(task, backbone), state / GATE)
     assert answers(model, state, "gated_adapter", "adapters/guild", examples) == alone[one_adapter]
     assert answers(model, state, "gated_adapters", "adapters", examples) == alone[own_adapters]
 
 
-def test_the_gate_decides_by_the_untouched_models_keys_though_an_adapter_is_loaded(
+def test_the_gate_decides_by_what_the_untouched_model_sees_though_an_adapter_is_loaded(
     model, backbone, state, alone, examples
 ):
-    keys = extract_query_keys(backbone, examples, batch_size=64).double()
-    direction = torch.randn(1, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).half()  # of no meaning
-    margins = torch.einsum("npd,pd->n", keys, direction[0].double())
-    threshold = margins.median().float()[None] + 1e-4
-    is_open = (margins > threshold.double()).tolist()  # for half of the questions
+    layers = (0, backbone.num_layers - 1)
+    drawn = random_gate(backbone.fingerprint, ORDER[:1], layers=layers, marks=turn_marks(backbone))
+    weights = drawn.weights.abs()  # [1, H]
+    support = evidence_of(backbone, drawn, examples) @ weights[0]  # [n]
+    middle = support.median() + 1e-4
+    is_open = (support > middle).tolist()  # for half of the questions
     assert 0 < sum(is_open) < len(examples)
 
     def expected(opened: str, closed: str) -> list[str]:
         return [a if is_a else b for a, b, is_a in zip(alone[opened], alone[closed], is_open, strict=True)]
 
-    write_gate(Gate(direction, threshold, ORDER[:1]), state / GATE)
+    write_gate(replace(drawn, weights=weights, thresholds=middle[None]), state / GATE)
     assert answers(model, state, "gated_adapter", "adapters/guild", examples) == expected("guild", "untouched")
-    # Either way: the first task's own, or the second's.
-    write_gate(Gate(torch.cat([direction, -direction]), torch.cat([threshold, -threshold]), ORDER), state / GATE)
+    # Either way: the first task's own, or the second's, whose margin grows half as fast and is above 0 everywhere.
+    least = support.min() / 4
+    both = {"weights": torch.cat([weights, weights / 2]), "thresholds": torch.stack([middle / 2 + least, least])}
+    write_gate(replace(drawn, **both, tasks=ORDER), state / GATE)
     assert answers(model, state, "gated_adapters", "adapters", examples) == expected("guild", "field")
 
 
 def test_a_gated_plan_names_the_adapter_only_where_there_are_several(model, backbone, examples, tmp_path):
-    write_gate(gate_at([-2.0, -1.0]), tmp_path / GATE)
+    write_gate(gate_to("guild", backbone), tmp_path / GATE)
     for kind, adapter in (("gated_adapter", None), ("gated_adapters", "guild")):
         found = plan(Artifact(kind, "x", 0, {}), tmp_path, model, lambda _: backbone)
         assert isinstance(found, Gated)

@@ -122,7 +122,7 @@ def test_model_and_data_are_where_the_run_found_them(out, model, tmp_path_factor
 
 def test_every_diagnostic_has_its_parts():
     assert sorted(DIAGNOSTICS) == [
-        *("ambiguity", "anchors", "calibration", "diversity", "forgetting", "gate", "hit_rate", "memory_attention"),
+        *("ambiguity", "anchors", "calibration", "diversity", "forgetting", "hit_rate", "memory_attention"),
         *("mentions", "operating_points", "order", "pareto", "parts", "perplexity", "rounding", "seeds", "sweeps"),
     ]
     for name, diagnostic in DIAGNOSTICS.items():
@@ -137,7 +137,7 @@ def test_json_has_six_digits_and_none_for_what_is_no_number():
 
 
 def test_the_command_names_what_is_missing(out, capsys):
-    error = refusal(capsys, "gate", out, "--method", "paper", "--budget", 32)
+    error = refusal(capsys, "calibration", out, "--method", "paper", "--budget", 32)
     assert "error: no finished run of paper with budget 32 under" in error
     assert error.count("\n") == 1
     assert not (out / "diagnostics").exists()

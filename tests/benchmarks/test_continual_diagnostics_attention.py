@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from benchmarks.continual.diagnostics.memory_attention import memory_masses, normalise, recorded_masses
-from inducekv_vllm.bundle import Bundle, Gate
+from inducekv_vllm.bundle import Bundle
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend_decoupled, attention_with
 from selector.backbone.model import Backbone, attention_named
@@ -17,6 +17,7 @@ from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run
 from tests.benchmarks.small_streams import gated
+from tests.inducekv_vllm.bundles import decided_gate
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]
 
@@ -90,29 +91,24 @@ def test_queries_of_zero_share_attention_evenly(model, backbone, suite):
     for layer in blind.attention_layers():
         torch.nn.init.zeros_(layer.q_proj.weight)
     prompt = blind.encode_example(example)
-    keys = blind.query_keys(prompt)
+    keys = blind.retrieval_keys(prompt)
     answer = "north"
     length = prompt["input_ids"].shape[1] + len(blind.processor.tokenizer(answer)["input_ids"])
     expected = sum(6 / (6 + t + 1) for t in range(length)) / length
     # Beside a longer request, whose length is the batch's: padding is not counted.
     longer = "north north north north north"
-    found = memory_masses(blind, bundle, [example, example], [answer, longer], keys.expand(2, -1, -1))
+    found = memory_masses(blind, bundle, [example, example], [answer, longer], keys.expand(2, -1))
     torch.testing.assert_close(found[0], torch.full((blind.num_layers,), expected).double(), rtol=0, atol=1e-6)
     assert (found[1] < found[0]).all()
 
 
 def test_behind_a_closed_gate_memory_gets_nothing(backbone, suite):
     bundle = bundle_of(backbone, suite, "prior")
-    keys, names = torch.zeros(2, 2, backbone.hidden_size), ("guild", "field")
     examples, answers = suite.tasks[0].test[:2], ["north", "north"]
-    queries = torch.cat([backbone.query_keys(backbone.encode_example(example)) for example in examples])
-    keys[0, 0] = queries[0, 0] - queries[1, 0]  # the first question's margin is above 0, the second's below
-    half = gated(bundle, Gate(keys, torch.tensor([0.0, 9.0]), names))
-    found = memory_masses(backbone, half, examples, answers, queries)
-    assert (found[0] > 0).all()
-    assert (found[1] == 0).all()
-    closed = gated(bundle, Gate(keys, torch.tensor([9.0, 9.0]), names))
-    assert (memory_masses(backbone, closed, examples, answers, queries) == 0).all()
+    queries = torch.cat([backbone.retrieval_keys(backbone.encode_example(example)) for example in examples])
+    for task in ("guild", None):
+        behind = gated(bundle, decided_gate(task, backbone.fingerprint, ("guild", "field")))
+        assert ((memory_masses(backbone, behind, examples, answers, queries) > 0) == (task == "guild")).all()
 
 
 def test_gains_lie_between_0_and_1():
@@ -137,7 +133,7 @@ def test_the_command_writes_rows_of_masses_and_gains(demo_backbone, demo_suite, 
     assert [guild["normalised_gain"], field["normalised_gain"]] == pytest.approx([1, 0], abs=1e-5)
     assert of_base["normalised_gain"] is None
     examples = suite.tasks[0].test[:2]
-    keys = torch.cat([demo_backbone.query_keys(Scorer(demo_backbone).prefix(example)) for example in examples])
+    keys = torch.cat([demo_backbone.retrieval_keys(Scorer(demo_backbone).prefix(example)) for example in examples])
     expected = memory_masses(demo_backbone, bundle, examples, [e.answer for e in examples], keys).mean(dim=0)
     assert guild["mass"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert found["questions"] == {"guild": 2, "field": 2, "base": 2}

@@ -8,7 +8,6 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.continual.diagnostics.parts import LEARNED, UNTOUCHED, VARIANTS, before_the_prompt, by_variant
-from inducekv_vllm.bundle import Gate
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.loading import decoder
@@ -17,6 +16,7 @@ from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run
 from tests.benchmarks.small_streams import gated
+from tests.inducekv_vllm.bundles import decided_gate
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def nll(backbone, example, memory=None, terms=None) -> float:
 
 
 def queries(backbone, examples) -> torch.Tensor:
-    return torch.cat([backbone.query_keys(backbone.encode_example(example)) for example in examples])
+    return torch.cat([backbone.retrieval_keys(backbone.encode_example(example)) for example in examples])
 
 
 def test_variants_are_the_terms_that_their_names_say(backbone, suite, bundle):
@@ -54,7 +54,7 @@ def test_variants_are_the_terms_that_their_names_say(backbone, suite, bundle):
         terms = Terms(scale * keys, chosen, scale * values, torch.tensor([-math.inf]))
         return nll(backbone, example, memory, terms)
 
-    scores = keys[:, 0] @ memory.retrieval_keys.T  # [1, 4]
+    scores = keys @ memory.retrieval_keys.T  # [1, 4]
     nearest = torch.zeros(1, 4).index_fill(1, scores.argmax(dim=1), 1.0)
     learned = (scores / memory.temperature).softmax(dim=1)
     constant = torch.stack([of_layer.transpose(0, 1).flatten(1, 2).mean(1) for of_layer in memory.payload_values])
@@ -78,7 +78,7 @@ def test_a_question_behind_a_closed_gate_is_answered_without_memory(backbone, su
     examples = suite.tasks[0].test[:1]
     closed = gated(
         build_bundle(backbone, suite.tasks[0].train[:2], BuildSettings(budget=2, payload_tokens=3, weighting="prior")),
-        Gate(torch.zeros(1, 2, backbone.hidden_size), torch.tensor([9.0]), ("guild",)),
+        decided_gate(None, backbone.fingerprint, ("guild",)),
     )
     found = by_variant(backbone, closed, examples, queries(backbone, examples))
     assert set(found.values()) == {found[UNTOUCHED]}

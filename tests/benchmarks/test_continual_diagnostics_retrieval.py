@@ -11,7 +11,7 @@ from selector.backbone.extraction import extract_keys
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run
-from tests.inducekv_vllm.bundles import d, random_bundle
+from tests.inducekv_vllm.bundles import d, random_bundle, random_gate
 
 
 def memory(tasks: str, gate: Gate | None = None):
@@ -22,11 +22,13 @@ def memory(tasks: str, gate: Gate | None = None):
 
 
 def query(*similarities: float) -> torch.Tensor:
-    """A query key whose full-prefix part has these similarities with the entries: [1, 2, d]."""
-    key = torch.zeros(1, 2, d)
-    key[0, 0, : len(similarities)] = torch.tensor(similarities)
-    key[0, 1, 0] = 1.0
+    """A key that has these similarities with the entries: [1, d]."""
+    key = torch.zeros(1, d)
+    key[0, : len(similarities)] = torch.tensor(similarities)
     return key
+
+
+UNGATED = torch.zeros(1, 0)  # evidence
 
 
 @pytest.mark.parametrize(
@@ -34,17 +36,17 @@ def query(*similarities: float) -> torch.Tensor:
     [("a", 3, 1, 3, True), ("b", 3, 2, 3, False), ("a", 8, 2, 4, False)],  # b b a; half is no majority
 )
 def test_gap_and_hits_of_the_nearest_entries(task, top_k, hits, retrieved, is_cross_task):
-    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), task, top_k=top_k)
+    (found,) = retrievals(memory("abba"), query(0.1, 0.9, 0.7, 0.3), UNGATED, task, top_k=top_k)
     assert (found.gap, found.hits, found.retrieved) == (pytest.approx(0.2), hits, retrieved)
     assert found.is_cross_task is is_cross_task
 
 
 def test_behind_a_gate_only_the_entries_of_its_task_are_retrieved():
-    keys = torch.zeros(2, 2, d)
-    keys[0, 0, 2] = keys[1, 0, 1] = 1.0  # task a is told by the third similarity, b by the second
-    bundle = memory("abba", Gate(keys, torch.tensor([0.8, 0.8]), ("a", "b")))
+    bundle = memory("abba", random_gate(weights=torch.eye(2, 8), thresholds=torch.tensor([0.8, 0.8])))
+    evidence = torch.tensor([[0.9, 0.1], [0.5, 0.9], [0.1, 0.1]])
+    evidence = torch.nn.functional.pad(evidence, (0, 6))  # [3, H]
     queries = torch.cat([query(0.3, 0.1, 0.9, 0.2), query(0.3, 0.9, 0.5, 0.2), query(0.9, 0.1, 0.1, 0.1)])
-    to_a, to_b, closed = retrievals(bundle, queries, "a", top_k=8)
+    to_a, to_b, closed = retrievals(bundle, queries, evidence, "a", top_k=8)
     assert to_a.gap == pytest.approx(0.1)  # of 0.3 and 0.2
     assert (to_a.hits, to_a.retrieved) == (2, 2)
     assert to_b.gap == pytest.approx(0.4)
@@ -53,7 +55,7 @@ def test_behind_a_gate_only_the_entries_of_its_task_are_retrieved():
 
 
 def test_one_entry_alone_has_no_gap():
-    (found,) = retrievals(memory("a"), query(0.5), "a", top_k=8)
+    (found,) = retrievals(memory("a"), query(0.5), UNGATED, "a", top_k=8)
     assert math.isnan(found.gap)
     assert (found.hits, found.retrieved) == (1, 1)
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, means, summary
-from inducekv_vllm.bundle import Gate
-from selector.backbone.bundled_model import openings
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
-from tests.benchmarks.small_streams import ORDER, gated
-from tests.inducekv_vllm.bundles import d, random_bundle, random_gated_bundle
+from tests.benchmarks.small_streams import ORDER
+from tests.inducekv_vllm.bundles import random_bundle
 
 YES, NO = True, False
 # a[i, t] of b and c as they are learned after a: base 1, 1/2, 0.
@@ -189,44 +187,9 @@ def test_rounding_without_validation_examples_leaves_the_likelihood_out(out):
     assert "NLL" not in found["finding"]
 
 
-def test_a_method_without_rounding_or_without_a_gate_is_refused(out, capsys):
+def test_a_method_without_rounding_is_refused(out, capsys):
     write_run(out, "paper", ("a",), bundles=[random_bundle()])
-    for diagnostic, message in (
-        ("rounding", "the update of a reports no rounding"),
-        ("gate", "the memory of paper has no relevance gate"),
-    ):
-        assert message in refusal(capsys, diagnostic, out, "--method", "paper")
-
-
-# The gate
-
-D_DEMO = 256  # the demo model's hidden size
-
-
-def test_shares_of_a_gate_that_lets_two_of_four_questions_in_one_to_each_task():
-    keys = torch.zeros(2, 2, d)
-    keys[0, 1, 0] = keys[1, 1, 1] = 1.0  # each task has a direction of its own in the text part
-    bundle = random_gated_bundle(gate=Gate(keys, torch.tensor([0.5, 0.5]), ("a", "b")))
-    queries = torch.zeros(4, 2, d)
-    queries[0, 1, 0] = queries[1, 1, 1] = 1.0
-    assert openings(bundle, "a", queries) == {"opened": 0.5, "own_task": 0.25}
-    assert openings(bundle, "b", queries) == {"opened": 0.5, "own_task": 0.25}
-    assert openings(bundle, "a", queries[:1]) == {"opened": 1.0, "own_task": 1.0}
-    assert openings(bundle, "unknown", queries) == {"opened": 0.5, "own_task": 0.0}
-
-
-def test_a_gate_that_sends_everything_to_one_task_is_found_out(demo, memory):
-    for seed, threshold in enumerate((-1.0, 1.0)):  # always open, and never
-        gate = Gate(torch.zeros(2, 2, D_DEMO), torch.tensor([threshold, 1.0]), ORDER)
-        write_run(demo, "refined", ORDER, seed=seed, bundles=[gated(memory((0, 0), (1, 0)), gate)] * 2)
-    found = diagnose("gate", demo)
-    assert found["opened"] == {
-        "guild": {"opened": 0.5, "own_task": 0.5},
-        "field": {"opened": 0.5, "own_task": 0.0},
-        "base": {"opened": 0.5},
-    }
-    assert found["seeds"] == [0, 1]
-    assert "sends 0.0% or more" in found["finding"]
+    assert "the update of a reports no rounding" in refusal(capsys, "rounding", out, "--method", "paper")
 
 
 def test_what_is_mentioned_is_told_from_what_is_the_whole_answer(out):

@@ -17,11 +17,13 @@ from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.page_terms import page_terms
 from selector.backbone import injection, routing
-from selector.backbone.extraction import extract, extract_query_keys
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.extraction import extract, extract_keys
+from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import entry_records
 from selector.paper.settings import PaperSettings
@@ -44,7 +46,6 @@ REFINED = [
     "refined",
     "refined_decoupled",
     "refined_no_gate",
-    "refined_prefix_key",
     "refined_no_quotas",
     "refined_no_refinement",
 ]
@@ -100,12 +101,13 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(name, learned, bac
     stream = learned(name)
     bundle, suite = stream.bundles[1], stream.suite
     asked = [example for task in (*suite.tasks, suite.base) for example in task.test]
-    keys = extract_query_keys(backbone, asked, batch_size=8)
-    opened, prior = routing.routing(bundle, keys)
-    terms = injection.Memory.from_bundle(bundle).terms(keys[:, 0], log_prior=prior)
+    keys = extract_keys(backbone, asked, batch_size=8)
+    evidence = BundledModel(Scorer(backbone), bundle).evidence(asked)
+    opened, prior = routing.routing(bundle, evidence)
+    terms = injection.Memory.from_bundle(bundle).terms(keys, log_prior=prior)
     memory = MemoryIndex.from_bundle(bundle, str(stream.states[1] / BUNDLE))
-    for row, key in enumerate(keys.numpy()):
-        lookup = memory.lookup(key, None)
+    for row, features in enumerate(map(QueryFeatures, keys.numpy(), evidence.numpy())):
+        lookup = memory.lookup(features, None)
         assert (lookup.retrieval is not None) == bool(opened[row])
         if lookup.retrieval is None:
             continue
@@ -166,8 +168,8 @@ def test_a_paper_ablation_differs_in_one_setting_and_in_its_calibration(name, le
 def test_uniform_retrieval_weighs_all_entries_alike(learned, backbone):
     stream = learned("paper_uniform")
     uniform = MemoryIndex.from_bundle(stream.bundles[1], str(stream.states[1] / BUNDLE))
-    for key in extract_query_keys(backbone, stream.suite.tasks[0].test, batch_size=4).numpy():
-        assert (uniform.lookup(key, None).retrieval.weights == np.float32(1 / uniform.num_entries)).all()
+    for key in extract_keys(backbone, stream.suite.tasks[0].test, batch_size=4).numpy():
+        assert (uniform.lookup(QueryFeatures(key), None).retrieval.weights == np.float32(1 / uniform.num_entries)).all()
 
 
 def test_the_single_level_update_takes_one_calibration_step_an_iteration(learned):
@@ -200,13 +202,6 @@ def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned
         assert artifact.report["anchor_bytes"] == store.bytes()
 
 
-def test_the_prefix_key_looks_at_no_text(learned):
-    for bundle in learned("refined_prefix_key").bundles:
-        assert bundle.gate.keys[:, 0].any()
-        assert not bundle.gate.keys[:, 1].any()
-    assert all(bundle.gate_keys[:, 1].any() for bundle in learned("refined").bundles)
-
-
 def test_without_quotas_the_new_task_takes_the_room_it_finds(learned):
     first, second = learned("refined_no_quotas").bundles
     assert len(of_task(first, ORDER[0])) == second.num_entries == BUDGET
@@ -228,8 +223,8 @@ def test_the_selector_gets_every_setting_of_the_method():
     context = RunContext(Path("model"), 5, 3, 0, NUM_TASKS)
     paper = selector_settings(PaperSettings, Paper(iterations=7, beta=0.25), context)
     assert (paper.budget, paper.seed, paper.iterations, paper.beta) == (5, 3, 7, 0.25)
-    refined = selector_settings(RefinedSettings, Refined(steps=9, gate="prefix", entries_per_task=2), context)
-    assert (refined.budget, refined.seed, refined.steps, refined.gate) == (5, 3, 9, "prefix")
+    refined = selector_settings(RefinedSettings, Refined(steps=9, gate="none", entries_per_task=2), context)
+    assert (refined.budget, refined.seed, refined.steps, refined.gate) == (5, 3, 9, "none")
     # Every field of a recipe's method but these is one of its settings: nothing is lost on the way.
     for name, settings, own in (("paper", PaperSettings, set()), ("refined", RefinedSettings, {"base"})):
         settings_of_method = {field.name for field in fields(METHODS[name])}
@@ -238,7 +233,7 @@ def test_the_selector_gets_every_setting_of_the_method():
 
 def test_the_plugin_serves_what_the_ablations_make(learned, model, tmp_path):
     """One engine, the bundles whose calibration, weighting or gate is out of the ordinary; against transformers."""
-    refined = ["refined_no_gate", "refined_prefix_key", "refined_sqrt"]
+    refined = ["refined", "refined_no_gate", "refined_sqrt"]
     names = ["random_memory", "paper_no_gates", "paper_uniform", *refined] * 2
     bundles = [learned(name).bundles[1] for name in names]
     world, asked = make_world(model, tmp_path), prompts(len(names), seed=1)

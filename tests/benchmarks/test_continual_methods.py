@@ -15,29 +15,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.continual.answering import plan
-from benchmarks.continual.methods import METHODS, Artifact, RunContext, gated, query_keys
+from benchmarks.continual.methods import METHODS, RunContext, gated, neighbours
 from benchmarks.continual.methods.ewc import FISHER, Ewc, diagonal_fisher
 from benchmarks.continual.methods.fit import Fit, share_of_rate
 from benchmarks.continual.methods.gated import GATE, gate_of, read_gate, write_gate
 from benchmarks.continual.methods.lora import AdapterTraining
 from benchmarks.continual.methods.lwf import Lwf, divergence, record
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
-from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes
-from inducekv_vllm.bundle import Gate
+from inducekv_vllm.bundle.tensors import DTYPES
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.footprint import footprint_bytes
-from selector.backbone.extraction import extract_query_keys
+from inducekv_vllm.gate import TurnMarks
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
-from selector.update.gate_fit import fit_gate
+from selector.gate.fit import FittedGate
 from tests.benchmarks.learned_streams import BUDGET, NUM_TASKS, RIVALS, SMALL, LearnedStream
 from tests.benchmarks.small_streams import ORDER
+from tests.inducekv_vllm.bundles import random_gate
 from tests.tiny_models import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS
 
 MATRICES = Path("adapter") / "adapter_model.safetensors"
@@ -115,9 +114,10 @@ def test_stored_bytes_are_those_of_the_files_and_never_more_than_the_memory_has(
 
 
 @pytest.mark.parametrize("name", ["prompt_replay", "knn_copier"])
-def test_every_task_has_an_equal_share_of_the_bytes_and_fills_it(name, model, backbone, suite, tmp_path):
-    stream = LearnedStream(replace(SMALL[name], payload_tokens=1), model, suite, tmp_path)
-    share = memory_bytes(backbone, BUDGET, 1, NUM_TASKS) // NUM_TASKS
+def test_every_task_has_an_equal_share_of_the_bytes_and_fills_it(name, model, suite, tmp_path, monkeypatch):
+    share = 2000  # holds some of the few examples, not all
+    monkeypatch.setattr(neighbours, "memory_bytes", lambda *_: NUM_TASKS * share)
+    stream = LearnedStream(SMALL[name], model, suite, tmp_path)
     sizes = [recounted(stream.artifacts[0].kind, state) for state in stream.states]
     for size, task, artifact in zip(np.diff(sizes, prepend=0), suite.tasks, stream.artifacts, strict=True):
         contents = [content_bytes(e) if name == "prompt_replay" else len(e.answer.encode()) for e in task.train]
@@ -443,57 +443,33 @@ def test_anchors_are_those_that_the_selector_would_keep(learned, suite):
 # The gate
 
 
-def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, model, backbone):
+def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, backbone, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        gated, "fit_gate", lambda *args, **options: asked.append((args, options)) or FittedGate("gate", ())
+    )
     first, second = suite.tasks
-    found = gate_of(model, second, first.train[:5], suite.base.train)
-    own = {
-        first.name: extract_query_keys(backbone, first.train[:5]),
-        second.name: extract_query_keys(backbone, [*second.train, *second.validation]),
-    }
-    expected = fit_gate(own, extract_query_keys(backbone, suite.base.train))
-    assert found.tasks == expected.tasks == ORDER
-    torch.testing.assert_close(found.keys.float(), expected.keys.float(), atol=2e-3, rtol=0)
-    torch.testing.assert_close(found.thresholds, expected.thresholds, atol=1e-3, rtol=0)
-
-
-def test_keys_are_extracted_once_for_the_same_questions(suite, model, backbone, monkeypatch, tmp_path):
-    extracted = []
-
-    def extract(backbone, examples, **options):
-        extracted.append([example.id for example in examples])
-        return extract_query_keys(backbone, examples, **options)
-
-    monkeypatch.setattr(query_keys, "extract_query_keys", extract)
-    monkeypatch.setattr(QueryKeyCache, "cached", {})
-    (first, second), base = suite.tasks, suite.base.train
-    fresh = extract_query_keys(backbone, base, batch_size=4)
-    for asked in (base, base[:-1], base):
-        assert torch.equal(QueryKeyCache(model)(backbone, asked, batch_size=4), fresh[: len(asked)])
-    assert extracted == [[e.id for e in base], [e.id for e in base[:-1]]]
-    gate_of(model, first, (), base)
-    gate_of(model, second, (), base)
-    assert len(extracted) == 5  # two tasks and the base, in batches of another size
-    # A gated artifact's plan takes known keys without loading the model.
-    write_gate(gate_of(model, first, (), base), tmp_path / GATE)
-    plan(Artifact("gated_adapter", "x", 0, {}), tmp_path, model, lambda _: backbone).asks(second.test)
-    plan(Artifact("gated_adapters", "x", 0, {}), tmp_path, model, load=None).asks(second.test)
-    assert extracted[5:] == [[e.id for e in second.test]]
+    assert gate_of(backbone, second, first.train[:5], suite.base.train, seed=7) == "gate"
+    (args, options) = asked[0]
+    own = {first.name: [*first.train[:5]], second.name: [*second.train, *second.validation]}
+    assert args == (backbone, own, suite.base.train)
+    assert options == {"seed": 7}
 
 
 def test_a_gate_comes_back_as_it_was_written(tmp_path):
-    gate = Gate(torch.randn(3, 2, 8).half(), torch.randn(3), ("a", "b", "c"))
-    assert write_gate(gate, tmp_path / "gate") == 3 * (2 * 8 * 2 + 4)
+    gate = random_gate(tasks=("a", "b", "c"), marks=TurnMarks((5, 7), 9))
+    assert write_gate(gate, tmp_path / "gate") == tensor_bytes(tmp_path / "gate")
     found = read_gate(tmp_path / "gate")
-    assert torch.equal(found.keys, gate.keys)
-    assert torch.equal(found.thresholds, gate.thresholds)
-    assert found.tasks == gate.tasks
+    assert (found.tasks, found.layers, found.marks) == (gate.tasks, gate.layers, gate.marks)
+    for name, tensor in gate.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor.to(DTYPES[name])), name
 
 
 def test_the_base_questions_are_shown_to_the_gate_or_not(learned, suite, tmp_path):
     stream = learned("gated_lora_replay")
     replace(stream.method, base=False).learn(suite.tasks[0], None, tmp_path, stream.context(0))
     unseen, seen = (read_gate(state / GATE) for state in (tmp_path, stream.states[0]))
-    assert not torch.equal(unseen.keys, seen.keys)
+    assert not torch.equal(unseen.center, seen.center)
 
 
 # Neighbours

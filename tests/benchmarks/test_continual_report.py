@@ -25,13 +25,15 @@ from tests.benchmarks.finished_runs import write_configuration, write_finished_r
 
 SIZES = {"train": 4, "validation": 2, "test": 4}
 ORDER = ("guild", "digit")
-GATE = {
-    "diagnostic": "gate",
+PERPLEXITY = {
+    "diagnostic": "perplexity",
     "source": "Retrieval Quality",
     "finding": "It opens <often>.",
     "method": "refined",
     "budget": 32,
-    "opened": {"guild": {"opened": 1.0, "own_task": 0.5}, "base": {"opened": 0.25}},
+    "seeds": [0],
+    "untouched": 9.0,
+    "perplexity": [9.5],
 }
 # Of four questions of each of the two tasks, how many are right after each task; of nine base questions, how many.
 RIGHT = {
@@ -76,7 +78,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, demo_suite: DemoSuite) 
     write_configuration(folder, data, suite, answer={"by": "http", "server": "own"})
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
     (folder / "diagnostics").mkdir()
-    (folder / "diagnostics" / "gate.json").write_text(json.dumps(GATE))
+    (folder / "diagnostics" / "perplexity.json").write_text(json.dumps(PERPLEXITY))
     write_report(folder)
     return folder
 
@@ -146,7 +148,7 @@ def test_every_section_has_its_content(page):
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
     assert "no relevance gate" in page.text["ablations"]
     diagnostics = page.text["diagnostics"]
-    assert "Gate, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
+    assert "Perplexity, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]
     for section in ("results", "task-by-task", "learning-and-forgetting", "cost", "settings"):
@@ -223,7 +225,7 @@ def test_the_json_file_holds_rows_differences_and_runs(content):
     assert "composition" not in lora
     (untouched, *_) = [run for run in content["runs"] if run["method"] == "no_memory"]
     assert not {"tried", "composition"} & set(untouched)
-    assert content["diagnostics"] == [GATE]
+    assert content["diagnostics"] == [PERPLEXITY]
 
 
 def test_accuracies_of_the_json_file_get_their_digits_back(content):
@@ -276,10 +278,10 @@ def test_searched_settings_are_listed(out, tmp_path):
 
 
 def test_a_diagnostic_that_cannot_be_drawn(content):
-    broken = content | {"diagnostics": [{name: value for name, value in GATE.items() if name != "opened"}]}
-    with pytest.raises(ConfigError, match="diagnostic 'gate' cannot be drawn"):
+    broken = content | {"diagnostics": [{name: value for name, value in PERPLEXITY.items() if name != "untouched"}]}
+    with pytest.raises(ConfigError, match="diagnostic 'perplexity' cannot be drawn"):
         render_html(broken)
-    unknown = content | {"diagnostics": [GATE | {"diagnostic": "of_another_version"}]}
+    unknown = content | {"diagnostics": [PERPLEXITY | {"diagnostic": "of_another_version"}]}
     assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 

@@ -84,7 +84,9 @@ def test_the_table_counts_the_right_answers_of_each_way(monkeypatch: pytest.Monk
         if example is None:
             return Reply("a copy", 0.1, None)
         known = (example.task in teaching.TASKS) == (name == MEMORY)
-        gate = {"open": example.task in teaching.TASKS, "task": example.task, "margins": {example.task: 0.5}}
+        is_open = example.task in teaching.TASKS
+        closed = None if is_open else "outside"
+        gate = {"open": is_open, "task": example.task, "closed": closed, "margins": {example.task: 0.5}}
         return Reply(example.answer if known else "no", 0.1, {"gate": gate} if trace else None)
 
     shown = SimpleNamespace(asks=lambda examples: [SimpleNamespace(conversation=replayed_of(e)) for e in examples])
@@ -118,6 +120,6 @@ def test_the_table_says_what_the_gate_decided() -> None:
     margins = {"valence": 0.25, "language": -0.5}
     opened = verdict_of({"gate": {"open": True, "task": "valence", "margins": margins}}, same=False)
     assert opened == "open: valence\n  valence +0.250\n  language -0.500"
-    closed = {"gate": {"open": False, "task": None, "margins": margins}}
-    assert verdict_of(closed, same=True).startswith("closed, the untouched answer\n")
-    assert verdict_of(closed, same=False).startswith("closed\n")
+    closed = {"gate": {"open": False, "task": None, "closed": "below_threshold", "margins": margins}}
+    assert verdict_of(closed, same=True).startswith("closed, below threshold: the untouched answer\n")
+    assert verdict_of(closed, same=False).startswith("closed, below threshold\n")

@@ -11,6 +11,7 @@ import torch
 
 from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate, with_entries
+from inducekv_vllm.gate import TurnMarks
 
 L, J, G, D, d = 3, 2, 2, 8, 16
 FINGERPRINT = BackboneFingerprint(
@@ -55,14 +56,67 @@ def older(bundle: Bundle) -> Bundle:
     return with_entries(replace(bundle, metadata=metadata), metadata.entries)
 
 
+def random_gate(
+    backbone: BackboneFingerprint = FINGERPRINT,
+    tasks: Sequence[str] = ("a", "b"),
+    *,
+    layers: Sequence[int] = (0, 2),
+    num_prototypes: int = 4,
+    seed: int = 0,
+    **changes: Any,
+) -> Gate:
+    """A gate of random content; `changes` replace fields of `Gate`."""
+    generator = torch.Generator().manual_seed(seed)
+    S, P, F, C = len(layers), num_prototypes, backbone.num_kv_heads * backbone.head_dim, len(tasks)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    fields: dict[str, Any] = {
+        "layers": tuple(layers),
+        "marks": TurnMarks((), None),
+        "center": draw(S, F) / 4,
+        "scale": 0.5 + draw(S, F).abs(),
+        "prototypes": torch.nn.functional.normalize(draw(S, P, F), dim=2),
+        "floors": torch.rand(S, P, generator=generator) / 2,
+        "weights": 4 * draw(C, S * P),
+        "thresholds": torch.rand(C, generator=generator) + 0.1,
+        "tasks": tuple(tasks),
+    }
+    return Gate(**(fields | changes))
+
+
+def decided_gate(
+    task: str | None, backbone: BackboneFingerprint = FINGERPRINT, tasks: Sequence[str] = ("a", "b"), **changes: Any
+) -> Gate:
+    """A gate that sends every prompt to one task, or stays closed for every prompt.
+
+    Of a prototype and its opposite, every token is like one.
+    """
+    F = backbone.num_kv_heads * backbone.head_dim
+    direction = torch.nn.functional.normalize(torch.randn(F, generator=torch.Generator().manual_seed(0)), dim=0)
+    weights = torch.tensor([[1e6 if name == task else 0.0] * 2 for name in tasks])  # [C, 2]
+    fields: dict[str, Any] = {
+        "layers": (0,),
+        "marks": TurnMarks((), None),
+        "center": torch.zeros(1, F),
+        "scale": torch.ones(1, F),
+        "prototypes": torch.stack([direction, -direction])[None],
+        "floors": torch.zeros(1, 2),
+        "weights": weights,
+        "thresholds": torch.full((len(tasks),), 1e-3),
+        "tasks": tuple(tasks),
+    }
+    return Gate(**(fields | changes))
+
+
 def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:
     """Five entries of the tasks "a" and "b" behind a relevance gate."""
-    generator = torch.Generator().manual_seed(seed)
     arguments: dict[str, Any] = {
         "entries": tuple(EntryRecord(id=f"e{i}", task="aabab"[i], source_digest="ab") for i in range(5)),
         "weighting": "prior",
         "recipe": "refined",
-        "gate": Gate(torch.randn(2, 2, d, generator=generator), torch.tensor([0.25, -0.5]), ("a", "b")),
+        "gate": random_gate(seed=seed),
     }
     return random_bundle(seed=seed, **(arguments | changes))
 

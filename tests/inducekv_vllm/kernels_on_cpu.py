@@ -17,6 +17,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from inducekv_vllm.attention.cpu import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import StepLaunch
 from inducekv_vllm.attention.kernels import launch, twin
@@ -34,8 +35,10 @@ GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated
 class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
     """vLLM's own CPU attention: it keeps no log-sum-exp, so only decoupled memory can be served."""
 
+    has_cpu_cache = True
+
     def make_attention(self, tables: TermTables) -> MemoryAttention:
-        return ReplayedKernels(
+        return (KernelsBesideCPUCache if self.has_cpu_cache else ReplayedKernels)(
             self.pool,
             tables,
             self.memory_of_requests,
@@ -53,6 +56,8 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
 
 class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
     """InduceKV's FlashAttention backend, whose functions are those below."""
+
+    has_cpu_cache = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(flash_attn).update(
@@ -119,6 +124,11 @@ class ReplayedKernels(KernelMemoryAttention):
 
     def _launches(self, num_rows: int) -> list[StepLaunch]:
         return super()._launches(num_rows) if self._graph is None else [self._graph]
+
+
+class KernelsBesideCPUCache(ReplayedKernels):
+    def cached_values(self, kv_cache: Tensor) -> Tensor:
+        return packed_values(kv_cache)
 
 
 def attend(

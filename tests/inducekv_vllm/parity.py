@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,21 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import normalize
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.engine.memory_index import QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
+from selector.backbone.token_values import evidence_in, token_values
+from selector.backbone.turns import turn_marks
 from tests.inducekv_vllm.bundles import remade
-from tests.reference import reference_logprobs
+from tests.reference import reference_evidence, reference_logprobs
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16
@@ -138,22 +142,39 @@ def make_world(
 def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
     """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
 
-    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its keys are the least-norm keys
-    with margin 0.5 for that task and -0.5 for the others. Both parts of a query key count.
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its prototypes are tokens of
+    these prompts; its weights are the least-norm ones with margin 0.5 for a question's task and -0.5 for the others.
     """
-    backbone, ungated = world.backbone, world.bundles["prior"]
-    keys = torch.cat([backbone.query_keys(backbone.encode(p.chat_messages, p.images)) for p in questions])  # [N, 2, d]
-    names = ("a", "b")
-    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks])  # [N, C]
-    solved = torch.linalg.lstsq(keys.flatten(1).double(), margins.double(), driver="gelsd").solution  # [2 d, C]
-    gate = Gate(solved.T.reshape(2, 2, -1), torch.zeros(2), names)
+    backbone, ungated, names = world.backbone, world.bundles["prior"], ("a", "b")
+    layers, marks = (0, backbone.num_layers - 1), turn_marks(backbone)
+    encoded = [backbone.encode(p.chat_messages, p.images) for p in questions]
+    values = token_values(backbone, encoded, layers, marks)  # N times [t, S, F]
+    tokens = torch.cat(values)
+    center, scale = tokens.mean(0), 1 / tokens.std(0).clamp(min=1e-3)  # [S, F]
+    generator = torch.Generator().manual_seed(0)
+    some = [torch.cat([torch.randperm(len(v), generator=generator)[:6], torch.tensor([-2, -1])]) for v in values]
+    picked = torch.cat([v[rows] for v, rows in zip(values, some, strict=True)])  # [P, S, F]
+    prototypes = normalize((picked - center) * scale, dim=2).transpose(0, 1).half()  # [S, P, F]
+    S, P, _ = prototypes.shape
+    gate = Gate(
+        layers=layers,
+        marks=marks,
+        center=center,
+        scale=scale,
+        prototypes=prototypes,
+        floors=torch.full((S, P), 0.25),
+        weights=torch.zeros(2, S * P),
+        thresholds=torch.ones(2),
+        tasks=names,
+    )
+    evidence = evidence_in(gate, values).double()  # [N, H]
+    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks]).double()  # [N, C]
+    gate = replace(gate, weights=torch.linalg.lstsq(evidence, margins + 1, driver="gelsd").solution.T.float())
     entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(ungated.metadata.entries))
     bundle = remade(ungated, entries=entries, recipe="refined", gate=gate, **changes)
     assert bundle.gate is not None
-    # Rounding to float16 changes no decision, and neither part alone decides.
-    stored = torch.einsum("npd,cpd->nc", keys, bundle.gate.keys.float())
-    torch.testing.assert_close(stored, margins, rtol=0, atol=0.25)
-    assert all(bundle.gate.keys[:, part].norm() > 0.1 for part in (0, 1))
+    torch.testing.assert_close(evidence @ bundle.gate.weights.T.double() - 1, margins, rtol=0, atol=1e-3)
+    assert bundle.gate.weights.abs().sum(1).max() * TOLERANCE < 0.1  # the tolerance of evidence changes no decision
     return bundle
 
 
@@ -248,13 +269,29 @@ class MemoryEngine:
                 assert len(completion.token_ids) >= NEW_TOKENS
                 difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
                 assert difference <= TOLERANCE
+            if answer.query is not None:
+                self.check_query(prompt, answer.query, self.bundles[str(name)])
         return answers
 
+    def check_query(self, prompt: Prompt, query: QueryFeatures, bundle: Bundle) -> None:
+        """Against the untouched model in transformers."""
+        backbone, gate = self.world.backbone, bundle.gate
+        inputs = backbone.encode(prompt.chat_messages, prompt.images)
+        assert (query.key is None) == (bundle.metadata.weighting == "uniform")
+        if query.key is not None:
+            key = backbone.retrieval_keys(inputs)[0]
+            torch.testing.assert_close(torch.tensor(query.key), key, rtol=0, atol=1e-5)
+        assert (query.evidence is None) == (gate is None)
+        if gate is not None:
+            expected = reference_evidence(backbone, gate, inputs)  # [H]
+            assert expected.max() > 0
+            torch.testing.assert_close(torch.tensor(query.evidence), expected, rtol=0, atol=TOLERANCE)
+
     @contextmanager
-    def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None]) -> Iterator[None]:
+    def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Iterator[None]:
         """With the bundle of `gated_bundle` loaded as "gated"."""
         path = self.world.paths["prior"].with_name("gated.safetensors")
-        self.bundles["gated"] = gated_bundle(self.world, questions, tasks)
+        self.bundles["gated"] = gated_bundle(self.world, questions, tasks, **changes)
         write_bundle(self.bundles["gated"], path)
         self.memories["gated"] = self.offline.load_bundle(path)
         yield

@@ -25,18 +25,18 @@ from inducekv_vllm.bundle import (
     METADATA_KEY,
     Bundle,
     EntryRecord,
-    Gate,
     bundle_digest,
     read_bundle,
     read_signature,
     write_bundle,
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
-from inducekv_vllm.footprint import footprint_bytes, gate_bytes
-from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, older, random_bundle, random_gated_bundle
+from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.gate import TurnMarks
+from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, older, random_bundle, random_gate, random_gated_bundle
 
 PLAIN, GATED = random_bundle(), random_gated_bundle()  # not to be changed
-GATE = Gate(GATED.gate_keys, GATED.gate_thresholds, ("a", "b"))
+GATE = random_gate()
 NAN, INFINITE = math.nan, math.inf
 
 
@@ -90,8 +90,14 @@ def test_round_trip_keeps_every_bit(path: Path, bundle: Bundle) -> None:
     # The file is its header, the calibration, the gate and the footprint.
     header = int.from_bytes(path.read_bytes()[:8], "little")
     calibration = 4 + 4 * L + 4 * L
-    gate = gate_bytes(C=2, d=d) if bundle.gate is not None else 0
+    gate = gate_size(C=2, S=2, P=4) if bundle.gate is not None else 0
     assert path.stat().st_size == 8 + header + calibration + gate + footprint_bytes(B=B, d=d, L=L, J=J, m=m, D=D)
+
+
+def gate_size(C: int, S: int, P: int) -> int:
+    """Bytes of a gate: prototypes in float16, the rest in float32."""
+    F = J * D
+    return 2 * S * P * F + 4 * (2 * S * F + S * P + C * S * P + C)
 
 
 def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
@@ -100,12 +106,25 @@ def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Path) -> None:
-    bundle = older(random_gated_bundle())
-    assert bundle.metadata.format_version == 2
+def test_a_gate_comes_back() -> None:
+    gate = random_gate(marks=TurnMarks((3, 1), 4))
+    bundle = random_gated_bundle(gate=gate)
+    assert bundle.metadata.format_version == 7
     assert bundle.gate is not None
-    assert bundle.gate.tasks == ("a", "b")
-    assert (bundle.gate.keys.dtype, bundle.gate.thresholds.dtype) == (torch.float16, torch.float32)
+    assert (bundle.gate.layers, bundle.gate.marks, bundle.gate.tasks) == (gate.layers, gate.marks, gate.tasks)
+    for name, tensor in bundle.gate.tensors().items():
+        dtype = torch.float16 if name == "gate_prototypes" else torch.float32
+        assert torch.equal(tensor, gate.tensors()[name].to(dtype))
+    assert bundle.gate.token_digest == gate.token_digest
+    assert bundle.gate.record.model_dump() == {
+        "layers": (0, 2),
+        "prototypes": 4,
+        "turn_begin": (3, 1),
+        "turn_end": 4,
+    }
+
+
+def test_a_bundle_without_a_gate_is_as_it_was(path: Path) -> None:
 
     plain = older(random_bundle())
     assert plain.gate is None
@@ -116,26 +135,46 @@ def test_a_bundle_with_a_gate_is_version_2_and_one_without_is_version_1(path: Pa
     assert plain.digest == "8fec9cca704fa88d615dcce84e3cd514b6c1b95d4da465ee61db8acaa2982595"
 
 
+def _gate(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """`GATE` with another tensor in one place."""
+    return {"gate": replace(GATE, **{name.removeprefix("gate_"): tensor})}
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"gate": replace(GATE, tasks=("a", "c"))}, "entry 'e2' belongs to the task 'b', which the gate does not have"),
-        ({"gate": Gate(torch.zeros(3, 2, d), torch.zeros(3), ("a", "b", "c"))}, "gate task 'c' has no entries"),
+        ({"gate": random_gate(tasks=("a", "b", "c"))}, "gate task 'c' has no entries"),
         ({"gate": replace(GATE, tasks=("a", "a"))}, "gate task 'a' occurs more than once"),
         (
-            {"gate": Gate(torch.zeros(0, 2, d), torch.zeros(0), ())},
-            "a relevance gate needs keys, thresholds and at least one task",
+            {"gate": random_gate(tasks=())},
+            "a relevance gate needs tasks and what it looks at, or neither",
         ),
-        ({"gate": replace(GATE, keys=with_one(GATE.keys, NAN))}, "gate_keys contains NaN"),
-        ({"gate": replace(GATE, keys=GATE.keys.float() * 1e6)}, "contains NaN or inf"),  # beyond float16
+        *((_gate(name, with_one(tensor, NAN)), f"{name} contains NaN") for name, tensor in GATE.tensors().items()),
+        ({"gate": replace(GATE, prototypes=GATE.prototypes * 1e6)}, "contains NaN or inf"),  # beyond float16
+        ({"gate": replace(GATE, prototypes=GATE.prototypes * 1.01)}, "gate_prototypes must have norm 1, found 1.01"),
+        (_gate("gate_scale", with_one(GATE.scale, 0.0)), "gate_scale must be above 0, found 0"),
+        (_gate("gate_scale", with_one(GATE.scale, -1.0)), "gate_scale must be above 0, found -1"),
+        (_gate("gate_floors", with_one(GATE.floors, -0.1)), "gate_floors must be at least 0 and below 1"),
+        (_gate("gate_floors", with_one(GATE.floors, 1.0)), "gate_floors must be at least 0 and below 1"),
+        (_gate("gate_thresholds", torch.tensor([0.5, 0.0])), "gate_thresholds must be above 0.*found 0"),
+        (_gate("gate_thresholds", torch.tensor([-0.5, 1.0])), "gate_thresholds must be above 0.*found -0.5"),
+        ({"gate": replace(GATE, layers=(2, 0))}, r"a gate looks at ascending layers below 3, found \[2, 0\]"),
+        ({"gate": replace(GATE, layers=(0, 0))}, r"ascending layers below 3, found \[0, 0\]"),
+        ({"gate": replace(GATE, layers=(0, 3))}, r"ascending layers below 3, found \[0, 3\]"),
+        ({"gate": replace(GATE, layers=())}, "gate.layers|layers"),
         (
             {"gate": replace(GATE, thresholds=with_one(GATE.thresholds, INFINITE))},
             "gate_thresholds contains NaN or inf",
         ),
-        ({"gate": replace(GATE, keys=GATE.keys[:1])}, r"gate_keys must be .*\[2, 2, 16\], found"),
-        ({"gate": replace(GATE, keys=GATE.keys[:, :1])}, "gate_keys must be"),
-        ({"gate": replace(GATE, keys=GATE.keys[:, :, :8])}, "gate_keys must be"),
-        ({"gate": replace(GATE, thresholds=GATE.thresholds[:1])}, "gate_thresholds must be"),
+        (_gate("gate_prototypes", GATE.prototypes[:1]), r"gate_prototypes must be .*\[2, 4, 16\], found"),
+        (_gate("gate_prototypes", GATE.prototypes[:, :, :8]), "gate_prototypes must be"),
+        (_gate("gate_prototypes", GATE.prototypes[0]), "prototypes"),
+        (_gate("gate_prototypes", GATE.prototypes[:, :3]), "gate_floors must be"),
+        (_gate("gate_center", GATE.center[:1]), "gate_center must be"),
+        (_gate("gate_scale", GATE.scale[:, :8]), "gate_scale must be"),
+        (_gate("gate_weights", GATE.weights[:, :4]), r"gate_weights must be .*\[2, 8\], found .*\[2, 4\]"),
+        (_gate("gate_thresholds", GATE.thresholds[:1]), "gate_thresholds must be"),
         ({"weighting": "sqrt"}, 'a relevance gate needs another weighting than "sqrt"'),
     ],
 )
@@ -146,17 +185,27 @@ def test_gates_that_cannot_be_used(changes: dict[str, Any], problem: str) -> Non
 
 def test_gate_tensors_and_metadata_that_do_not_belong_together(path: Path) -> None:
     for tensors, bundle, problem in [
-        (GATED.tensors(), PLAIN, "unknown tensors: gate_keys, gate_thresholds"),
-        (PLAIN.tensors(), GATED, "tensors are missing: gate_keys, gate_thresholds"),
-        (GATED.tensors() | {"gate_keys": GATE.keys.float()}, GATED, "gate_keys must be F16"),
+        (GATED.tensors(), PLAIN, "unknown tensors: gate_center, gate_floors"),
+        (PLAIN.tensors(), GATED, "tensors are missing: gate_center, gate_floors"),
+        (GATED.tensors() | {"gate_prototypes": GATE.prototypes}, GATED, "gate_prototypes must be F16"),
         (GATED.tensors() | {"gate_thresholds": GATE.thresholds[:1]}, GATED, "gate_thresholds must be F32"),
     ]:
         save_raw(path, tensors, bundle.metadata.model_dump(mode="json"))
         with pytest.raises(BundleError, match=problem):
             read_bundle(path)
-    for changed in (replace(GATED, gate_keys=None), replace(PLAIN, gate_keys=GATE.keys)):
-        with pytest.raises(BundleError, match="a relevance gate needs keys, thresholds and at least one task"):
+    for changed in (replace(GATED, gate_floors=None), replace(PLAIN, gate_floors=GATE.floors)):
+        with pytest.raises(BundleError, match="a relevance gate needs all of its tensors and at least one task"):
             write_bundle(changed, path)
+
+
+def test_gates_of_earlier_versions_are_refused(path: Path) -> None:
+    """They looked at the prompt's mean."""
+    _, metadata = raw(random_bundle(weighting="prior"))
+    tensors = PLAIN.tensors() | {"gate_keys": torch.zeros(1, 2, d).half(), "gate_thresholds": torch.zeros(1)}
+    for version in (2, 6):
+        save_raw(path, tensors, metadata | {"gate_tasks": ["t"], "format_version": version})
+        with pytest.raises(BundleError, match=f"relevance gate is of format version {version}.* make the memory again"):
+            read_bundle(path)
 
 
 def test_read_bundle_does_not_depend_on_the_file(path: Path) -> None:
@@ -189,12 +238,21 @@ def test_every_difference_changes_the_digest(changes: dict[str, Any]) -> None:
 def test_every_part_of_a_gate_changes_the_digest() -> None:
     gates = [
         GATE,
-        replace(GATE, keys=with_one(GATE.keys, 3.0)),
-        replace(GATE, thresholds=with_one(GATE.thresholds, 3.0)),
+        replace(GATE, prototypes=GATE.prototypes.flip(1)),
+        *(
+            _gate(name, with_one(tensor, 0.75))["gate"]
+            for name, tensor in GATE.tensors().items()
+            if name != "gate_prototypes"
+        ),
         replace(GATE, tasks=GATE.tasks[::-1]),
+        replace(GATE, layers=(0, 1)),
+        replace(GATE, marks=TurnMarks((1,), None)),
+        replace(GATE, marks=TurnMarks((), 1)),
         None,
     ]
-    assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == 5
+    assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == len(gates) == 12
+    # What turns a prompt into evidence is the same behind other weights, thresholds and tasks.
+    assert len({gate.token_digest for gate in gates if gate is not None}) == 8
 
 
 def test_created_tensors_are_copies() -> None:
@@ -313,7 +371,8 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
         "entries": [{"id": f"e{i}", "task": tasks[i], "source_digest": "a", **dates} for i in numbers],
     }
     if gated:
-        many |= {"form": "decoupled", "weighting": "uniform", "gate_tasks": tasks}
+        many |= {"form": "decoupled", "weighting": "uniform", "gate_tasks": tasks, "format_version": 7}
+        many |= {"gate": GATE.record.model_dump(mode="json")}
         many |= {"entries": many["entries"][:half], "activations": dict.fromkeys(tasks[:half], "text")}
         records = [{"task": task, "path": "p", "digest": task, "rank": 1} for task in tasks[half:]]
         many |= {"task_adapters": records}
@@ -384,13 +443,15 @@ def test_random_damage_is_a_bundle_error_or_nothing(path: Path) -> None:
 def test_metadata_that_cannot_be_used(path: Path) -> None:
     tensors, good = raw(older(random_bundle()))
     for change, problem in [
-        ({"format_version": 7}, "format version 7 is not supported, expected one of 1, 2, 3, 4, 5, 6"),
+        ({"format_version": 8}, "format version 8 is not supported, expected one of 1, 2, 3, 4, 5, 6, 7"),
+        ({"format_version": 7}, "with 0 gate_tasks and no map is format version 1, found 7"),
         ({"format_version": 6}, "with 0 gate_tasks and no map is format version 1, found 6"),
         ({"payload_digests": ["0" * 64] * 5}, "no map, with digests of payloads, is format version 6, found 1"),
         ({"payload_digests": ["0" * 64] * 4}, "expected a payload digest for each of 5 entries, found 4"),
         ({"payload_digests": ["x" * 64] * 5}, "payload_digests.0"),
         ({"format_version": 2}, "with 0 gate_tasks and no map is format version 1, found 2"),
-        ({"gate_tasks": ["t"]}, "with 1 gate_tasks and no map is format version 2, found 1"),
+        ({"gate_tasks": ["t"]}, "its relevance gate is of format version 1"),
+        ({"gate": GATE.record.model_dump()}, "a relevance gate needs tasks and what it looks at, or neither"),
         ({"format_version": None}, "format version None"),
         ({"weighting": "cube"}, "weighting"),
         ({"budget": 4}, "5 entries exceed the budget of 4"),

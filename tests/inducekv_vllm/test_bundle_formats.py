@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import torch
 
-from inducekv_vllm.bundle import METADATA_KEY, Bundle, Gate, file, read_bundle, spans, write_bundle
+from inducekv_vllm.bundle import METADATA_KEY, Bundle, file, read_bundle, spans, write_bundle
 from inducekv_vllm.bundle.tensors import PAYLOADS
 from inducekv_vllm.errors import BundleError
 from tests.inducekv_vllm.bundles import D, G, J, L, older, random_bundle, random_gated_bundle, random_maps
@@ -37,20 +37,14 @@ def metadata_of(path: Path) -> dict[str, Any]:
     ("bundle", "version", "later_fields"),
     [
         (random_bundle(), 1, set()),
-        (random_gated_bundle(), 2, {"gate_tasks"}),
         (decoupled_bundle(), 3, {"gate_tasks", "form", "activations"}),
         (mapped_bundle(), 4, {"gate_tasks", "form", "activations", "output_map"}),
-        (
-            random_gated_bundle(form="decoupled", activations={"a": "prompt", "b": "generation"}),
-            3,
-            {"gate_tasks", "form", "activations"},
-        ),
     ],
 )
 def test_each_version_has_its_own_fields(bundle: Bundle, version: int, later_fields: set[str], tmp_path: Path) -> None:
     path = tmp_path / "bundle.safetensors"
-    fields = {"gate_tasks", "form", "activations", "output_map", "payload_digests"}
-    for each, number, expected in ((older(bundle), version, later_fields), (bundle, 6, fields)):
+    fields = {"gate_tasks", "form", "activations", "output_map", "payload_digests", "gate"}
+    for each, number, expected in ((older(bundle), version, later_fields), (bundle, 6, fields - {"gate"})):
         write_bundle(each, path)
         stored = metadata_of(path)
         assert stored["format_version"] == number
@@ -58,6 +52,20 @@ def test_each_version_has_its_own_fields(bundle: Bundle, version: int, later_fie
         read = read_bundle(path)
         assert read.metadata == each.metadata
         assert all(torch.equal(t, bundle.tensors()[name]) for name, t in read.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"form": "decoupled", "activations": {"a": "prompt", "b": "generation"}}],
+    ids=["merged", "decoupled"],
+)
+def test_a_gate_makes_it_version_7(changes: dict[str, Any], tmp_path: Path) -> None:
+    for bundle in (random_gated_bundle(**changes), older(random_gated_bundle(**changes))):
+        write_bundle(bundle, tmp_path / "bundle.safetensors")
+        stored = metadata_of(tmp_path / "bundle.safetensors")
+        assert stored["format_version"] == 7
+        assert stored["gate"] == {"layers": [0, 2], "prototypes": 4, "turn_begin": [], "turn_end": None}
+        assert read_bundle(tmp_path / "bundle.safetensors").metadata == bundle.metadata
 
 
 def test_gates_of_decoupled_memory_are_any_finite_numbers() -> None:
@@ -131,10 +139,9 @@ def test_the_digest_covers_form_and_activation() -> None:
 
 
 def test_a_version_that_does_not_fit_its_content(tmp_path: Path) -> None:
-    gate = Gate(torch.zeros(1, 2, 16), torch.zeros(1), ("t",))
-    bundle = older(decoupled_bundle(gate=gate))
+    bundle = older(decoupled_bundle())
     wrong = bundle.metadata.model_copy(update={"format_version": 2})
-    with pytest.raises(BundleError, match="decoupled memory with 1 gate_tasks and no map is format version 3, found 2"):
+    with pytest.raises(BundleError, match="decoupled memory with 0 gate_tasks and no map is format version 3, found 2"):
         write_bundle(Bundle(**bundle.tensors(), metadata=wrong), tmp_path / "bundle.safetensors")
     assert not list(tmp_path.iterdir())
 

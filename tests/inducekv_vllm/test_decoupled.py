@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from inducekv_vllm.activation import ACTIVATIONS, Activation
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.placeholders import placeholder_ids
 from server.demo import CHECKPOINT
 from tests.inducekv_vllm.bundles import as_decoupled
 from tests.inducekv_vllm.parity import (
@@ -76,8 +78,7 @@ def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
     )
     questions = prompts(28, seed=2)
     served.check(questions, [kinds[i % 7] for i in range(28)], greedy(max_tokens=40))
-    metrics = served.offline.llm.get_metrics()
-    assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
+    assert preemptions(served) > 0
 
 
 def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
@@ -106,7 +107,8 @@ def test_blocks_before_the_first_active_position_are_shared_and_no_others(served
         question = next(p for p in prompts(5, seed=seed) if len(p.question) > 80)
         inputs = world.backbone.encode(question.chat_messages, question.images)
         length = inputs["input_ids"].shape[1]
-        after_media = int((~world.backbone.text_mask(inputs)[0]).nonzero()[-1]) + 1
+        placeholders = placeholder_ids(world.backbone.model.config)
+        after_media = max(at for at, token in enumerate(inputs["input_ids"][0].tolist()) if token in placeholders) + 1
         whole, before_text = (length - 1) // BLOCK * BLOCK, after_media // BLOCK * BLOCK
         assert 0 < before_text < whole
         # The key pass of each request fills the untouched blocks, which its own answer then reads.
@@ -125,27 +127,65 @@ def prefix_hits(served: MemoryEngine) -> int:
     return next(m for m in metrics if m.name == "vllm:prefix_cache_hits").value  # type: ignore[union-attr]
 
 
-def test_a_key_pass_reads_the_prefix_cache_and_its_key_is_that_of_the_whole_prompt(served: MemoryEngine) -> None:
-    world = served.world
+UNIFORM: dict[str, Any] = {
+    "form": "decoupled",
+    "weighting": "uniform",
+    "activations": {"a": "prompt", "b": "prompt"},
+}
+
+
+def ask(served: MemoryEngine, question: Prompt, name: str) -> MemoryAnswer:
+    """One question whose key pass is compared with transformers."""
+    (answer,) = served.chat([question], [name], greedy(max_tokens=1))
+    assert answer.query is not None
+    served.check_query(question, answer.query, served.bundles[name])
+    return answer
+
+
+def test_a_gate_reads_the_prefix_cache_and_its_evidence_is_that_of_the_whole_prompt(served: MemoryEngine) -> None:
+    """A key for the retrieval is a mean over all tokens, so its pass computes them all."""
     questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
-    for name, key_pass_hits in (("prompt-uniform", False), ("prompt-other", True), ("sqrt", False)):
-        for question in questions:
-            before = prefix_hits(served)
-            (answer,) = served.chat([question], [name], greedy(max_tokens=1))
-            expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, question.images))[0]
-            torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)
-            # The answer pass of a memory that acts from the start on shares no block with another request.
-            assert answer.output.num_cached_tokens == 0
-            assert (prefix_hits(served) > before) == key_pass_hits
+    tasks: list[str | None] = ["a", "b", "a"]
+    with served.gated(questions, tasks, **UNIFORM):
+        for question, task in zip(questions, tasks, strict=True):
+            for is_again in (False, True):
+                before = prefix_hits(served)
+                answer = ask(served, question, "gated")
+                assert answer.gate_decision is not None
+                assert answer.gate_decision.task == task
+                assert answer.retrieval is not None
+                assert answer.retrieval.similarity is None
+                # The answer pass of a memory that acts from the start on shares blocks with the same memory alone.
+                whole = (len(answer.output.prompt_token_ids or ()) - 1) // BLOCK * BLOCK
+                assert answer.output.num_cached_tokens == is_again * whole
+                assert prefix_hits(served) - before == is_again * 2 * whole
+    with served.gated(questions, tasks):  # its weights depend on the request
+        before = prefix_hits(served)
+        assert ask(served, questions[0], "gated").query.key is not None  # type: ignore[union-attr]
+        assert prefix_hits(served) == before
 
 
-def test_keys_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> None:
+def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
+    """Key passes are preempted too: there are more prompts than blocks."""
+    questions = prompts(20, seed=16)
+    tasks = [("a", None, "b")[i % 3] for i in range(20)]
+    before = preemptions(served)
+    with served.gated(questions, tasks, **UNIFORM):
+        for _ in range(2):  # the second time prompts are in the cache, in part
+            answers = served.check(questions, ["gated"] * 20, greedy(max_tokens=40))
+            assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+    assert preemptions(served) > before
+
+
+def preemptions(served: MemoryEngine) -> int:
+    metrics = served.offline.llm.get_metrics()
+    return next(m for m in metrics if m.name == "vllm:num_preemptions").value  # type: ignore[union-attr]
+
+
+def test_evidence_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> None:
     """The first request's blocks are found in the cache in the step that computes them."""
-    world = served.world
     image = prompts(1, seed=10)[0].image
     text = "The picture shows two green stars and a yellow ring. "
     questions = [Prompt(image, text * 3 + ending) for ending in ("How many stars?", "Which colour?", "A ring?")]
-    answers = served.chat(questions, ["prompt-uniform"] * 3, greedy(max_tokens=1))
-    for question, answer in zip(questions, answers, strict=True):
-        expected = world.backbone.query_keys(world.backbone.encode(question.chat_messages, question.images))[0]
-        torch.testing.assert_close(torch.tensor(answer.key), expected, rtol=0, atol=1e-5)
+    with served.gated(questions, ["a", "b", None], **UNIFORM):
+        served.check(questions, ["gated"] * 3)

@@ -32,7 +32,7 @@ from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.injection import Memory, attend_decoupled, mapped
-from tests.inducekv_vllm.bundles import random_maps, remade
+from tests.inducekv_vllm.bundles import decided_gate, random_gate, random_maps, remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, engine, greedy, served_logprobs
 from tests.tiny_models import save_tiny_text_model
 
@@ -158,6 +158,31 @@ def test_parity_and_merged_memory_is_refused(config: Any, tmp_path: Path) -> Non
         write_bundle(remade(case.bundles["prompt"], **merged), tmp_path / "merged.safetensors")
         with pytest.raises(CapacityError, match="merged memory needs full attention in every layer"):
             offline.load_bundle(tmp_path / "merged.safetensors")
+        check_gates(case, offline, tmp_path / "gated.safetensors")
+
+
+def check_gates(case: Case, offline: MemoryLLM, path: Path) -> None:
+    """A gate looks at layers with full attention: a window's blocks are dropped."""
+    bundle = case.bundles["prompt"]
+    backbone, prompts = bundle.metadata.backbone, [TokensPrompt(prompt_token_ids=p) for p in PROMPTS]
+    gated: dict[str, Any] = {"form": "decoupled", "activations": {"t": "prompt"}}
+    write_bundle(remade(bundle, **gated, gate=decided_gate("t", backbone, ("t",))), path)
+    with pytest.raises(CapacityError, match=r"layer 0 cannot be served: its KV cache \(SlidingWindowSpec\)"):
+        offline.load_bundle(path)
+    gate = random_gate(backbone, ("t",), layers=(1,))
+    write_bundle(remade(bundle, **gated, gate=gate), path)
+    answers = offline.generate(prompts, greedy(max_tokens=1), memory=offline.load_bundle(path))
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32, attn_implementation="eager")
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.query is not None
+        values: list[Tensor] = []
+        hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *each, v=values: v.append(each[2]))
+        with torch.no_grad():
+            model(input_ids=torch.tensor([prompt]), use_cache=False)
+        hook.remove()
+        expected = gate.token_scores.evidence(values[0][0][:, None])  # [t, S, F]: all tokens decide
+        assert expected.any()
+        torch.testing.assert_close(torch.tensor(answer.query.evidence), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, check_bundle, read_bundle, with_entries, write_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.bundle import Bundle, EntryRecord, check_bundle, read_bundle, with_entries, write_bundle
+from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.passes import make_injection_spec
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.page_terms import Retrieval, page_terms
-from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
@@ -107,7 +108,8 @@ def without(bundle: Bundle, ids: set[str]) -> Bundle:
     gate = bundle.gate
     if gate is not None:
         kept = [row for row, task in enumerate(gate.tasks) if task in tasks]
-        gate = Gate(gate.keys[kept], gate.thresholds[kept], tuple(gate.tasks[row] for row in kept))
+        tasks_left = tuple(gate.tasks[row] for row in kept)
+        gate = replace(gate, weights=gate.weights[kept], thresholds=gate.thresholds[kept], tasks=tasks_left)
     return random_bundle(
         len(rows),
         retrieval_keys=bundle.retrieval_keys[rows],
@@ -121,9 +123,11 @@ def without(bundle: Bundle, ids: set[str]) -> Bundle:
     )
 
 
-def queries(count: int = 40) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+def queries(count: int = 40) -> list[QueryFeatures]:
+    """Of a request to any of these memories: evidence for a gate of H = 8 too."""
     generator = torch.Generator().manual_seed(3)
-    return list(torch.nn.functional.normalize(torch.randn(count, 2, d, generator=generator), dim=-1).numpy())
+    keys = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=-1).numpy()
+    return [QueryFeatures(key, torch.rand(8, generator=generator).numpy()) for key in keys]
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
@@ -156,7 +160,8 @@ def test_answers_are_those_of_a_bundle_without_the_expired_entries(
 
 
 def test_a_task_whose_entries_have_all_expired_is_closed_to(tmp_path: Path) -> None:
-    plain = random_gated_bundle(gate=Gate(torch.zeros(2, 2, d), torch.tensor([0.0, -1.0]), ("a", "b")))
+    weights = torch.tensor([[1.0], [2.0]]).expand(2, 8)  # every request has evidence for both, and more for b
+    plain = random_gated_bundle(gate=random_gate(weights=weights, thresholds=torch.full((2,), 1e-3)))
     memory = index(expiring(plain, {"e2": EARLY, "e4": EARLY}), tmp_path)  # all of task b
     task_b = {entry.id for entry in memory.entries if entry.task == "b"}
     memory = index(expiring(plain, dict.fromkeys(task_b, EARLY)), tmp_path)

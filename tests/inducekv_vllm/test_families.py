@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
@@ -59,9 +58,7 @@ def test_parity(family: str, tmp_path: Path) -> None:
             without, *others = answers[number :: len(questions)]
             inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
             assert without.output.prompt_token_ids == inputs["input_ids"][0].tolist()
-            key = world.backbone.query_keys(inputs)[0]
             for answer in others:
-                torch.testing.assert_close(torch.tensor(answer.key), key, rtol=0, atol=1e-5)
                 both = [served_logprobs(each.output.outputs[0])[1] for each in (answer, without)]
                 assert (both[0] - both[1]).abs().max() > 100 * TOLERANCE, "the memory does nothing"
         parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("yes or", "no?")]}]

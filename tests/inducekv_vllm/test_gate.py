@@ -1,63 +1,189 @@
-"""The gate's rule, against a loop over its definition."""
+"""The gate against its definition: which tokens decide, the evidence in them, and the rule."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.functional import normalize
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.gate import RelevanceGate
+from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_positions, turn_starts
+from inducekv_vllm.gate.rule import ALIKE
+from tests.inducekv_vllm.bundles import decided_gate, random_gate
 
 TASKS = ("colours", "counts", "shapes")
+BEGIN, END, IMAGE = (1, 2), 3, 9
+MARKS = TurnMarks(BEGIN, END)
 
 
-def test_the_rule_is_its_definition() -> None:
-    rng = np.random.default_rng(0)
-    decided = set()
-    for _ in range(300):
-        keys = rng.standard_normal((3, 2, 5)).astype(np.float16)
-        thresholds = rng.standard_normal(3).astype(np.float32) + 1
-        query = rng.standard_normal((2, 5)).astype(np.float32)
-        margins = []
-        for key, threshold in zip(keys.astype(float), thresholds.astype(float), strict=True):
-            prefix = sum(float(a) * b for a, b in zip(query[0], key[0], strict=True))
-            text = sum(float(a) * b for a, b in zip(query[1], key[1], strict=True))
-            margins.append(prefix + text - threshold)
-        gate_decision = RelevanceGate(keys, thresholds, TASKS).decide(query)
-        np.testing.assert_allclose(gate_decision.margins, margins, rtol=0, atol=1e-12)
-        assert gate_decision.task == (TASKS[margins.index(max(margins))] if max(margins) >= 0 else None)
-        decided.add(gate_decision.task)
-    assert decided == {*TASKS, None}
+class TestDecidingTokens:
+    def test_one_turn(self) -> None:
+        """Neither the system prompt, nor the marks, nor what the template has behind the turn."""
+        prompt = [1, 5, 5, *BEGIN, 6, 7, END, 1, 4]
+        assert deciding_positions(prompt, MARKS, {IMAGE}) == [5, 6]
+
+    def test_the_last_turn_of_a_conversation(self) -> None:
+        prompt = [*BEGIN, 6, 7, END, 4, 8, *BEGIN, 6, END, 4]
+        assert turn_starts(prompt, MARKS) == [2, 9]
+        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9]
+
+    def test_pictures_of_the_last_turn_stand_with_its_text(self) -> None:
+        prompt = [*BEGIN, IMAGE, IMAGE, 6, END, 4, *BEGIN, 7, IMAGE, 8, END]
+        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9, 10, 11]
+
+    def test_pictures_of_an_earlier_turn(self) -> None:
+        """Those of the latest turn that has any; text of earlier turns does not decide."""
+        first, second = [*BEGIN, IMAGE, 6, END, 4], [*BEGIN, 6, IMAGE, IMAGE, END, 4]
+        prompt = [*first, *second, *BEGIN, 7, 8, END]
+        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9, 10, 15, 16]
+
+    def test_pictures_before_the_first_turn(self) -> None:
+        """As of a template that has all of them in the system prompt."""
+        assert deciding_positions([5, IMAGE, *BEGIN, 7, END], MARKS, {IMAGE}) == [1, 4]
+
+    def test_a_template_without_marks(self) -> None:
+        assert deciding_positions([5, IMAGE, 6], TurnMarks((), None), {IMAGE}) == [0, 1, 2]
+        assert deciding_positions([5, 6, END, 7], TurnMarks((), END), {IMAGE}) == [0, 1]
+
+    def test_a_completion_prompt_has_no_turns(self) -> None:
+        assert deciding_positions([5, 6, 2, 1], MARKS, {IMAGE}) == [0, 1, 2, 3]
+
+    def test_a_turn_that_does_not_end(self) -> None:
+        assert deciding_positions([*BEGIN, 6, 7], MARKS, {IMAGE}) == [2, 3]
+        assert deciding_positions([*BEGIN, 6, 7, 4], TurnMarks(BEGIN, None), {IMAGE}) == [2, 3, 4]
+
+    @pytest.mark.parametrize("prompt", [[*BEGIN], [*BEGIN, END], [6, *BEGIN, END, 4], [IMAGE + 1]])
+    def test_there_is_always_a_token(self, prompt: list[int]) -> None:
+        positions = deciding_positions(prompt, MARKS, {IMAGE})
+        assert positions == [len(prompt) - 1]
 
 
-def test_a_margin_of_exactly_0_is_open_and_the_first_of_equal_tasks_wins() -> None:
-    keys = np.zeros((3, 2, 4))
-    keys[1:, 1, 0] = 1
-    query = np.eye(4)[[1, 0]]
-    assert RelevanceGate(keys, [1, 1, 1], TASKS).decide(query).task == "counts"
-    assert RelevanceGate(keys, [1, np.nextafter(1, 2), np.nextafter(1, 2)], TASKS).decide(query).task is None
+class TestEvidence:
+    @pytest.mark.parametrize("num_tokens", [1, 7, 200])
+    def test_it_is_its_definition(self, num_tokens: int) -> None:
+        """In float64, with loops."""
+        gate = random_gate(seed=num_tokens)
+        values = torch.randn(num_tokens, 2, 16, generator=torch.Generator().manual_seed(num_tokens))
+        found = gate.token_scores.evidence(values)
+        assert found.dtype == torch.float32
+        expected = []
+        for s in range(2):
+            tokens = (values[:, s].double() - gate.center[s].double()) * gate.scale[s].double()
+            for p in range(4):
+                direction, floor = gate.prototypes[s, p].double(), float(gate.floors[s, p].double())
+                best = max(float(token @ direction / token.norm()) for token in tokens)
+                expected.append(max(0.0, (best - floor) / (1 - floor)))
+        np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-6)
+        assert (found >= 0).all()
+        assert (found <= 1 + 1e-6).all()
+
+    def test_a_token_without_length_is_like_nothing(self) -> None:
+        gate = random_gate(floors=torch.zeros(2, 4))
+        assert not gate.token_scores.evidence(gate.center[None]).any()
+
+    def test_the_sums_of_two_ranks(self) -> None:
+        gate, values = random_gate(), torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(0))
+        scores, parts = gate.token_scores, (slice(0, 8), slice(8, 16))
+        ranks = [
+            TokenScores(scores.center[:, p], scores.scale[:, p], scores.prototypes[:, :, p], scores.floors)
+            for p in parts
+        ]
+        sums: list[torch.Tensor] = []
+        for rank, part in zip(ranks, parts, strict=True):
+            rank.evidence(values[:, :, part], lambda own: sums.append(own) or own)
+        total = sums[0] + sums[1]
+        for rank, part in zip(ranks, parts, strict=True):
+            found = rank.evidence(values[:, :, part], lambda own: total)
+            torch.testing.assert_close(found, scores.evidence(values), rtol=0, atol=1e-6)
+
+    def test_evidence_does_not_depend_on_the_scale_of_a_token(self) -> None:
+        gate = random_gate(center=torch.zeros(2, 16))
+        values = normalize(torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1)), dim=2)
+        scores = gate.token_scores
+        torch.testing.assert_close(scores.evidence(values), scores.evidence(1e3 * values), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("keys", "thresholds", "tasks", "message"),
-    [
-        (np.zeros((3, 5)), np.zeros(3), TASKS, "gate"),
-        (np.zeros((3, 1, 5)), np.zeros(3), TASKS, "gate"),
-        (np.zeros((2, 2, 5)), np.zeros(3), TASKS, "gate"),
-        (np.zeros((3, 2, 5)), np.zeros(2), TASKS, "gate"),
-        (np.full((3, 2, 5), np.nan), np.zeros(3), TASKS, "gate"),
-        (np.zeros((3, 2, 5)), np.array([0, np.inf, 0]), TASKS, "gate"),
-        (np.zeros((0, 2, 5)), np.zeros(0), (), "at least one task"),
-    ],
-)
-def test_gates_that_cannot_be_used(
-    keys: np.ndarray, thresholds: np.ndarray, tasks: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RelevanceGate(keys, thresholds, tasks)
+class TestRule:
+    def test_it_is_its_definition(self) -> None:
+        rng = np.random.default_rng(0)
+        decided = set()
+        for _ in range(300):
+            weights = rng.standard_normal((3, 5)).astype(np.float32)
+            thresholds = (rng.random(3) + 0.2).astype(np.float32)
+            evidence = (rng.random(5) * rng.choice([0.3, 1.0])).astype(np.float32)
+            margins, likeness = [], []
+            for row, threshold in zip(weights.astype(float), thresholds.astype(float), strict=True):
+                parts = [float(a) * b for a, b in zip(evidence, row, strict=True)]
+                margins.append(sum(parts) - threshold)
+                most = sum(float(b) for b in row if b > 0)  # what could speak for the task
+                likeness.append(sum(part for part in parts if part > 0) / most if most else 0.0)
+            decision = RelevanceGate(weights, thresholds, TASKS).decide(evidence)
+            np.testing.assert_allclose(decision.margins, margins, rtol=0, atol=1e-12)
+            is_open = max(margins) >= 0
+            assert decision.task == (TASKS[margins.index(max(margins))] if is_open else None)
+            reason = None if is_open else "below_threshold" if max(likeness) >= ALIKE else "outside"
+            assert decision.closed == reason
+            decided.add(decision.task or decision.closed)
+        assert decided == {*TASKS, "outside", "below_threshold"}
 
+    def test_a_margin_of_exactly_0_is_open_and_the_first_of_equal_tasks_wins(self) -> None:
+        weights = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+        evidence = np.array([1.0, 0.5])
+        assert RelevanceGate(weights, [1, 1, 1], TASKS).decide(evidence).task == "counts"
+        above = np.nextafter(1, 2)
+        assert RelevanceGate(weights, [1, above, above], TASKS).decide(evidence).task is None
 
-@pytest.mark.parametrize("query", [np.zeros(5), np.zeros((2, 4)), np.zeros((1, 5)), np.full((2, 5), np.nan)])
-def test_queries_that_cannot_be_used(query: np.ndarray) -> None:
-    with pytest.raises(ConfigError, match=r"query key must be finite, of shape \[2, 5\]"):
-        RelevanceGate(np.zeros((3, 2, 5)), np.zeros(3), TASKS).decide(query)
+    def test_what_is_far_from_everything_opens_nothing(self) -> None:
+        """Without evidence every margin is a threshold below 0, whatever the weights are."""
+        decision = RelevanceGate(np.full((3, 4), 1e6), [1e-6, 1, 2], TASKS).decide(np.zeros(4))
+        assert (decision.task, decision.closed) == (None, "outside")
+        assert (decision.margins < 0).all()
+
+    def test_why_it_is_closed(self) -> None:
+        gate = RelevanceGate([[2.0, -9.0], [0.0, -0.1]], [1.0, 1.0], ("a", "b"))
+        assert gate.decide([1.0, 0.0]).closed is None
+        assert gate.decide([1.0, 1.0]).closed == "below_threshold"  # the other part speaks against a
+        assert gate.decide([0.2, 1.0]).closed == "below_threshold"
+        assert gate.decide([0.19, 1.0]).closed == "outside"  # less than a fifth of what can speak for a
+
+    def test_only_some_tasks_may_be_picked(self) -> None:
+        gate = RelevanceGate([[3.0], [2.0], [-1.0]], [1.0, 1.0, 1.0], TASKS)
+        assert gate.decide([1.0]).task == "colours"
+        assert gate.decide([1.0], among={"counts", "shapes"}).task == "counts"
+        last = gate.decide([1.0], among={"shapes"})
+        assert (last.task, last.closed) == (None, "outside")
+        np.testing.assert_array_equal(last.margins, [2.0, 1.0, -2.0])
+        assert gate.decide([1.0], among=()).task is None
+
+    def test_gates_of_tests_are_decided(self) -> None:
+        values = torch.randn(50, 1, 16, generator=torch.Generator().manual_seed(2))
+        for task in ("a", "b", None):
+            gate = decided_gate(task)
+            for value in values:
+                assert gate.rule.decide(gate.token_scores.evidence(value[None]).numpy()).task == task
+
+    @pytest.mark.parametrize(
+        ("weights", "thresholds", "tasks", "message"),
+        [
+            (np.zeros((3, 2, 5)), np.ones(3), TASKS, "needs weights"),
+            (np.zeros(3), np.ones(3), TASKS, "needs weights"),
+            (np.zeros((2, 5)), np.ones(3), TASKS, "needs weights"),
+            (np.zeros((3, 5)), np.ones(2), TASKS, "needs weights"),
+            (np.full((3, 5), np.nan), np.ones(3), TASKS, "must be finite"),
+            (np.zeros((3, 5)), np.array([1, np.inf, 1]), TASKS, "must be finite"),
+            (np.zeros((3, 5)), np.array([1, 0, 1]), TASKS, "must be above 0, or it opens for everything; found 0"),
+            (np.zeros((3, 5)), np.array([1, -2, 1]), TASKS, "found -2"),
+            (np.zeros((0, 5)), np.ones(0), (), "at least one task"),
+        ],
+    )
+    def test_gates_that_cannot_be_used(
+        self, weights: np.ndarray, thresholds: np.ndarray, tasks: tuple[str, ...], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            RelevanceGate(weights, thresholds, tasks)
+
+    @pytest.mark.parametrize("evidence", [np.zeros(4), np.zeros((1, 5)), np.full(5, np.nan)])
+    def test_evidence_that_cannot_be_used(self, evidence: np.ndarray) -> None:
+        with pytest.raises(ConfigError, match=r"evidence must be finite, of shape \[5\]"):
+            RelevanceGate(np.zeros((3, 5)), np.ones(3), TASKS).decide(evidence)

@@ -185,10 +185,6 @@ def test_gates_of_qwen(eager_qwen: MemoryEngine) -> None:
     with eager_qwen.gated(questions, tasks):
         answers = eager_qwen.check(questions, ["gated"] * 5)
     assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
-    backbone = eager_qwen.world.backbone
-    for prompt, answer in zip(questions, answers, strict=True):
-        keys = backbone.query_keys(backbone.encode(prompt.chat_messages, prompt.images))[0]
-        torch.testing.assert_close(torch.tensor(answer.key), keys, rtol=0, atol=1e-5)
 
 
 def test_no_memory_is_vllm_to_the_bit(eager_qwen: MemoryEngine, plain_qwen: LLM) -> None:
@@ -249,3 +245,7 @@ def test_two_tensor_parallel_ranks(world: World) -> None:
         two_ranks = MemoryEngine(world, llm)
         for top_k in (None, 3):
             two_ranks.check(prompts(4, seed=9), ["sqrt", "prior", None, "other"], top_k=top_k)
+        questions, tasks = prompts(4, seed=17), ["a", None, "b", "a"]
+        with two_ranks.gated(questions, tasks):
+            answers = two_ranks.check(questions, ["gated"] * 4)
+        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks

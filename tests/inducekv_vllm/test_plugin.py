@@ -12,7 +12,7 @@ from vllm import triton_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
@@ -26,7 +26,6 @@ from inducekv_vllm.requirements import (
     check_gpu_runner,
     check_late_activation,
     check_merged,
-    keys_read_prefix_cache,
 )
 from server.demo import CHECKPOINT
 
@@ -78,7 +77,8 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
-    assert parse_spec({"inducekv": KeyPassSpec("k").to_extra_args()}) == KeyPassSpec("k")
+    for key_pass in (KeyPassSpec("k", "digest", False), KeyPassSpec("k", None, True)):
+        assert parse_spec({"inducekv": key_pass.to_extra_args()}) == key_pass
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
     with pytest.raises(ValueError, match=r"neither a key-pass spec nor an injection spec: \{'bundle': 'x'\}"):
         parse_spec({"inducekv": {"bundle": "x"}})
@@ -179,7 +179,6 @@ def _late(scheduler: str | None = SCHEDULER_CLS, events: bool | None = None) -> 
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         kv_events_config=settings,
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
 
 
@@ -190,22 +189,6 @@ def test_late_activation_needs_our_scheduler_and_no_kv_events() -> None:
         check_late_activation(_late(None))
     with pytest.raises(UnsupportedModel, match="KV cache events"):
         check_late_activation(_late(events=True))
-
-
-def test_key_passes_read_the_prefix_cache_only_with_full_attention() -> None:
-    """A sliding window drops the first blocks of a prefix, and their sums with them."""
-    assert keys_read_prefix_cache(_late(), _cache(FullAttentionSpec))
-    assert not keys_read_prefix_cache(_late(None), _cache(FullAttentionSpec))
-    assert not keys_read_prefix_cache(_late(), _cache(SlidingWindowSpec))
-    two = SimpleNamespace(kv_cache_groups=_cache(FullAttentionSpec).kv_cache_groups * 2)
-    assert not keys_read_prefix_cache(_late(), two)  # type: ignore[arg-type]
-    layers = {"a": FullAttentionSpec.__new__(FullAttentionSpec)}
-    for kind, reads in ((FullAttentionSpec, True), (SlidingWindowSpec, False)):
-        uniform = _cache(UniformTypeKVCacheSpecs)
-        object.__setattr__(
-            uniform.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs", {**layers, "b": kind.__new__(kind)}
-        )
-        assert keys_read_prefix_cache(_late(), uniform) == reads
 
 
 def _impl(kind: type, **changes: Any) -> Any:

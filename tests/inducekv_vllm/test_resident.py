@@ -41,7 +41,7 @@ class Loader:
             raise BundleError("bad: no such file")
         region = self.allocator.region()
         region.allocate(2)
-        return SimpleNamespace(digest=digest, region=region, nbytes=7)
+        return SimpleNamespace(digest=digest, region=region, nbytes=7, gate=None)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.Monke
         rest()
         region = allocator.region()
         region.allocate(2)
-        return SimpleNamespace(region=region)
+        return SimpleNamespace(region=region, gate=None)
 
     allocator = PageAllocator(8, erase=lambda tokens: rest())
     bundles = ResidentBundles(load, is_busy)
@@ -236,3 +236,21 @@ def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.Monke
     bundles.unload("A")
     bundles.close()
     assert asked == ["inducekv-load_0"] * 2
+
+
+def test_a_gate_is_erased_before_its_bundle_counts_as_gone() -> None:
+    allocator = PageAllocator(8)
+    gone: list[bool] = []
+
+    def load(path: str, digest: str) -> Any:
+        region = allocator.region()
+        region.allocate(2)
+        return SimpleNamespace(region=region, gate=SimpleNamespace(erase=lambda: gone.append(region.is_free)))
+
+    bundles = ResidentBundles(load, lambda: False)
+    bundles.begin("a", "A")
+    wait(bundles, "A")
+    bundles.unload("A")
+    bundles.close()
+    assert gone == [False]
+    assert bundles.is_erased("A")

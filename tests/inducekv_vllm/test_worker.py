@@ -88,6 +88,7 @@ def test_a_step_does_not_wait_while_the_memory_of_its_last_request_is_erased(mon
         parallel_config=None,
         _device=CPU,
         query_keys=QueryKeyAccumulator(CPU),
+        gate_passes=SimpleNamespace(finish=lambda ids: None, pending=0),
         resident=ResidentBundles(lambda path, digest: store(serving.pool, fitting_bundle(shape, 3, 2)), lambda: False),
     )
     serving._allocate_memory()

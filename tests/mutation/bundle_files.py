@@ -31,7 +31,18 @@ from inducekv_vllm.bundle import (
 )
 from inducekv_vllm.bundle.signature import SIGNATURE_KEY
 from inducekv_vllm.bundle.tensors import PAYLOADS
-from tests.inducekv_vllm.bundles import D, G, J, L, d, older, random_bundle, random_gated_bundle, random_maps
+from tests.inducekv_vllm.bundles import (
+    D,
+    G,
+    J,
+    L,
+    d,
+    older,
+    random_bundle,
+    random_gate,
+    random_gated_bundle,
+    random_maps,
+)
 from tests.mutation.json_damage import Raw, bombs, edit, text_of
 from tests.mutation.reading import tensors_digest
 
@@ -129,7 +140,7 @@ def _bundles() -> Iterator[tuple[str, Bundle]]:
     made, gone = datetime(2026, 1, 2, tzinfo=UTC), datetime(2027, 1, 2, 3, 4, 5, tzinfo=UTC)
     dated = tuple(EntryRecord(id=f"é{i}", task="t", source_digest="ab", created_at=made) for i in range(4))
     dated += (EntryRecord(id="last", task="t", source_digest="ab", expires_at=gone),)
-    gate = Gate(torch.randn(2, 2, d, generator=torch.Generator().manual_seed(1)), torch.tensor([0.1, 0.2]), ("t", "u"))
+    gate = random_gate(tasks=("t", "u"), seed=1)
     adapter = AdapterRecord(task="u", path="adapters/u", digest="c" * 64, rank=2)
 
     yield "merged", random_bundle(**few)

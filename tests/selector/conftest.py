@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from selector.backbone.model import Backbone
 from selector.data.examples import Example, read_task
+from tests.gates import small_fits
 from tests.selector.stream import Stream
 from tests.tiny_models import TINY_MODELS, picture
 
@@ -21,6 +23,12 @@ QUESTIONS = (
     "How many squares are there? Answer with one word.",
     "Is the red triangle left of the blue one, and does the picture show a ring? Answer in a sentence.",
 )
+
+
+@pytest.fixture(scope="package", autouse=True)
+def gates_of_few_questions() -> Iterator[None]:
+    with small_fits():
+        yield
 
 
 @pytest.fixture(scope="session")

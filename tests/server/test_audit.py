@@ -350,7 +350,7 @@ async def test_answers_are_recorded_only_if_asked_for(files: Path) -> None:
     trace = {
         "bundle": "m",
         "digest": "d",
-        "gate": {"open": True, "task": "t", "margins": {}},
+        "gate": {"open": True, "task": "t", "closed": None, "margins": {}},
         "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
     }
     for answers, expected in ((False, ["start"]), (True, ["start", "answer"])):

@@ -12,13 +12,12 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
-import torch
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, Gate, read_bundle, spans, write_bundle
+from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, spans, write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.errors import BundleError, CapacityError, LoadTimeout, UnsupportedModel
-from tests.inducekv_vllm.bundles import d, random_bundle
+from tests.inducekv_vllm.bundles import random_bundle, random_gate
 from tests.server.test_several_processes import Processes, files, processes
 from tests.server.test_versions import DIGEST, Workers, begin
 
@@ -41,7 +40,7 @@ class Read:
 
 
 def _has_content(memory: MemoryIndex) -> bool:
-    keys = [] if memory.gate is None else [memory.gate.keys]
+    keys = [] if memory.gate is None else [memory.gate.weights]
     if memory.index is not None:
         index = memory.index
         keys.append(faiss.rev_swig_ptr(index._index.get_xb(), index.num_entries * index.hidden_size))
@@ -119,7 +118,7 @@ def needs_adapter() -> Bundle:
 
 def routed() -> Bundle:
     """Its adapter's folder does not exist."""
-    gate = Gate(torch.randn(2, 2, d, generator=torch.Generator().manual_seed(0)), torch.zeros(2), ("t", "u"))
+    gate = random_gate(tasks=("t", "u"))
     record = AdapterRecord(task="u", path="adapters/u", digest="c" * 64, rank=2)
     decoupled = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "text"}}
     return random_bundle(**decoupled, gate=gate, task_adapters=(record,))

@@ -42,6 +42,8 @@ def test_answers_equal_the_reference_open_and_closed(
         trace = trace_of(response)
         assert trace["gate"]["open"] == (task is not None)
         assert trace["gate"]["task"] == task
+        assert (trace["gate"]["closed"] in ("outside", "below_threshold")) == (task is None)
+        assert (trace["gate"]["closed"] is None) == (task is not None)
         assert {name: margin > 0 for name, margin in trace["gate"]["margins"].items()} == {
             name: name == task for name in ("a", "b")
         }
@@ -89,14 +91,14 @@ def test_the_list_and_the_counters_show_the_gate(
         }
 
     before = counts()
-    for prompt in questions[:3]:
-        ask(client, "gated", prompt, max_tokens=1)
+    answers = [ask(client, "gated", prompt, max_tokens=1, extra_body=TRACED) for prompt in questions[:3]]
+    reason = trace_of(answers[1])["gate"]["closed"]
     ask(client, "sqrt", questions[0], max_tokens=1)
     after = counts()
     assert {labels: count - before.get(labels, 0) for labels, count in after.items()} == {
         **dict.fromkeys(before, 0.0),
         'bundle="gated",gate="open",task="a"': 1.0,
         'bundle="gated",gate="open",task="b"': 1.0,
-        'bundle="gated",gate="closed",task=""': 1.0,
+        f'bundle="gated",gate="{reason}",task=""': 1.0,
         'bundle="sqrt",gate="none",task=""': 1.0,
     }

@@ -114,6 +114,12 @@ def test_what_is_recorded_and_what_must_be_signed(tmp_path: Path) -> None:
     }
 
 
+def test_a_gate_log(tmp_path: Path) -> None:
+    log = tmp_path / "gate.jsonl"
+    settings = additional(handed("MODEL", "--gate-log", str(log)))["inducekv"]
+    assert settings == {"bundles": {}, "gate_log": str(log)}
+
+
 def public_key(path: Path) -> Path:
     key = Ed25519PrivateKey.from_private_bytes(b"k" * 32).public_key()
     path.write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
@@ -145,6 +151,9 @@ class TestRefusals:
             (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
             (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
+            (["--gate-log", "/no/such/log"], "--gate-log: /no/such/log: cannot .*: No such file or directory"),
+            (["--gate-log", "/tmp"], "--gate-log: /tmp: cannot be used as a gate log: Is a directory"),
+            (["--gate-log", "/dev/null"], "--gate-log: /dev/null: .*: it is not an ordinary file"),
             (["--memory-audit-answers"], "--memory-audit-answers needs --memory-audit-log FILE"),
             (["--require-signature", "/no/such.pem"], "--require-signature: /no/such.pem: cannot read the key"),
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),

@@ -67,27 +67,36 @@ class TestMetrics:
     ) -> None:
         with bundles.loaded("observed", gated[1]):
             fresh = Metrics(server)
-            for verdict in ({"gate": "open", "task": "a"}, {"gate": "open", "task": "b"}, {"gate": "closed"}):
+            for verdict in (
+                {"gate": "open", "task": "a"},
+                {"gate": "open", "task": "b"},
+                {"gate": "outside", "task": ""},
+                {"gate": "below_threshold", "task": ""},
+            ):
                 assert fresh("requests_total", bundle="observed", **verdict) == 0
-            margins = []
+            margins, closed = [], []
             for prompt in (*questions, questions[0]):
                 trace = trace_of(ask(client, "observed", prompt, extra_body=TRACED, max_tokens=3))
                 margins.append(max(trace["gate"]["margins"].values()))
+                closed.append(trace["gate"]["closed"])
             seen = Metrics(server)
             assert seen("requests_total", bundle="observed", gate="open", task="a") == 2
             assert seen("requests_total", bundle="observed", gate="open", task="b") == 1
-            assert seen("requests_total", bundle="observed", gate="closed", task="") == 2
+            for reason in ("outside", "below_threshold"):
+                assert seen("requests_total", bundle="observed", gate=reason, task="") == closed.count(reason)
+            assert closed.count(None) == 3
             sources = {
-                s: seen("query_keys_total", bundle="observed", source=s) for s in ("computed", "cached", "shared")
+                s: seen("query_keys_total", bundle="observed", source=s)
+                for s in ("computed", "cached", "shared", "none")
             }
-            assert sources == {"computed": 4, "cached": 1, "shared": 0}
+            assert sources == {"computed": 4, "cached": 1, "shared": 0, "none": 0}
             assert seen("key_pass_seconds_count", bundle="observed") == 4
             for every in ("retrieval_seconds", "answer_pass_seconds", "time_to_first_token_seconds", "gate_margin"):
                 assert seen(f"{every}_count", bundle="observed") == 5, every
             assert seen("similarity_count", bundle="observed") == 3  # where the gate was open
             opened = sum(margin >= 0 for margin in margins)
-            below_0 = seen("gate_margin_bucket", bundle="observed", le="-0.01")
-            assert (opened, below_0) == (3, sum(margin <= -0.01 for margin in margins))
+            upto_0 = seen("gate_margin_bucket", bundle="observed", le="0.0")
+            assert (opened, upto_0) == (3, sum(margin <= 0 for margin in margins))
             # The key pass is part of the time to the first token.
             keys, first = (
                 seen(f"{n}_sum", bundle="observed") for n in ("key_pass_seconds", "time_to_first_token_seconds")

@@ -160,8 +160,8 @@ def check_answer(client: openai.OpenAI, selector: Selector, published: Published
     deployed, backbone = published.deployed, selector.world.backbone
     bundle, inputs = deployed.bundle, deployed.scorer.prefix(example)
     assert bundle is not None
-    query_keys = backbone.query_keys(inputs)  # [1, 2, d]
-    opened, prior = deployed.routing(query_keys)  # [1] bool, [1, B]
+    keys = backbone.retrieval_keys(inputs)  # [1, d]
+    opened, prior = deployed.routing([example])  # [1] bool, [1, B]
 
     response = ask_for_the_answer(client, published.name, published, example, TRACED)
     trace = trace_of(response)
@@ -176,9 +176,9 @@ def check_answer(client: openai.OpenAI, selector: Selector, published: Published
     expected = reference_logprobs(backbone, bundle, inputs, tokens)  # [tokens]
     assert logprobs == pytest.approx(expected.tolist(), rel=0, abs=TOLERANCE)
     nll = -sum(logprobs)
-    assert nll == pytest.approx(deployed.mean_loss([example], query_keys), rel=0, abs=TOLERANCE)
+    assert nll == pytest.approx(deployed.mean_loss([example], keys), rel=0, abs=TOLERANCE)
     # Closed, it is the untouched model's; open, it is far from it.
-    untouched = BundledModel(deployed.scorer, None).mean_loss([example], query_keys)
+    untouched = BundledModel(deployed.scorer, None).mean_loss([example], keys)
     assert (abs(nll - untouched) <= TOLERANCE) == (not opened)
 
     prompt = prompt_of(example)

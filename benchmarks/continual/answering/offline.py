@@ -15,7 +15,7 @@ from benchmarks.continual.answering.plans import Plain, Plan, plan
 from benchmarks.continual.methods import Artifact
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.extraction import extract_query_keys
+from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
@@ -81,7 +81,7 @@ class OfflineModel:
             bundled = self.bundled if ask.with_artifact else replace(self.bundled, bundle=None)
             asked = [ask.conversation]
             with self._using(ask.with_artifact, ask.adapter):
-                losses.append(bundled.mean_loss(asked, extract_query_keys(bundled.backbone, asked)))
+                losses.append(bundled.mean_loss(asked, extract_keys(bundled.backbone, asked)))
         return losses
 
     def _using(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:

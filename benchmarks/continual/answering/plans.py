@@ -18,14 +18,16 @@ from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, read_gate
 from benchmarks.continual.methods.neighbours import KEYS, Neighbours
-from benchmarks.continual.methods.query_keys import BATCH_SIZE, QueryKeyCache
 from benchmarks.continual.methods.rehearsal import number_that_fit
-from inducekv_vllm.gate import RelevanceGate
+from inducekv_vllm.bundle import Gate
 from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
+from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
+
+BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,10 @@ class Plan(Protocol):
 
 
 def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Backbone] = Backbone.load) -> Plan:
-    """How the artifact of a state folder answers; `load` is called with `model` if keys of questions are needed."""
+    """How the artifact of a state folder answers; `load` is called with `model` if the model must see questions."""
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
-        relevance = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
-        return Gated(QueryKeyCache(model, load), relevance, one_for_each_task=artifact.kind == "gated_adapters")
+        return Gated(load(model), gate, one_for_each_task=artifact.kind == "gated_adapters")
     if artifact.kind == "exemplars":
         assert artifact.path is not None
         exemplars = AnchorStore(state / artifact.path).read()
@@ -106,13 +107,14 @@ class Plain:
 class Gated:
     """If the gate is open, a question goes to the adapter, or to that of its task; otherwise to the untouched model."""
 
-    query_keys: QueryKeyCache
-    gate: RelevanceGate
+    backbone: Backbone
+    gate: Gate
     one_for_each_task: bool
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
-        queries = self.query_keys.keys(examples)  # [n, 2, d]
-        tasks = [self.gate.decide(query).task for query in queries.numpy()]
+        evidence = evidence_of(self.backbone, self.gate, examples)  # [n, H]
+        rule = self.gate.rule
+        tasks = [rule.decide(of_question).task for of_question in evidence.numpy()]
         return [
             Ask(example, with_artifact=task is not None, adapter=task if self.one_for_each_task else None)
             for example, task in zip(examples, tasks, strict=True)

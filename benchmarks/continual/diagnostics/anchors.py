@@ -31,7 +31,7 @@ from benchmarks.continual.methods.rehearsal import ANCHORS
 from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.extraction import extract_query_keys
+from selector.backbone.extraction import extract_keys
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import tiled_attention
 from selector.data.anchors import AnchorStore
@@ -48,10 +48,10 @@ Pair = tuple[float, float]  # mean NLL on anchors, and on held-out examples
 
 @dataclass(frozen=True)
 class Questions:
-    """Examples with their query keys."""
+    """Examples with their keys."""
 
     examples: Sequence[Example]
-    query_keys: Tensor  # [n, 2, d] float32
+    keys: Tensor  # [n, d] float32
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def _states(finished: Finished, run: FinishedRun, split: str, questions: int | N
         bundled = BundledModel(scorer, run.bundle(number))
         with tiled_attention(finished.backbone):
             pairs = {
-                task: tuple(bundled.mean_loss(of.examples, of.query_keys) for of in (anchors[task], held_out[task]))
+                task: tuple(bundled.mean_loss(of.examples, of.keys) for of in (anchors[task], held_out[task]))
                 for task in run.order[:number]
             }
         states.append({"seed": run.seed, "after": run.order[number], "by_task": pairs})
@@ -173,7 +173,7 @@ def _questions(
         if not others:
             raise ConfigError(f"the {split} split of {task.name} holds nothing but anchors")
         anchors[task.name], held_out[task.name] = (
-            Questions(examples, extract_query_keys(finished.backbone, examples, batch_size=BATCH_SIZE))
+            Questions(examples, extract_keys(finished.backbone, examples, batch_size=BATCH_SIZE))
             for examples in (mine, others)
         )
     return anchors, held_out

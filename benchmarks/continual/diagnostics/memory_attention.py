@@ -31,10 +31,10 @@ from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms, attention_with
 from selector.backbone.model import Backbone, attention_named
-from selector.backbone.routing import routing
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from selector.data.examples import Example
@@ -107,7 +107,7 @@ def normalise(gains: Sequence[float]) -> list[float]:
 
 def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: int) -> np.ndarray:
     """rho of each layer, the mean over the first `limit` questions of a task: [L]."""
-    examples, keys = task.test[:limit], finished.query_keys(task)[:limit]
+    examples, keys = task.test[:limit], finished.keys(task)[:limit]
     predictions = run.predictions()
     answers = [predictions[task.name, example.id].answer for example in examples]
     return memory_masses(finished.backbone, run.bundle(), examples, answers, keys).mean(dim=0).numpy()
@@ -115,20 +115,20 @@ def mass_by_layer(finished: Finished, run: FinishedRun, task: TaskData, limit: i
 
 @torch.no_grad()
 def memory_masses(
-    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], answers: Sequence[str], query_keys: Tensor
+    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], answers: Sequence[str], keys: Tensor
 ) -> Tensor:
-    """rho of n requests, given answers and query keys [n, 2, d]: [n, L] float64, 0 if the gate is closed."""
+    """rho of n requests, given answers and keys [n, d]: [n, L] float64, 0 if the gate is closed."""
     scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
     if memory.form != "merged":
         raise ConfigError("decoupled memory takes no share of the attention on the request, so none can be measured")
-    opened, log_prior = routing(bundle, query_keys)
+    opened, log_prior = BundledModel(scorer, bundle).routing(examples)
     masses_by_row = torch.zeros(len(examples), backbone.num_layers, dtype=torch.float64)
     tokenizer = backbone.tokenizer
     with_memory = opened.nonzero()[:, 0].tolist()
     for rows in (with_memory[at : at + BATCH_SIZE] for at in range(0, len(with_memory), BATCH_SIZE)):
         prompts = [scorer.prefix(examples[row]) for row in rows]
         tokens = [tokenizer(answers[row], add_special_tokens=False)["input_ids"] for row in rows]
-        terms = memory.terms(query_keys[rows, 0], log_prior=log_prior[rows])
+        terms = memory.terms(keys[rows], log_prior=log_prior[rows])
         with recorded_masses(backbone) as masses:
             score(backbone, prompts, tokens, memory, terms)
         for row, prompt, answer, mass in zip(rows, prompts, tokens, torch.stack(masses, dim=1), strict=True):

@@ -35,10 +35,10 @@ from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
-from selector.backbone.routing import routing
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example
@@ -123,7 +123,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         raise ConfigError(f"{runs[0].method} has {form} memory: these parts are those of merged memory")
     rows = []
     for task in finished.suite.tasks:
-        examples, keys = task.test[: options.limit], finished.query_keys(task)[: options.limit]
+        examples, keys = task.test[: options.limit], finished.keys(task)[: options.limit]
         scored = [by_variant(backbone, run.bundle(), examples, keys) for run in runs]
         for name in scored[0]:
             nll, accuracy = (mean(scores[name][part] for scores in scored) for part in (0, 1))
@@ -138,20 +138,20 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def by_variant(
-    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], query_keys: Tensor
+    backbone: Backbone, bundle: Bundle, examples: Sequence[Example], keys: Tensor
 ) -> dict[str, tuple[float, float]]:
-    """Mean NLL and accuracy on n examples with query keys [n, 2, d], by the name of each variant."""
+    """Mean NLL and accuracy on n examples with keys [n, d], by the name of each variant."""
     scorer = Scorer(backbone)
     untouched = [_scores(scorer, example) for example in examples]
     scores = {UNTOUCHED: untouched}
-    opened, log_prior = routing(bundle, query_keys)
+    opened, log_prior = BundledModel(scorer, bundle).routing(examples)
     rows = opened.nonzero()[:, 0].tolist()
     with tiled_attention(backbone):
         for name, variant in VARIANTS.items():
             memory = variant.change(backbone, Memory.from_bundle(bundle))
             scores[name] = list(untouched)
             for row in rows:
-                terms = memory.terms(query_keys[[row], 0], top_k=variant.top_k, log_prior=log_prior[[row]])
+                terms = memory.terms(keys[[row]], top_k=variant.top_k, log_prior=log_prior[[row]])
                 scores[name][row] = _scores(scorer, examples[row], memory, terms)
     return {name: (mean(nll for nll, _ in of), mean(right for _, right in of)) for name, of in scores.items()}
 

@@ -22,9 +22,9 @@ from benchmarks.continual.diagnostics.statistics import describe_runs
 from benchmarks.continual.results import Finished, FinishedRun
 from benchmarks.real.passages import read_held_out
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.bundled_model import openings
-from selector.backbone.extraction import extract_query_keys
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 
 SOURCE = "design: what a memory costs requests that have nothing to do with it; not in the paper"
@@ -61,8 +61,8 @@ def opened(run: FinishedRun, examples: Sequence[Example], model: Path) -> float 
     """The share of the paragraphs for which a bundle's gate opens; None for what is no bundle or has no gate."""
     if run.artifact().kind != "bundle" or run.bundle().gate is None:
         return None
-    keys = extract_query_keys(Backbone.load(model), examples)
-    return openings(run.bundle(), examples[0].task, keys)["opened"]
+    with_memory, _ = BundledModel(Scorer(Backbone.load(model)), run.bundle()).routing(examples)  # [n]
+    return float(with_memory.double().mean())
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:

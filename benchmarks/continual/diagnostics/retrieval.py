@@ -1,9 +1,9 @@
 """What memory gains by the entries that a question retrieves: by their hit rate, and by how ambiguous they are.
 
 A question retrieves from all entries, or behind a relevance gate from those of its routed task; if the gate is closed
-it retrieves nothing. Entries are ranked by cosine similarity with the question's full-prefix key.
+it retrieves nothing. Entries are ranked by cosine similarity with the question's key.
 
-Shapes: n questions, B entries, k of them retrieved, d hidden size.
+Shapes: n questions, B entries, k of them retrieved, d hidden size, H evidence of a question for a gate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from benchmarks.continual.metrics import standard_error
 from benchmarks.continual.results import Finished, FinishedRun
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.routing import routing
+from selector.backbone.scoring import Scorer
 from selector.report.plots import COLOURS, finite
 
 HIT_RATE_BINS, AMBIGUITY_BINS = 5, 8
@@ -62,10 +64,10 @@ class Answered:
         return self.right - self.right_without
 
 
-def retrievals(bundle: Bundle, query_keys: Tensor, task: str, top_k: int) -> list[Retrieval | None]:
-    """Of n questions of `task`, by their query keys [n, 2, d]; None if the gate is closed."""
-    opened, log_prior = routing(bundle, query_keys)  # [n], [n, B]
-    scores = query_keys[:, 0] @ bundle.retrieval_keys.to(query_keys).T + log_prior  # [n, B], -inf for other tasks'
+def retrievals(bundle: Bundle, keys: Tensor, evidence: Tensor, task: str, top_k: int) -> list[Retrieval | None]:
+    """Of n questions of `task` with keys [n, d] and evidence [n, H]; None if the gate is closed."""
+    opened, log_prior = routing(bundle, evidence)  # [n], [n, B]
+    scores = keys @ bundle.retrieval_keys.to(keys).T + log_prior  # [n, B], -inf for other tasks'
     ranked, entries = scores.sort(dim=1, descending=True, stable=True)
     tasks = [entry.task for entry in bundle.metadata.entries]
     results: list[Retrieval | None] = []
@@ -84,10 +86,11 @@ def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k:
         raise ConfigError(f"top_k must be at least 1, found {top_k}")
     answered, closed = [], 0
     for run in runs:
-        bundle = run.bundle()
+        bundled = BundledModel(Scorer(finished.backbone), run.bundle())
         rights = {(mine.task, mine.id): (mine.right, plain.right) for mine, plain in finished.paired(run)}
         for task in finished.suite.tasks:
-            by_question = retrievals(bundle, finished.query_keys(task), task.name, top_k)
+            evidence = bundled.evidence(task.test)
+            by_question = retrievals(run.bundle(), finished.keys(task), evidence, task.name, top_k)
             for example, retrieval in zip(task.test, by_question, strict=True):
                 if retrieval is None:
                     closed += 1

@@ -2,7 +2,7 @@
 
 If the gate decides that a question belongs to no task of the stream, the untouched model answers it. The gate is fitted
 like the memory's own, to the same questions as the refined recipe's: anchors of every task, the new task's training and
-validation questions, and base questions. Its bytes and the adapters' are no more than the memory's with its gate.
+validation questions, and base questions. Adapters and gate take no more bytes than the memory with its gate.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import safetensors.torch
 
 from benchmarks.continual.methods.lora import ADAPTER
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
-from benchmarks.continual.methods.query_keys import QueryKeyCache
 from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors
 from benchmarks.continual.methods.replay import LoraReplay
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Gate
+from inducekv_vllm.bundle.tensors import DTYPES
+from inducekv_vllm.gate import TurnMarks
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
+from selector.gate.fit import fit_gate
 from selector.runtime.files import replace_file
-from selector.update.gate_fit import fit_gate
 
 ADAPTERS = "adapters"
 GATE = "gate.safetensors"
@@ -88,32 +89,31 @@ class GatedTaskLora(LoraReplay):
 def gated(learnt: Artifact, kind: Kind, task: TaskData, out: Path, context: RunContext, base: bool) -> Artifact:
     """The artifact of a state that holds anchors of all tasks, behind a gate that is fitted and written here."""
     anchors = [anchor for anchor in AnchorStore(out / ANCHORS).read() if anchor.task != task.name]
-    gate = gate_of(context.model, task, anchors, context.base if base else ())
+    gate = gate_of(Backbone.load(context.model), task, anchors, context.base if base else (), context.seed)
     size = write_gate(gate, out / GATE)
     report = learnt.report | {"gate_bytes": size, "gate_thresholds": gate.thresholds.tolist()}
     return Artifact(kind, learnt.path, learnt.stored_bytes + size, report)
 
 
-def gate_of(model: Path, task: TaskData, anchors: Sequence[Example], base: Sequence[Example]) -> Gate:
-    """The gate after `task`, by the untouched model's keys.
-
-    Anchors are of the tasks before, in the order of the stream; no task is needed for base questions.
-    """
-    keys = QueryKeyCache(model).keys
+def gate_of(backbone: Backbone, task: TaskData, anchors: Sequence[Example], base: Sequence[Example], seed: int) -> Gate:
+    """The gate after `task`; `anchors` are of the tasks before, in the order of the stream."""
     names = dict.fromkeys(anchor.task for anchor in anchors)
-    own = {name: keys([anchor for anchor in anchors if anchor.task == name]) for name in names}
-    return fit_gate(own | {task.name: keys([*task.train, *task.validation])}, keys(base))
+    own = {name: [anchor for anchor in anchors if anchor.task == name] for name in names}
+    return fit_gate(backbone, own | {task.name: [*task.train, *task.validation]}, base, seed=seed).gate
 
 
 def write_gate(gate: Gate, path: Path) -> int:
-    """Writes keys [tasks, 2, hidden size] float16 and thresholds [tasks] float32; returns their bytes."""
-    tensors = {"keys": gate.keys.contiguous(), "thresholds": gate.thresholds.contiguous()}
-    replace_file(path, safetensors.torch.save(tensors, metadata={"tasks": json.dumps(gate.tasks)}))
+    """Writes the gate's tensors as a bundle stores them, and its record; returns the tensors' bytes."""
+    tensors = {name: tensor.to(DTYPES[name]).contiguous() for name, tensor in gate.tensors().items()}
+    record = json.dumps(gate.record.model_dump() | {"tasks": gate.tasks})  # one text: several have no order in a file
+    replace_file(path, safetensors.torch.save(tensors, metadata={"gate": record}))
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def read_gate(path: Path) -> Gate:
     """Reads a file of `write_gate`."""
     with safetensors.safe_open(str(path), framework="pt") as file:
-        tasks = json.loads(file.metadata()["tasks"])
-        return Gate(file.get_tensor("keys"), file.get_tensor("thresholds"), tuple(tasks))
+        record = json.loads(file.metadata()["gate"])
+        marks = TurnMarks(tuple(record["turn_begin"]), record["turn_end"])
+        tensors = {name.removeprefix("gate_"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return Gate(layers=tuple(record["layers"]), marks=marks, tasks=tuple(record["tasks"]), **tensors)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext, Trials
-from benchmarks.continual.methods.query_keys import QueryKeyCache
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
@@ -43,6 +42,7 @@ class Refined(SelectedMemory):
     form: Form = DEFAULTS.form
     weighting: Weighting = DEFAULTS.weighting
     gate: Gating = DEFAULTS.gate
+    gate_misses: float = DEFAULTS.gate_misses
     precision: Precision = DEFAULTS.precision
     allocation: Allocation = DEFAULTS.allocation
     payload_tokens: int = DEFAULTS.payload_tokens
@@ -53,9 +53,7 @@ class Refined(SelectedMemory):
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
         settings = self.settings(backbone, context)
-        base = context.base if self.base else ()
-        keys = QueryKeyCache(context.model)
-        return update_refined(backbone, inputs, settings, checkpoint, base=base, query_keys=keys)
+        return update_refined(backbone, inputs, settings, checkpoint, base=context.base if self.base else ())
 
     def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:
         share = max(1, context.budget // context.num_tasks)
@@ -103,10 +101,8 @@ class Decoupled(Refined):
 
 ABLATIONS = (
     Decoupled(),
-    # Every question gets memory, and all entries compete by the prefix key, in training too.
+    # Every question gets memory, and all entries compete, in training too.
     Refined("refined_no_gate", gate="none"),
-    # Gate and routing from the prefix mean alone.
-    Refined("refined_prefix_key", gate="prefix"),
     # k-center chooses the whole budget among old entries and new examples, and the others are evicted; a random choice
     # would evict nearly all old entries.
     Refined("refined_no_quotas", allocation="joint", entry_policy="k-center"),

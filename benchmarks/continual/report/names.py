@@ -54,7 +54,6 @@ ABLATIONS: Mapping[str, Ablation] = {
     "paper_no_gates": Ablation("paper", "no value gates", "paper"),
     "paper_uniform": Ablation("paper", "uniform weights", "paper"),
     "refined_no_gate": Ablation("refined", "no relevance gate", "refined"),
-    "refined_prefix_key": Ablation("refined", "no two-part key", "refined"),
     "refined_no_quotas": Ablation("refined", "no quotas", "refined"),
     "refined_no_refinement": Ablation("refined", "no refinement", "refined"),
     "refined_sqrt": Ablation("refined", "sqrt weighting, no relevance gate", "refined_no_gate"),

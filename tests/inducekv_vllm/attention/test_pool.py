@@ -15,11 +15,12 @@ from inducekv_vllm.attention.page_allocator import PageAllocator, Region
 from inducekv_vllm.attention.pages import ResidentBundle
 from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.attention.term_tables import TermTables
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.device import CpuDevice
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, scatter, store
+from tests.inducekv_vllm.bundles import random_gate
 
 SHAPE = PoolShape(entries=20, num_layers=3, num_kv_heads=2, heads_per_kv_head=3, head_size=8)  # 54 pages of 3 tokens
 
@@ -298,7 +299,7 @@ class TestTermTables:
         pool, tables = poisoned_pool(SHAPE), TermTables.allocate(1, SHAPE, CPU)
         tasks = "aabbba"
         entries = tuple(EntryRecord(id=str(i), task=task, source_digest="ab") for i, task in enumerate(tasks))
-        gate = Gate(torch.randn(2, 2, 16), torch.zeros(2), ("a", "b"))
+        gate = random_gate(fitting_bundle(SHAPE, 6, 5).metadata.backbone)
         facts = {"form": "decoupled", "weighting": "uniform", "activations": {"a": "prompt", "b": "prompt"}}
         gated = fitting_bundle(SHAPE, 6, 5, entries=entries, gate=gate, recipe="refined", **facts)
         whole = fitting_bundle(SHAPE, 6, 5, entries=entries, **facts)

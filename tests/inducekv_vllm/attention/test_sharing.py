@@ -15,11 +15,11 @@ import torch
 from inducekv_vllm.attention.pages import ResidentBundle
 from inducekv_vllm.attention.placement import null_groups
 from inducekv_vllm.attention.pool import PagePool, PoolShape
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import CapacityError
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, store
 from tests.inducekv_vllm.attention.test_pool import SHAPE, check_contents
-from tests.inducekv_vllm.bundles import older, random_maps
+from tests.inducekv_vllm.bundles import older, random_gate, random_maps
 
 L, J, D = SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_size
 GROUPS = "abc"
@@ -48,7 +48,7 @@ def of_contents(
         present = tuple(dict.fromkeys(tasks))
         changes |= {"form": "decoupled", "weighting": "uniform", "activations": dict.fromkeys(present, "prompt")}
         if form == "gated":
-            changes["gate"] = Gate(torch.ones(len(present), 2, 16), torch.zeros(len(present)), present)
+            changes["gate"] = random_gate(fitting_bundle(SHAPE, 1, 5).metadata.backbone, present)
     if map_rank:
         maps = [random_maps((L, 1, J, 5, D), map_rank, SHAPE.heads_per_kv_head, 1.0 + content) for content in contents]
         changes |= {name: torch.cat([each[name] for each in maps], dim=1) for name in maps[0]}

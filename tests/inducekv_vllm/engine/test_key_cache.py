@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inducekv_vllm.engine.key_cache import KeyCache, KeyLookup
-from inducekv_vllm.page_terms import FloatArray
+from inducekv_vllm.engine.memory_index import QueryFeatures
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ class Computation:
         self.runs = self.cancelled = 0
         self.release = asyncio.Event()
 
-    async def __call__(self) -> FloatArray:
+    async def __call__(self) -> QueryFeatures:
         self.runs += 1
         try:
             await self.release.wait()
@@ -30,7 +30,7 @@ class Computation:
             raise
         if self.error is not None:
             raise self.error
-        return np.full(2, self.value, dtype=np.float32)
+        return QueryFeatures(np.full(2, self.value, dtype=np.float32))
 
 
 async def settle() -> None:

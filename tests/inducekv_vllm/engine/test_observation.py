@@ -22,9 +22,10 @@ from tests.inducekv_vllm.bundles import random_bundle
 
 MEMORY = MemoryIndex.from_bundle(random_bundle(), __file__)
 OPEN = MemoryLookup(
-    Retrieval(np.array([0]), np.ones(1, np.float32), similarity=0.42), GateDecision("a", np.array([-0.2, 0.3]))
+    Retrieval(np.array([0]), np.ones(1, np.float32), similarity=0.42), GateDecision("a", np.array([-8.0, 6.3]))
 )
-CLOSED = MemoryLookup(None, GateDecision(None, np.array([-0.2, -0.3])))
+OUTSIDE = MemoryLookup(None, GateDecision(None, np.array([-12.0, -20.0]), "outside"))
+BELOW = MemoryLookup(None, GateDecision(None, np.array([-0.2, -0.3]), "below_threshold"))
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def series() -> set[str]:
 def test_a_request_that_ends_well(metrics: BundleMetrics) -> None:
     stats = RequestStateStats(first_token_latency=0.25)
     output: Any = SimpleNamespace(metrics=stats)
-    for lookup in (OPEN, CLOSED):
+    for lookup in (OPEN, OUTSIDE, BELOW):
         with observing(metrics, MEMORY, {"traceparent": "x"}, tracing=False) as observed:
             assert value("active_requests") == 1
             assert observed.trace_headers == {"traceparent": "x"}  # without tracing they go on as they came
@@ -56,14 +57,20 @@ def test_a_request_that_ends_well(metrics: BundleMetrics) -> None:
             observed.looked_up(lookup)
             observed.finished(output)
     assert value("active_requests") == 0
-    assert value("requests_total", gate="open", task="a") == value("requests_total", gate="closed", task="") == 1
-    assert value("key_pass_seconds_count") == 1  # the other one waited for it
+    assert value("requests_total", gate="open", task="a") == 1
+    assert (
+        value("requests_total", gate="outside", task="")
+        == value("requests_total", gate="below_threshold", task="")
+        == 1
+    )
+    assert value("key_pass_seconds_count") == 1  # the others waited for it
     assert [value("similarity_bucket", le=le) for le in ("0.4", "0.5", "+Inf")] == [0, 1, 1]
-    assert [value("gate_margin_bucket", le=le) for le in ("-0.3", "-0.2", "0.2", "0.3")] == [0, 1, 1, 2]
+    margins = ("-15.0", "-10.0", "-0.5", "0.0", "5.0", "7.0")
+    assert [value("gate_margin_bucket", le=le) for le in margins] == [0, 1, 1, 2, 2, 3]
     first = value("time_to_first_token_seconds_sum")
     assert first is not None
-    assert 0.5 < first < 1  # the engine's time, and that of the passes before it
-    assert (value("request_failures_total", **{"pass": "key"}), value("answer_pass_seconds_count")) == (0, 2)
+    assert 0.75 < first < 1.25  # the engine's time, and that of the passes before it
+    assert (value("request_failures_total", **{"pass": "key"}), value("answer_pass_seconds_count")) == (0, 3)
 
 
 @pytest.mark.parametrize(

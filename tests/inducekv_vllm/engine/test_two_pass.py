@@ -155,10 +155,10 @@ class TestImageCaches:
         self.gates: dict[str, asyncio.Event] = {}
         bundle = random_bundle()
         memory = MemoryIndex.from_bundle(bundle, __file__)
-        key = bundle.retrieval_keys[:2].float().numpy()
+        key = bundle.retrieval_keys[0].float().numpy()
 
         async def rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
-            return [{"key": key.tobytes(), "tokens": 1}]
+            return [{"key": key.tobytes(), "evidence": None, "tokens": 1}]
 
         client: Any = SimpleNamespace(
             generate=self._engine,
@@ -253,6 +253,17 @@ class TestPromptIdentity:
     def test_differs_if_the_key_or_the_tenant_does(self, change: dict) -> None:
         assert prompt_identity({**self.PROMPT, **change}, None) != prompt_identity(self.PROMPT, None)  # type: ignore[typeddict-item, arg-type]
         assert prompt_identity(self.PROMPT, "style") != prompt_identity(self.PROMPT, None)  # type: ignore[arg-type]
+
+    def test_differs_if_another_gate_or_another_key_is_asked(self) -> None:
+        """Evidence is that of one gate's prototypes."""
+        asked: list[dict[str, Any]] = [
+            {},
+            {"gate": "d"},
+            {"gate": "e"},
+            {"gate": "d", "retrieval": False},
+            {"gate": "d", "owner": "somebody"},
+        ]
+        assert len({prompt_identity(self.PROMPT, None, **each) for each in asked}) == len(asked)  # type: ignore[arg-type]
 
     def test_ignores_what_does_not_matter(self) -> None:
         later = {**self.PROMPT, "arrival_time": 3.0, "mm_kwargs": {"image": ["data"]}}

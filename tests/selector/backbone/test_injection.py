@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.page_terms import Weighting, page_terms
@@ -29,7 +29,7 @@ from selector.backbone.model import Backbone, Inputs
 from selector.backbone.routing import gated_prior
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.inducekv_vllm.bundles import decided_gate, random_bundle, random_gate
 from tests.reference import reference_logprobs, terms_from_pages
 from tests.selector.backbone.memories import B, M, entries, every_setting, random_memory
 from tests.selector.conftest import in_float64, unit_vectors
@@ -388,20 +388,15 @@ def test_reference_logprobs_of_a_bundle(
 # The relevance gate
 
 
-def random_gate(d: int, thresholds: Sequence[float], seed: int = 0) -> Gate:
-    keys = torch.randn(len(thresholds), 2, d, generator=torch.Generator().manual_seed(seed)).half()
-    return Gate(keys, torch.tensor(thresholds), tuple("abc"[: len(thresholds)]))
-
-
 def test_the_torch_gate_decides_as_the_served_one() -> None:
-    gate, entry_tasks = random_gate(6, (1.0, 0.5, 1.5)), "abcab"
-    queries = unit_vectors(200, 2, 6, seed=1)
-    rule = RelevanceGate(gate.keys.numpy(), gate.thresholds.numpy(), gate.tasks)
-    is_open, log_prior = gated_prior(gate, entry_tasks, queries)
+    gate, entry_tasks = random_gate(tasks="abc", seed=1), "abcab"
+    evidence = torch.rand(200, 8, generator=torch.Generator().manual_seed(1))
+    rule = RelevanceGate(gate.weights.numpy(), gate.thresholds.numpy(), gate.tasks)
+    is_open, log_prior = gated_prior(gate, entry_tasks, evidence)
     assert (is_open.shape, is_open.dtype, log_prior.shape) == ((200,), torch.bool, (200, 5))
     seen = set()
-    for row, query in enumerate(queries.numpy()):
-        decision = rule.decide(query)
+    for row, found in enumerate(evidence.numpy()):
+        decision = rule.decide(found)
         assert bool(is_open[row]) == (decision.task is not None)
         nearest = gate.tasks[int(decision.margins.argmax())]
         assert log_prior[row].tolist() == [0.0 if task == nearest else -math.inf for task in entry_tasks]
@@ -410,40 +405,38 @@ def test_the_torch_gate_decides_as_the_served_one() -> None:
 
 
 def test_a_tie_of_the_gate_goes_to_the_first_task_and_0_is_open() -> None:
-    queries = torch.eye(4)[:2][None]
-    gate = Gate(torch.zeros(2, 2, 4), torch.zeros(2), ("a", "b"))
-    is_open, log_prior = gated_prior(gate, "ba", queries)
+    gate = random_gate(weights=torch.ones(2, 8), thresholds=torch.full((2,), 8.0))
+    is_open, log_prior = gated_prior(gate, "ba", torch.ones(1, 8))
     assert is_open.tolist() == [True]
     assert log_prior.tolist() == [[-math.inf, 0.0]]
 
 
 def test_what_a_gate_refuses() -> None:
-    gate = random_gate(6, (0.0, 0.0))
-    for shape in ((3, 6), (3, 1, 6), (3, 2, 5)):
-        with pytest.raises(ConfigError, match=r"expected query keys \[n, 2, 6\]"):
+    gate = random_gate()
+    for shape in ((8,), (3, 2, 8), (3, 5)):
+        with pytest.raises(ConfigError, match=r"expected evidence \[n, 8\]"):
             gated_prior(gate, "ab", torch.zeros(shape))
     with pytest.raises(ConfigError, match="task 'c'"):
-        gated_prior(gate, "abc", torch.zeros(1, 2, 6))
+        gated_prior(gate, "abc", torch.zeros(1, 8))
 
 
 def test_reference_logprobs_behind_a_gate(
     backbone: Backbone, prompts: list[Inputs], make_bundle: Callable[..., Bundle]
 ) -> None:
-    query = backbone.query_keys(prompts[0])  # [1, 2, d]
-    towards = (query[0] * torch.tensor([[0.0], [1.0]])).half()  # [2, d], of margin 1 less the threshold
+    key = backbone.retrieval_keys(prompts[0])  # [1, d]
 
-    def gated_bundle(thresholds: Sequence[float]) -> Bundle:
-        gate = Gate(torch.stack([towards, towards]), torch.tensor(thresholds), ("a", "b"))
+    def gated_bundle(task: str | None) -> Bundle:
+        gate = decided_gate(task, backbone.fingerprint)
         return make_bundle("ababa", weighting="prior", recipe="refined", gate=gate)
 
-    closed = reference_logprobs(backbone, gated_bundle((1.1, 1.2)), prompts[0], ANSWER)
+    closed = reference_logprobs(backbone, gated_bundle(None), prompts[0], ANSWER)
     assert torch.equal(closed, score(backbone, prompts[:1], [ANSWER])[0])
-    for thresholds, rows in (((0.9, 0.8), [1, 3]), ((0.8, 0.9), [0, 2, 4]), ((0.9, 1.1), [0, 2, 4])):
-        bundle = gated_bundle(thresholds)
-        alone = entries(Memory.from_bundle(bundle), rows)  # of the nearest task alone
+    for task, rows in (("b", [1, 3]), ("a", [0, 2, 4])):
+        bundle = gated_bundle(task)
+        alone = entries(Memory.from_bundle(bundle), rows)  # of the task alone
         for top_k in (None, 1):
             found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, top_k=top_k)
-            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, alone.terms(query[:, 0], top_k=top_k))
+            (expected,) = score(backbone, prompts[:1], [ANSWER], alone, alone.terms(key, top_k=top_k))
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             assert (found - closed).abs().max() > 1e-3
 

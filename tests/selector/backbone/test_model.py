@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 from inducekv_vllm.fingerprint import backbone_fingerprint
-from selector.backbone.model import Backbone, pool_query_keys
+from selector.backbone.model import Backbone
 from selector.data.examples import Example
 from tests.tiny_models import picture
 
@@ -60,38 +60,12 @@ def test_retrieval_key_is_the_normalised_mean_of_the_last_hidden_states(
     assert_is_mean(key[0], backbone.model(**inputs, output_hidden_states=True).hidden_states[-1][0])  # after the norm
 
 
-def test_the_second_part_of_a_query_key_is_the_mean_over_text_tokens(
-    backbone: Backbone, examples: list[Example]
-) -> None:
-    inputs = backbone.encode_example(examples[0])
-    is_text = inputs["input_ids"][0] != backbone.model.config.image_token_id  # [T] bool
-    assert 1 < int(is_text.sum()) < len(is_text) - 1
-    assert torch.equal(backbone.text_mask(inputs)[0], is_text)
-    keys = backbone.query_keys(inputs)
-    assert (keys.shape, keys.dtype) == ((1, 2, backbone.hidden_size), torch.float32)
-    assert torch.equal(keys[:, 0], backbone.retrieval_keys(inputs))
-    assert_is_mean(keys[0, 1], backbone.hidden_states(inputs)[0][is_text])
-    assert (keys[0, 0] - keys[0, 1]).abs().max() > 1e-2
-
-
-def test_a_prefix_of_text_alone_has_two_equal_parts(backbone: Backbone) -> None:
-    inputs = backbone.encode([{"role": "user", "content": [{"type": "text", "text": "yes or no?"}]}], [])
-    keys = backbone.query_keys(inputs)
-    assert torch.equal(keys[:, 0], keys[:, 1])
-
-
-def test_a_prefix_of_placeholders_alone_has_a_text_part_of_zeros() -> None:
-    hidden = torch.randn(1, 3, 4)
-    keys = pool_query_keys(hidden, torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
-    assert torch.equal(keys[:, 1], torch.zeros(1, 4))
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_change_keys(backbone: Backbone, examples: list[Example], side: str) -> None:
     prompts = [backbone.encode_example(example) for example in examples[:4]]
     assert len({prompt["input_ids"].shape[1] for prompt in prompts}) > 1
-    alone = torch.cat([backbone.query_keys(prompt) for prompt in prompts])
-    together = backbone.query_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
+    alone = torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
+    together = backbone.retrieval_keys(backbone.collate(prompts, side=side))  # type: ignore[arg-type]
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-6)
 
 

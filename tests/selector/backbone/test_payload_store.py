@@ -58,7 +58,7 @@ def test_a_pool_on_disk_is_the_pool_in_memory(
     pool = open_pool(tmp_path / "pool", llava, len(current), previous)
     on_disk = extract(llava, current, M, batch_size=4, store=pool)
     expected = in_memory(llava, current)
-    for name in ("query_keys", "payload_keys", "payload_values"):
+    for name in ("keys", "payload_keys", "payload_values"):
         assert torch.equal(getattr(on_disk, name), getattr(expected, name))
     found, whole = (CandidatePool.join(previous, one, current) for one in (on_disk, expected))
     rows = torch.tensor([0, 1, 4, 11])
@@ -78,11 +78,11 @@ def test_a_finished_pool_is_not_made_again(
 
     monkeypatch.setattr(Backbone, "hidden_states", fail)
     again = extract(llava, examples, M, store=open_pool(tmp_path / "pool", llava, len(examples)))
-    assert torch.equal(again.query_keys, first.query_keys)
+    assert torch.equal(again.keys, first.keys)
     assert torch.equal(again.payload_values, first.payload_values)
 
 
-@pytest.mark.parametrize("damage", ["query_keys.safetensors", "payload_values.f16", "half", "garbage"])
+@pytest.mark.parametrize("damage", ["retrieval_keys.safetensors", "payload_values.f16", "half", "garbage"])
 def test_a_pool_that_is_not_whole_is_made_again(
     llava: Backbone, examples: list[Example], tmp_path: Path, damage: str
 ) -> None:
@@ -91,11 +91,11 @@ def test_a_pool_that_is_not_whole_is_made_again(
     if damage == "half":
         os.truncate(folder / "payload_keys.f16", 100)
     elif damage == "garbage":
-        (folder / "query_keys.safetensors").write_bytes(b"not safetensors")
+        (folder / "retrieval_keys.safetensors").write_bytes(b"not safetensors")
     else:
         (folder / damage).unlink()
     pool = open_pool(folder, llava, len(examples))
-    assert pool.query_keys() is None
+    assert pool.retrieval_keys() is None
     assert torch.equal(extract(llava, examples, M, store=pool).payload_values, expected)
 
 
@@ -212,6 +212,6 @@ def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -
     pool = stream.progress("colours") / "pool"
     kill_when((pool / "payload_values.f16").exists, SELECT, *stream.arguments("colours", *options))
     assert pool.exists()
-    assert not (pool / "query_keys.safetensors").exists(), "it was killed too late"
+    assert not (pool / "retrieval_keys.safetensors").exists(), "it was killed too late"
     assert stream.update("colours", *options).digest == stream.update("colours", *options).digest
     assert not pool.parent.exists()

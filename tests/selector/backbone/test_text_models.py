@@ -1,4 +1,4 @@
-"""Text-only models: prompts without pictures, query keys, activations, and data that does not fit."""
+"""Text-only models: prompts without pictures, extraction, activations, and data that does not fit."""
 
 from __future__ import annotations
 
@@ -74,11 +74,6 @@ def test_the_prompt_is_the_template_of_a_string(model: Backbone, texts: list[Exa
 def test_templates_that_take_parts(model: Backbone, template: str, expected: bool) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model.tokenizer.backend_tokenizer, chat_template=template)
     assert takes_parts(tokenizer) == expected
-
-
-def test_both_parts_of_a_query_key_are_the_mean_over_all_tokens(model: Backbone, texts: list[Example]) -> None:
-    keys = model.query_keys(model.encode_example(texts[0]))
-    assert torch.equal(keys[:, 0], keys[:, 1])
 
 
 def test_extraction_is_the_formula(model: Backbone, texts: list[Example]) -> None:

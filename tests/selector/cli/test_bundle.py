@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.gate import TurnMarks
 from selector.cli.bundle import main
 from server.demo import BUNDLE, CHECKPOINT
-from tests.inducekv_vllm.bundles import random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import random_bundle, random_gate, random_gated_bundle
 from tests.selector.conftest import record, write_task
 from tests.selector.stream import stop
+
+GATE = random_gate(marks=TurnMarks((7, 8), 9), thresholds=torch.tensor([0.25, 0.5]))
 
 
 @pytest.fixture
@@ -57,15 +60,22 @@ def test_inspect(old: Path) -> None:
 
 
 def test_inspect_and_diff_describe_the_gate(old: Path, tmp_path: Path) -> None:
-    bundle = random_gated_bundle()
-    gated = written(bundle, tmp_path / "gated.safetensors")
-    # Two tasks of two float16 keys of 16 numbers and a float32 each.
-    assert "relevance gate  a (threshold 0.25), b (threshold -0.5); 136 bytes" in command("inspect", gated)
+    gated = written(random_gated_bundle(gate=GATE), tmp_path / "gated.safetensors")
+    # Two layers of 16 features and 4 prototypes: prototypes in float16; all else in float32.
+    size = 2 * (2 * 4 * 16) + 4 * (2 * (2 * 16) + 2 * 4 + 2 * 8 + 2)
+    printed = command("inspect", gated)
+    thresholds = "a (threshold 0.25), b (threshold 0.5)"
+    assert f"relevance gate  {thresholds}; {size} bytes\n" in printed
+    looks_at = "values of layer 0 and 2, 4 prototypes of each; turns begin with [7, 8], end with 9"
+    assert f"gate looks at   {looks_at}\n" in printed
 
-    gate = replace(bundle.gate, thresholds=torch.tensor([0.25, 0.5]))
+    gate = replace(GATE, thresholds=torch.tensor([0.25, 1.5]), floors=GATE.floors + torch.tensor([0.25, 0, 0, 0]))
     new = written(random_gated_bundle(gate=gate), tmp_path / "new.safetensors")
     lines = command("diff", gated, new, status=1).splitlines()
-    assert [line for line in lines if not line.startswith("digest: ")] == ["gate threshold of b: largest change 1"]
+    assert [line for line in lines if not line.startswith("digest: ")] == [
+        "gate floors: largest change 0.25",
+        "gate threshold of b: largest change 1",
+    ]
     assert "gate_tasks: () -> ('a', 'b')" in command("diff", old, new, status=1).splitlines()
 
 

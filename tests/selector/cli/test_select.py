@@ -328,7 +328,7 @@ def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch
         assert "no room" in message
         assert stream.progress("colours").exists()
         written = stream.output("colours").stat().st_mtime_ns
-        monkeypatch.setattr("selector.cli.select._load", lambda model: pytest.fail("it computes again"))
+        monkeypatch.setattr("selector.cli.select.load_backbone", lambda model: pytest.fail("it computes again"))
         stream.update("colours", *address)
         server.shutdown()
     body = {"name": "colours", "path": str(stream.output("colours").resolve()), "replace": True}

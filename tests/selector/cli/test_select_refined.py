@@ -17,8 +17,10 @@ from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import read_task
+from selector.gate.background import everyday_requests
+from tests.selector import small_select
 from tests.selector.conftest import questions_about, write_task
-from tests.selector.stream import FIXED, PAPER, REFINED, SELECT, Stream, kill_when
+from tests.selector.stream import FIXED, PAPER, REFINED, Stream, kill_when
 
 TWO_A_TASK = ("--entries-per-task", "2")
 
@@ -131,12 +133,12 @@ def test_the_report_describes_the_bundle_on_disk(stream: Stream, llava: Backbone
     validation = write_task(tmp_path / "validation", questions)
     bundle, report = stream.update("colours", "--validation", str(validation)), stream.report("colours")
     bundled, examples = BundledModel(Scorer(llava), bundle), read_task(validation)
-    keys = torch.cat([llava.query_keys(llava.encode_example(example)) for example in examples])
-    opened, _ = bundled.routing(keys)
+    keys = torch.cat([llava.retrieval_keys(llava.encode_example(example)) for example in examples])
+    opened, _ = bundled.routing(examples)
     losses = []
     for example, key, is_open in zip(examples, keys, opened.tolist(), strict=True):
         memory = bundled.memory if is_open else None
-        terms = memory.terms(key[None, 0]) if memory else None
+        terms = memory.terms(key[None]) if memory else None
         losses.append(float(bundled.scorer.losses([example], memory, terms)))
     assert report["validation_nll"]["deployed"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     right = [a == e.answer for a, e in zip(bundled.answers(examples, 8), examples, strict=True)]
@@ -177,7 +179,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(stream: Stream, tmp_p
     stream.output("colours").unlink()
     options = ("--steps", "40", "--anchors", str(tmp_path / "other"))
     progress = stream.progress("colours") / "refinement-prompt-0.05.safetensors"
-    kill_when(progress.exists, SELECT, *stream.arguments("colours", *options))
+    kill_when(progress.exists, small_select.__name__, *stream.arguments("colours", *options))
     assert progress.exists()
     assert not stream.output("colours").exists()
     assert stream.update("colours", *options).digest == expected
@@ -245,3 +247,54 @@ def test_a_loss_that_is_not_a_number_writes_nothing(
     assert "not a finite number" in stream.refuse("colours")
     assert not stream.output("colours").exists()
     assert not (tmp_path / "anchors").exists()
+
+
+def test_background_requests_are_learnt_and_belong_to_the_run(
+    stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    background = tmp_path / "background.txt"
+    background.write_text("".join(f"Open door {number}, please.\n" for number in range(5)))
+    options = ("--background", str(background), "--gate-misses", "0.03")
+    with_some = stream.update("colours", *options)
+    printed, report = capsys.readouterr().out, stream.report("colours")
+    recorded = {"gate": "fitted", "gate_misses": 0.03, "background_requests": 5, "base_questions": 12}
+    assert with_some.metadata.settings.items() >= recorded.items()
+    assert report["pool"]["background_requests"] == 5
+    prices = report["gate"]["prices"]
+    assert [price["misses"] for price in prices] == [0.005, 0.01, 0.02, 0.03, 0.05, 0.1]
+    assert "background" in prices[0]["opened"]
+    table = printed[printed.index(" misses") :].splitlines()
+    assert [line.split()[1] == "*" for line in table[1:]] == [False, False, False, True, False, False]
+    assert table[4].split()[2:] == [f"{share:.1%}" for share in prices[3]["opened"].values()]
+    assert "gate" in [phase["name"] for phase in report["phases"]]
+
+    other = stream.update("colours", "--gate-misses", "0.03", "--anchors", str(tmp_path / "other"))
+    assert not torch.equal(with_some.gate_weights, other.gate_weights)
+    assert torch.equal(with_some.payload_values, other.payload_values)
+
+
+def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.update("colours", *TWO_A_TASK)
+
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("selector.cli.select.load_backbone", load)
+    everyday = [request.text for request in everyday_requests() if not request.picture][:12]
+    chat = questions_about("chat", "")
+    for line, text in zip(chat, everyday, strict=True):
+        line["messages"][0]["content"] = text
+    again = questions_about("again", "What colour is the circle?")  # and the same pictures
+    more = {name: write_task(tmp_path / name, lines) for name, lines in (("chat", chat), ("again", again))}
+    stream = replace(stream, tasks=stream.tasks | more)
+    for task, options, message in (
+        ("chat", (), "questions of the task 'chat' are everyday requests"),
+        ("again", (), "the tasks 'colours' and 'again' have"),
+        ("counts", ("--background", str(tmp_path / "none.txt")), "cannot read the background requests"),
+        ("counts", ("--background", str(stream.tasks["counts"])), "is also a question of the task 'counts'"),
+        ("counts", ("--gate-misses", "0"), "gate_misses must be above 0"),
+        ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
+    ):
+        assert message in stream.refuse(task, *options, *TWO_A_TASK, previous="colours")

@@ -17,7 +17,8 @@ from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.data.examples import Example, read_task
+from selector.data.examples import Example, read_task, source_digest_of
+from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
 from selector.refined.candidates import DECOUPLED_RATES, Candidate, latest_good
 from selector.refined.settings import RefinedSettings
@@ -48,6 +49,18 @@ def examples(task_file: Path) -> list[Example]:
     return read_task(task_file)
 
 
+def asked_for(task: str, example: Example) -> Example:
+    """The example as one of another task, which asks in other words."""
+    messages = tuple(with_text(example.messages, f"Now for {task}. {text_of(example.messages)}"))
+    return replace(
+        example,
+        task=task,
+        id=f"{task}-{example.id}",
+        messages=messages,
+        source_digest=source_digest_of(messages, [image.read_bytes() for image in example.images]),
+    )
+
+
 def learn(
     llava: Backbone,
     folder: Path,
@@ -57,7 +70,7 @@ def learn(
     anchors: Sequence[Example] = (),
     **changes: Any,
 ) -> UpdateResult:
-    named = [replace(example, task=task, id=f"{task}-{example.id}") for example in examples]
+    named = [asked_for(task, example) for example in examples]
     inputs = TaskInputs(named[:8], named[8:], anchors, previous)
     folder.mkdir(exist_ok=True)
     checkpoint, _ = Checkpoint.open(folder / task, changes)
@@ -119,7 +132,7 @@ def test_maps_are_trained_and_kept(llava: Backbone, tmp_path: Path, examples: li
 def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples: list[Example], map_rank: int) -> None:
     bundle = learn(llava, tmp_path, examples, steps=0, gate="none", map_rank=map_rank).bundle
     scorer = Scorer(llava)
-    keys = torch.cat([llava.query_keys(llava.encode_example(e)) for e in examples])
+    keys = torch.cat([llava.retrieval_keys(llava.encode_example(e)) for e in examples])
     losses = [BundledModel(scorer, each).mean_loss(examples, keys) for each in (bundle, None)]
     assert losses[0] == losses[1]
 

@@ -13,7 +13,7 @@ import torch
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import BundleError, ConfigError
 from selector.backbone.injection import Memory
-from selector.refined.entries import EntryPlan, TaskQueryKeys, plan_entries, quotas
+from selector.refined.entries import EntryPlan, plan_entries, quotas
 from selector.refined.losses import reachable
 from selector.refined.settings import RefinedSettings
 from selector.refined.training_problem import log_prior, nested_subsets
@@ -21,7 +21,6 @@ from selector.refined.update import check_tasks
 from selector.update.inputs import TaskInputs
 
 d = 6
-NONE = torch.empty(0, 2, d)
 
 
 def records(*tasks: str) -> tuple[EntryRecord, ...]:
@@ -38,11 +37,10 @@ def bundle_of(axes: list[int], *tasks: str, weighting: str = "prior") -> Any:
 
 def plan_of(previous: Any, training_axes: list[int], budget: int, **changes: Any) -> EntryPlan:
     training: Any = [SimpleNamespace(task="new", id=f"n{i}") for i in range(len(training_axes))]
-    keys = torch.stack([torch.eye(d)[training_axes], torch.zeros(len(training_axes), d)], dim=1)
     settings = RefinedSettings(
         budget=budget, allocation="joint", **{"entry_policy": "k-center", "nested": False} | changes
     )
-    return plan_entries(TaskInputs(training, (), (), previous), settings, TaskQueryKeys(keys, NONE, NONE, NONE))
+    return plan_entries(TaskInputs(training, (), (), previous), settings, torch.eye(d)[training_axes])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -103,8 +101,10 @@ def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
     ("wrong", "message"),
     [
         ({"weighting": "sqrt"}, 'with a gate needs another weighting than "sqrt"'),
-        ({"weighting": "sqrt", "gate": "prefix"}, 'with a gate needs another weighting than "sqrt"'),
-        ({"gate": "wide"}, "gate must be two-part, prefix or none, found 'wide'"),
+        ({"weighting": "sqrt", "gate": "fitted"}, 'with a gate needs another weighting than "sqrt"'),
+        ({"gate": "wide"}, "gate must be fitted or none, found 'wide'"),
+        ({"gate_misses": 0}, "gate_misses must be above 0, found 0"),
+        ({"gate_misses": 0.6}, "gate_misses must be at most 0.5, found 0.6"),
         ({"allocation": "none"}, "allocation must be quotas or joint"),
         ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
         ({"calibrate": "last"}, "calibrate must be first, every or never"),
@@ -152,8 +152,8 @@ def test_a_task_whose_quota_is_halved_keeps_its_first_entries(nested: bool) -> N
     previous = bundle_of([0, 1, 2, 3, 4, 5], *"ababab")
     previous.metadata.settings = {"nested": nested}
     inputs = TaskInputs([SimpleNamespace(task="new", id="n0")] * 3, (), (), previous)  # type: ignore[list-item]
-    keys = TaskQueryKeys(torch.zeros(3, 2, d), NONE, NONE, NONE)
-    plan = plan_entries(inputs, RefinedSettings(form="merged", budget=4, entries_per_task=3), keys)
+    settings = RefinedSettings(form="merged", budget=4, entries_per_task=3)
+    plan = plan_entries(inputs, settings, torch.zeros(3, d))
     assert plan.kept.tolist() == [0, 1]
     assert plan.shares == {"a": 1, "b": 1, "new": 1}
     assert plan.shrunk == (set() if nested else {"a", "b"})

@@ -43,6 +43,7 @@ from selector.runtime.distributed import (
 )
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
+from tests.gates import small_fits
 from tests.selector.stream import ENVIRONMENT, FIXED, PAPER, REFINED, SELECT, Stream, kill_when, without_plots
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -153,9 +154,9 @@ def test_two_processes_refine_as_one_does(alone: Stream, shared: tuple[Stream, E
     ours, theirs = stream.bundle("places"), alone.bundle("places")
     assert ours.metadata.entries == theirs.metadata.entries
     for rtol, atol, names in [
-        (ONE_STEP_OF_FLOAT16, 1e-5, ("retrieval_keys", "gate_keys")),
-        (1e-4, 1e-4, ("temperature", "value_gates", "layer_bias", "gate_thresholds")),
-        (1e-2, 1e-3, ("payload_keys", "payload_values")),
+        (ONE_STEP_OF_FLOAT16, 1e-5, ("retrieval_keys",)),
+        (1e-4, 1e-4, ("temperature", "value_gates", "layer_bias", "gate_center", "gate_scale")),
+        (1e-2, 1e-3, ("payload_keys", "payload_values", "gate_prototypes", "gate_weights", "gate_thresholds")),
     ]:
         for name in names:
             torch.testing.assert_close(ours.tensors()[name], theirs.tensors()[name], rtol=rtol, atol=atol)
@@ -276,11 +277,11 @@ def check_extraction_is_that_of_one_process(backbone: Backbone, examples: list[E
     for start in range(0, len(examples), 5):
         rows = slice(start, start + 5)
         inputs = backbone.collate([backbone.encode_example(example) for example in examples[rows]])
-        assert torch.equal(entries.query_keys[rows], backbone.query_keys(inputs))
-        assert torch.equal(keys[rows], backbone.retrieval_keys(inputs))
+        assert torch.equal(entries.keys[rows], backbone.retrieval_keys(inputs))
+        assert torch.equal(keys[rows], entries.keys[rows])
     pool = open_pool(backbone, len(examples), folder / "pool")
     on_disk = extract(backbone, examples, 2, batch_size=5, store=pool)
-    assert torch.equal(on_disk.query_keys, entries.query_keys)
+    assert torch.equal(on_disk.keys, entries.keys)
     assert torch.equal(on_disk.payload_keys, entries.payload_keys.half())
     assert torch.equal(on_disk.payload_values, entries.payload_values.half())
     assert entries.payload_keys.abs().amin(dim=(0, 2, 3, 4)).gt(0).all()  # every entry was filled in
@@ -345,7 +346,7 @@ def main() -> NoReturn:
             announce(check.__name__)
         # The commands work in this group, not in one of their own.
         no_group = mock.patch("selector.runtime.distributed.process_group", contextlib.nullcontext)
-        with no_group, without_plots():
+        with no_group, without_plots(), small_fits():
             for name, arguments in json.loads(commands).items():
                 status = select(arguments)
                 announce(f"{name} ended with {status}")

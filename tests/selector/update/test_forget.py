@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, Gate, bundle_digest, with_entries
+from inducekv_vllm.bundle import Bundle, bundle_digest, with_entries
 from inducekv_vllm.errors import BundleError, ConfigError
-from inducekv_vllm.gate import RelevanceGate
-from selector.backbone.extraction import extract_query_keys
 from selector.backbone.model import Backbone
-from selector.data.examples import Example, entry_records, read_task
+from selector.data.examples import Example, read_task
+from selector.gate.fit import fit_gate
 from selector.update.forget import Forgotten, refitted_gate, rows_to_forget, without_entries
-from selector.update.gate_fit import fit_gate
-from tests.inducekv_vllm.bundles import G, J, L, d, random_bundle, random_gated_bundle, random_maps, remade
+from tests.gates import bundle_behind
+from tests.inducekv_vllm.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps, remade
 from tests.selector.conftest import record, write_task
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
@@ -68,9 +68,10 @@ def test_a_gone_task_has_no_row_in_the_gate() -> None:
     gate, before = after.gate, bundle.gate
     assert gate is not None
     assert before is not None
-    query = torch.nn.functional.normalize(torch.randn(2, d), dim=1).numpy()
-    margins = RelevanceGate(before.keys, before.thresholds, before.tasks).decide(query).margins
-    assert RelevanceGate(gate.keys, gate.thresholds, gate.tasks).decide(query).margins == margins[:1]
+    for name in ("center", "scale", "prototypes", "floors"):
+        assert torch.equal(getattr(gate, name), getattr(before, name))
+    evidence = torch.rand(before.weights.shape[1])
+    assert gate.rule.decide(evidence).margins == before.rule.decide(evidence).margins[:1]
 
 
 def test_nothing_of_the_forgotten_payload_is_in_the_new_bundle() -> None:
@@ -139,49 +140,40 @@ def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp
     """The gate is the one that the anchors that are left would have given in the first place."""
 
     def examples(task: str, numbers: Iterable[int], **changes: Any) -> list[Example]:
-        return read_task(write_task(tmp_path / task, [record(number, task=task, **changes) for number in numbers]))
+        lines = [record(number, task=task, **changes) for number in numbers]
+        for line in lines:
+            line["messages"][0]["content"] = [
+                *line["messages"][0]["content"][:-1],
+                {"type": "text", "text": f"{task}?"},
+            ]
+        return read_task(write_task(tmp_path / task, lines))
 
     backbone = llava
     anchors = {task: examples(task, range(4 * i, 4 * i + 4)) for i, task in enumerate("abc")}
-    base = examples("base", range(3), messages=[{"role": "user", "content": "Hello there"}])
-    bundle = _bundle_of(backbone, [example for task in "abc" for example in anchors[task][:2]])
+    base = examples("base", range(3))
+    made_from = [example for task in "abc" for example in anchors[task][:2]]
+    settings = {"gate_misses": 0.2, "seed": 5, "base_questions": 4}
+    bundle = bundle_behind(random_gate(backbone.fingerprint, "abc"), backbone, made_from, settings=settings)
     rows = [0, 2, 3]  # an entry of a, both of b
     everything = [example for examples in anchors.values() for example in examples]
-    gate = refitted_gate(backbone, bundle, rows, everything, base)
+    fitted = refitted_gate(backbone, bundle, rows, everything, base)
     own = {"a": anchors["a"][1:], "c": anchors["c"]}  # not the example of the forgotten entry
-    expected = fit_gate(
-        {task: extract_query_keys(backbone, examples) for task, examples in own.items()},
-        extract_query_keys(backbone, base),
-    )
-    assert gate is not None
-    assert gate.tasks == ("a", "c")
-    assert torch.equal(gate.keys, expected.keys)
-    assert torch.equal(gate.thresholds, expected.thresholds)
-    assert without_entries(bundle, rows, gate).metadata.gate_tasks == ("a", "c")
+    expected = fit_gate(backbone, own, base, misses=0.2, seed=5)
+    assert fitted is not None
+    assert fitted.gate.tasks == ("a", "c")
+    assert fitted.prices == expected.prices
+    for name, tensor in fitted.gate.tensors().items():
+        assert torch.equal(tensor, expected.gate.tensors()[name]), name
+    assert without_entries(bundle, rows, fitted.gate).metadata.gate_tasks == ("a", "c")
 
     with pytest.raises(ConfigError, match="there are no anchors of the task 'c'"):
         refitted_gate(backbone, bundle, rows, anchors["a"], base)
     with pytest.raises(ConfigError, match=r"fitted to base questions too.*--base"):
         refitted_gate(backbone, bundle, rows, everything, [])
-    assert refitted_gate(backbone, remade(random_bundle()), [0], everything, base) is None
-
-
-def _bundle_of(backbone: Backbone, examples: Sequence[Example]) -> Bundle:
-    fingerprint, B = backbone.fingerprint, len(examples)
-    shape = (fingerprint.num_layers, B, fingerprint.num_kv_heads, 2, fingerprint.head_dim)
-    tasks = tuple(dict.fromkeys(example.task for example in examples))
-    return random_bundle(
-        B,
-        2,
-        retrieval_keys=torch.nn.functional.normalize(torch.randn(B, fingerprint.hidden_size), dim=1),
-        payload_keys=torch.randn(shape),
-        payload_values=torch.randn(shape),
-        value_gates=torch.full((fingerprint.num_layers,), 0.5),
-        layer_bias=torch.zeros(fingerprint.num_layers),
-        backbone=fingerprint,
-        entries=entry_records(examples),
-        weighting="prior",
-        recipe="refined",
-        settings={"gate": "full", "base_questions": 4},
-        gate=Gate(torch.zeros(len(tasks), 2, fingerprint.hidden_size), torch.zeros(len(tasks)), tasks),
+    asked = with_entries(
+        replace(bundle, metadata=bundle.metadata.model_copy(update={"settings": {"background_requests": 3}})),
+        bundle.metadata.entries,
     )
+    with pytest.raises(ConfigError, match=r"fitted to background requests of yours too: give --background"):
+        refitted_gate(backbone, asked, rows, everything, base)
+    assert refitted_gate(backbone, remade(random_bundle()), [0], everything, base) is None

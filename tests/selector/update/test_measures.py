@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import EntryRecord
-from selector.update.measures import composition, diversity
+from inducekv_vllm.footprint import gate_bytes, prototypes_of
+from selector.update.measures import composition, diversity, entry_bytes, memory_bytes
+from tests.inducekv_vllm.bundles import random_gate, random_gated_bundle
 
 
 def test_diversity_of_orthogonal_and_of_equal_keys() -> None:
@@ -24,3 +26,17 @@ def test_diversity_of_orthogonal_and_of_equal_keys() -> None:
 def test_composition_counts_tasks() -> None:
     records = [EntryRecord(id=str(i), task=task, source_digest="x") for i, task in enumerate("aabca")]
     assert composition(records) == {"a": 3, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("num_tasks", [1, 7])
+def test_a_gate_takes_as_many_bytes_as_its_size_says(num_tasks: int) -> None:
+    tasks = [*"ab", *(str(number) for number in range(num_tasks))][:num_tasks]
+    gate = random_gate(tasks=tasks, num_prototypes=prototypes_of(num_tasks))
+    stored = sum(tensor.nbytes for tensor in gate.tensors().values())
+    half = 2 * gate.prototypes.numel()  # of what is float32 here and float16 in a bundle
+    assert gate_bytes(num_tasks, gate.center.shape[1]) == stored - half
+    assert gate_bytes(0, 16) == 0
+    bundle = random_gated_bundle()
+    assert memory_bytes(bundle) - entry_bytes(bundle) == sum(
+        tensor.nbytes for name, tensor in bundle.tensors().items() if name.startswith("gate_")
+    )

@@ -6,58 +6,63 @@ features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
+from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import TurnMarks, deciding_positions
 from inducekv_vllm.placeholders import placeholder_ids
 
-from ..backbone.model import Backbone, Inputs
-from ..data.examples import decode_image
-from .fitting_set import GateQuestion
-
-STYLES: Final[Mapping[str, Callable[[Image.Image], Image.Image]]] = {
-    "inverted": ImageOps.invert,
-    "grey": lambda picture: ImageOps.grayscale(picture).convert("RGB"),
-    "mirrored": ImageOps.mirror,
-    "blurred": lambda picture: picture.filter(ImageFilter.GaussianBlur(max(picture.size) / 40)),
-    "tinted": lambda picture: Image.blend(picture, Image.new("RGB", picture.size, (250, 190, 80)), 0.4),
-}
+from ..data.examples import Example
+from .model import Backbone, Inputs
 
 
 def layers_of_gate(num_layers: int) -> tuple[int, ...]:
     """The layers whose values a gate looks at: the first knows a token alone, the other one what stands before it."""
-    return tuple(dict.fromkeys((0, num_layers // 5)))
+    return tuple(dict.fromkeys((0, min(max(1, num_layers // 6), num_layers - 1))))
+
+
+def evidence_of(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> Tensor:
+    """The evidence [n, H] float32 of questions for a gate's prototypes, as the server finds it."""
+    encoded = [backbone.encode_example(example) for example in examples]
+    return evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks))
+
+
+def evidence_in(gate: Gate, values: Sequence[Tensor]) -> Tensor:
+    """The evidence [n, H] float32 in what `token_values` gives."""
+    scores = gate.token_scores
+    found = [scores.evidence(of_prompt.float()) for of_prompt in values]
+    return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
 
 
 @torch.no_grad()
 def token_values(
     backbone: Backbone,
-    questions: Sequence[GateQuestion],
+    encoded: Sequence[Inputs],
     layers: Sequence[int],
     marks: TurnMarks,
     *,
+    dtype: torch.dtype = torch.float32,
     batch_tokens: int = 2048,
 ) -> list[Tensor]:
-    """The values [t, S, F] of each prompt, float16.
+    """The values [t, S, F] of each prompt.
 
     Args:
+        encoded: what `Backbone.encode` gives for each prompt.
+        layers: [S], ascending.
         batch_tokens: of a batch, with its padding, at most; a longer prompt is a batch of its own.
     """
     placeholders = placeholder_ids(backbone.model.config)
-    pictures: dict[tuple[Any, str | None], Image.Image] = {}
-    encoded = [_encode(backbone, question, pictures) for question in questions]
     lengths = [inputs["input_ids"].shape[1] for inputs in encoded]
-    found: list[Tensor] = [torch.empty(0)] * len(questions)
+    found: list[Tensor] = [torch.empty(0)] * len(encoded)
     for rows in _batches(lengths, batch_tokens):
         values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
         for row, of_prompt in zip(rows, values, strict=True):
             ids = encoded[row]["input_ids"][0].tolist()
-            found[row] = of_prompt[deciding_positions(ids, marks, placeholders)].half()
+            found[row] = of_prompt[deciding_positions(ids, marks, placeholders)].to("cpu", dtype)
     return found
 
 
@@ -84,17 +89,6 @@ def _values(backbone: Backbone, inputs: Inputs, layers: Sequence[int]) -> Tensor
         for handle in handles:
             handle.remove()
     return torch.stack(kept, dim=2)
-
-
-def _encode(backbone: Backbone, question: GateQuestion, pictures: dict[tuple[Any, str | None], Image.Image]) -> Inputs:
-    shown = []
-    for path in question.images:
-        key = path, question.style
-        if key not in pictures:
-            picture = decode_image(path.read_bytes())
-            pictures[key] = STYLES[question.style](picture) if question.style else picture
-        shown.append(pictures[key])
-    return backbone.encode(question.messages, shown)
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

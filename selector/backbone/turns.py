@@ -8,7 +8,7 @@ from typing import Any, Final
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.gate import TurnMarks, turn_starts
 
-from ..backbone.model import Backbone
+from .model import Backbone
 
 _QUESTION: Final = "zebra"  # a text that no template contains
 _NO_MARKS: Final = TurnMarks((), None)
@@ -38,7 +38,8 @@ def turn_marks(backbone: Backbone) -> TurnMarks:
     mark = _without_blank_end(backbone, _common([ids[::-1] for ids in before])[::-1])
     special = set(backbone.tokenizer.all_special_ids) | set(backbone.tokenizer.get_added_vocab().values())
     starts = [at for at, token in enumerate(mark) if token in special][::-1] or ([0] if mark else [])
-    end = next(iter(_common(after)), None)
+    # Another token than a special one could stand in a question too.
+    end = next((token for token in _common(after)[:1] if token in special), None)
     for start in starts:
         marks = TurnMarks(tuple(mark[start:]), end)
         if all(turn_starts([*left, *right], marks)[-1] <= len(left) for left, right in sides):

@@ -1,0 +1,117 @@
+"""The attention values of a request's tokens, read from the KV cache.
+
+The cache holds them while the request runs, whoever has computed them: the request itself, in any chunks, or an earlier
+one with the same prefix. Positions do not act on values, so these are what the layer's `v_proj` has given.
+
+Shapes: t tokens, S layers, J KV heads of this rank, D head size, C tokens of a KV-cache block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+
+from .device import Device
+from .errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# One scale for a whole layer; of any other quantised cache the scales lie elsewhere.
+_FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention: Attention
+    group: int  # of the KV cache
+    spec: KVCacheSpec
+
+
+class CachedValues:
+    """The values in the KV cache of a model's causal layers."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheConfig,
+        layers: Mapping[str, Attention],
+        view: Callable[[Tensor], Tensor],
+        device: Device,
+    ) -> None:
+        """`view` gives the values [blocks, J, C, D] in a layer's cache: `MemoryAttention.cached_values`."""
+        self._view, self._device = view, device
+        self._layers = {
+            extract_layer_index(name): _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
+            for number, group in enumerate(kv_cache.kv_cache_groups)
+            for name in group.layer_names
+            if name in layers and layers[name].attn_type == AttentionType.DECODER
+        }
+
+    def check(self, layers: Sequence[int]) -> None:
+        """Refuse layers whose values cannot be had for every token of a prompt.
+
+        Raises:
+            UnsupportedModel: names the layer and the reason.
+        """
+        for index in layers:
+            if (reason := self._refusal(index)) is not None:
+                raise UnsupportedModel(
+                    f"a relevance gate that looks at layer {index} cannot be served: {reason}; "
+                    "fit a gate to other layers"
+                )
+
+    def _refusal(self, index: int) -> str | None:
+        if (layer := self._layers.get(index)) is None:
+            return "it has no KV cache of its own"
+        attention, shape = layer.attention, layer.attention.kv_cache.shape
+        if type(layer.spec) is not FullAttentionSpec:
+            return f"its KV cache ({type(layer.spec).__name__}) does not keep every token of a prompt"
+        if attention.kv_sharing_target_layer_name is not None:
+            return f"it has the values of layer {attention.kv_sharing_target_layer_name}"
+        if layer.spec.dtype.itemsize == 1 and attention.kv_cache_dtype not in _FP8:
+            return f"its KV cache is quantised ({attention.kv_cache_dtype})"
+        if len(shape) != 4 or (shape[1], shape[3]) != (attention.num_kv_heads, 2 * attention.head_size):
+            return f"its KV cache has the unknown layout {list(shape)}"
+        return None
+
+    def read(self, layers: Sequence[int], blocks: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        """The layers' values [t, S, J D] float32 of a request's tokens.
+
+        Args:
+            blocks: of each group of the KV cache, the request's blocks in order.
+            positions: [t], of tokens whose K and V are in the cache, or are written by work that is queued.
+        """
+        found, slots = [], dict[int, Tensor]()  # slots by group: [t] int64
+        for index in layers:
+            layer = self._layers[index]
+            if layer.group not in slots:
+                slots[layer.group] = self._slots(blocks[layer.group], positions, layer.spec.block_size)
+            found.append(self._of_slots(layer.attention, slots[layer.group]))
+        return torch.stack(found, dim=1)
+
+    def _slots(self, blocks: Sequence[int], positions: Sequence[int], C: int) -> Tensor:
+        at = np.asarray(positions, dtype=np.int64)  # [t]
+        slots: list[int] = (np.asarray(blocks, dtype=np.int64)[at // C] * C + at % C).tolist()
+        return self._device.index(slots)
+
+    def _of_slots(self, layer: Attention, slots: Tensor) -> Tensor:
+        """[t, J D] float32."""
+        values = self._view(layer.kv_cache)  # [blocks, J, C, D]
+        C = values.shape[2]  # of the kernel's blocks, of which a block of the cache may be several
+        rows = values[slots // C, :, slots % C].flatten(1)  # [t, J D]
+        if rows.dtype.itemsize > 1:
+            return rows.float()
+        return rows.view(_FP8[layer.kv_cache_dtype]).float() * cast(Tensor, layer._v_scale)
+
+
+def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec

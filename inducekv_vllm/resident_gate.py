@@ -1,0 +1,52 @@
+"""The part of a bundle's relevance gate that a worker applies to tokens, on its device.
+
+Shapes: S layers, P prototypes of a layer, J KV heads, D head size, F = J D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .bundle import Gate
+from .device import Device
+from .gate import TokenScores, TurnMarks
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentGate:
+    """The features of this rank's KV heads alone; the sums over features are added up over the ranks."""
+
+    layers: tuple[int, ...]  # [S]
+    marks: TurnMarks
+    scores: TokenScores  # float32
+    device: Device
+
+    @classmethod
+    def load(cls, gate: Gate, heads: slice, head_size: int, is_counted: bool, device: Device) -> ResidentGate:
+        """Copy a gate to the device, beside the running steps. Any thread may call it.
+
+        Args:
+            heads: the KV heads of this rank.
+            is_counted: False if another rank has the same heads, and adds theirs to the sums.
+        """
+        features = slice(heads.start * head_size, heads.stop * head_size)
+
+        def copied(stored: Tensor) -> Tensor:
+            with device.uploaded(stored) as uploaded:
+                return uploaded.to(torch.float32, copy=True)
+
+        with torch.inference_mode(), device.beside_steps():
+            center, scale = copied(gate.center[:, features]), copied(gate.scale[:, features])
+            prototypes = copied(gate.prototypes[:, :, features])
+            if not is_counted:  # every token is 0 then, and so are the sums
+                scale.zero_()
+            return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)), device)
+
+    def erase(self) -> None:
+        """Overwrite it with zeros: freed memory keeps its content. Any thread may call it."""
+        with torch.inference_mode(), self.device.beside_steps():
+            for field in fields(TokenScores):
+                getattr(self.scores, field.name).zero_()

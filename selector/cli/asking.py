@@ -1,0 +1,64 @@
+"""What a running server's gate decides on questions."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from inducekv_vllm.errors import ConfigError
+
+from .publishing import ask, served_digest
+
+if TYPE_CHECKING:
+    from ..data.examples import Example
+
+AT_ONCE: Final = 16  # requests under way
+TRACE: Final = {"inducekv_trace": 1}
+
+
+def require_served(url: str, name: str, digest: str) -> None:
+    """Raises ConfigError: the server cannot be reached, or `name` does not stand for the bundle of this digest."""
+    found = served_digest(url, name)
+    if found is None:
+        raise ConfigError(f"{url} has no bundle of the name {name!r}: give the name that it has there by --name")
+    if found != digest:
+        raise ConfigError(f"{url} serves another version as {name!r}, {found}; the bundle's digest is {digest}")
+
+
+def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[tuple[str | None, str | None]]:
+    """The task that each question is sent to, or None and why the gate stays closed.
+
+    Raises:
+        ConfigError: the server cannot be reached or refuses, or its answer does not say what the gate has decided.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        return list(workers.map(lambda example: _decision(url, name, example), examples))
+
+
+def _decision(url: str, name: str, example: Example) -> tuple[str | None, str | None]:
+    body = {"model": name, "messages": _messages(example), "max_tokens": 1, "temperature": 0, "vllm_xargs": TRACE}
+    answer: Any = ask(url, "chat/completions", body, is_change=False)
+    try:
+        gate = answer["kv_transfer_params"]["inducekv"]["gate"]
+        task, closed = gate["task"], gate["closed"]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the answer of {url} to {example.id!r} has no trace of the gate") from error
+    return task, closed
+
+
+def _messages(example: Example) -> list[dict[str, Any]]:
+    """The question as a client sends it: pictures inside the request."""
+    paths = iter(example.images)
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        path = next(paths)
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"
+        data = base64.b64encode(path.read_bytes()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+    return [{**message, "content": [sent(part) for part in message["content"]]} for message in example.messages]

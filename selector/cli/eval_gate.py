@@ -1,0 +1,145 @@
+"""`inducekv-bundle eval-gate`: what a bundle's gate decides on questions whose task is known."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+from inducekv_vllm.bundle import Bundle, Gate, read_bundle
+from inducekv_vllm.errors import BundleError, ConfigError
+
+from .asking import require_served, served_decisions
+from .gate_tables import print_table
+from .loading import load_backbone
+from .publishing import require_address
+
+if TYPE_CHECKING:
+    from ..data.examples import Example
+
+SUCCESS = 0
+Command = Callable[[argparse.Namespace], int]
+NO_TASK: Final = "no task"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and where it belongs."""
+
+    example: Example
+    task: str | None  # None: no task of the bundle
+    kind: str  # the file that it stands in
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """How often the gate decided what, on the questions of one task and kind."""
+
+    task: str | None
+    kind: str
+    questions: int
+    routed: int  # to the task
+    opened: int  # for any task
+    wrong: int  # opened for another task, of questions that have one
+    outside: int
+    below_threshold: int
+
+
+def eval_gate(options: argparse.Namespace) -> int:
+    """Print how a bundle's gate decides on questions: task data, of which each example names its task, and .txt files
+    of requests that belong to none. Decided here with --model, or by a running server with --url.
+    """
+    if options.url:
+        require_address(options.url, "--url")
+    elif options.name:
+        raise ConfigError("--name is what the bundle is called at a server: give its --url")
+    bundle = read_bundle(options.path)
+    if (gate := bundle.gate) is None:
+        raise BundleError(f"{options.path}: the bundle has no relevance gate")
+    asked = [question for path in options.questions for question in _read(path, gate)]
+    decide = _by_server if options.url else _by_model
+    rows = outcomes(asked, decide(options, bundle, gate, [question.example for question in asked]))
+    _print(rows)
+    return SUCCESS
+
+
+def outcomes(asked: Sequence[Asked], decisions: Sequence[tuple[str | None, str | None]]) -> list[Outcomes]:
+    """Counts by task and kind, in the order in which they are asked.
+
+    Args:
+        decisions: of each question, the task that it is sent to, or None and why the gate stays closed.
+    """
+    groups: dict[tuple[str | None, str], list[tuple[str | None, str | None]]] = {}
+    for question, decision in zip(asked, decisions, strict=True):
+        groups.setdefault((question.task, question.kind), []).append(decision)
+    rows = []
+    for (task, kind), found in groups.items():
+        opened = [sent for sent, _ in found if sent is not None]
+        closed = Counter(reason for sent, reason in found if sent is None)
+        routed = 0 if task is None else opened.count(task)
+        wrong = 0 if task is None else len(opened) - routed
+        counts = (len(found), routed, len(opened), wrong, closed["outside"], closed["below_threshold"])
+        rows.append(Outcomes(task, kind, *counts))
+    return rows
+
+
+def _read(path: Path, gate: Gate) -> list[Asked]:
+    from ..gate.background import read_background
+
+    examples = read_background(path)
+    own = () if path.suffix == ".txt" else gate.tasks
+    return [Asked(each, each.task if each.task in own else None, path.stem) for each in examples]
+
+
+def _by_model(
+    options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]
+) -> list[tuple[str | None, str | None]]:
+    from ..backbone.token_values import evidence_of
+
+    backbone = load_backbone(options.model, options.device)
+    bundle.require_backbone(backbone.fingerprint, str(options.path))
+    rule = gate.rule
+    decisions = [rule.decide(evidence) for evidence in evidence_of(backbone, gate, examples).numpy()]
+    return [(decision.task, decision.closed) for decision in decisions]
+
+
+def _by_server(
+    options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]
+) -> list[tuple[str | None, str | None]]:
+    name = options.name or options.path.stem
+    require_served(options.url, name, bundle.digest)
+    return served_decisions(options.url, name, examples)
+
+
+def _print(rows: Sequence[Outcomes]) -> None:
+    head = ("questions", "to the task", "opened", "to another task", "closed: outside", "closed: below threshold")
+    table = Table("task", "kind", *head, box=None)
+    for row in rows:
+        own = [str(count) if row.task is not None else "-" for count in (row.routed, row.wrong)]
+        counts = [own[0], str(row.opened), own[1], str(row.outside), str(row.below_threshold)]
+        table.add_row(row.task if row.task is not None else NO_TASK, row.kind, str(row.questions), *counts)
+    print_table(table)
+
+
+def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
+    """Add this command to the parser of `inducekv-bundle`."""
+    added = command("eval-gate", eval_gate)
+    added.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
+    added.add_argument(
+        "--questions",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="task data, or a .txt file with a request of no task on each line; repeatable",
+    )
+    decider = added.add_mutually_exclusive_group(required=True)
+    decider.add_argument("--model", help="decide here, with this model folder or Hugging Face id")
+    decider.add_argument("--url", help="ask the server at this address, which has the bundle")
+    added.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
+    added.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")

@@ -1,0 +1,101 @@
+"""`inducekv-bundle gate-fit`: the gate of a bundle, fitted again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
+from inducekv_vllm.errors import BundleError, ConfigError
+
+from .flags import require_output
+from .gate_questions import add_fit_flags, fit_settings, read_background_of, read_base
+from .gate_tables import print_prices_of
+from .loading import load_backbone
+from .traffic import read_traffic
+
+if TYPE_CHECKING:
+    from ..data.examples import Example
+
+SUCCESS = 0
+Command = Callable[[argparse.Namespace], int]
+
+
+def gate_fit(options: argparse.Namespace) -> int:
+    """Write the next version of a bundle with its gate fitted again; all else stays as it is, to the bit.
+
+    With --from-log the gate looks at the same as before, and only its weights and thresholds are fitted again.
+    """
+    settings = fit_settings(options)
+    require_output(options.output)
+    if options.output.resolve() == options.path.resolve():
+        raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
+    bundle = read_bundle(options.path)
+    if (gate := bundle.gate) is None:
+        raise BundleError(f"{options.path}: the bundle has no relevance gate")
+    traffic = read_traffic(options.from_log, gate) if options.from_log else None
+    own = _questions(options.task, gate)
+    base = read_base(options.base, [example for examples in own.values() for example in examples], "a task")
+    background = read_background_of(options.background)
+
+    from ..gate.fit import check_questions, fit_gate
+    from ..gate.refit import refit_gate
+    from ..update.regate import with_gate
+
+    check_questions(own, background)
+    backbone = load_backbone(options.model, options.device)
+    bundle.require_backbone(backbone.fingerprint, str(options.path))
+    misses, seed = settings.gate_misses, settings.seed
+    if traffic is None:
+        fitted = fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)
+    else:
+        fitted = refit_gate(backbone, gate, own, base, traffic, background=background, misses=misses, seed=seed)
+    counts = {"base_questions": len(base), "background_requests": len(background)}
+    traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
+    after = with_gate(bundle, fitted.gate, {"gate_misses": misses, **counts, **traffic_count})
+    write_bundle(after, options.output)
+    print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
+    print_prices_of(fitted, misses)
+    return SUCCESS
+
+
+def _questions(paths: Sequence[Path], gate: Gate) -> dict[str, list[Example]]:
+    """By task, in the order of the gate's tasks.
+
+    Raises:
+        TaskDataError: a file cannot be read.
+        ConfigError: a file holds several tasks or one that the gate does not have, or a task of the gate has no file.
+    """
+    from ..data.examples import read_task
+
+    own: dict[str, list[Example]] = {task: [] for task in gate.tasks}
+    for path in paths:
+        examples = read_task(path)
+        tasks = sorted({example.task for example in examples})
+        if len(tasks) > 1:
+            raise ConfigError(f"--task {path}: expected questions of one task, found {', '.join(map(repr, tasks))}")
+        if tasks[0] not in own:
+            raise ConfigError(f"--task {path}: the bundle does not have the task {tasks[0]!r}")
+        own[tasks[0]] += examples
+    if missing := next((task for task, examples in own.items() if not examples), None):
+        raise ConfigError(f"there are no questions of the task {missing!r}, which the bundle has: give a --task of it")
+    return own
+
+
+def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
+    """Add this command to the parser of `inducekv-bundle`."""
+    added = command("gate-fit", gate_fit)
+    added.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file; it is not changed")
+    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    added.add_argument(
+        "--task", type=Path, action="append", required=True, metavar="FILE", help="questions of one task; repeatable"
+    )
+    added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
+    add_fit_flags(added)
+    added.add_argument(
+        "--from-log", type=Path, metavar="LOG", help="a server's --gate-log: all its requests count as of no task"
+    )
+    added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
+    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")

@@ -1,0 +1,86 @@
+"""A relevance gate as the commands show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from inducekv_vllm.bundle import Bundle, Gate
+
+from ..update.measures import stored_gate_bytes
+
+if TYPE_CHECKING:
+    from ..gate.fit import FittedGate
+
+WIDTH: Final = 1000  # of a table at most: for people and pipes alike, never wrapped to the terminal's width
+BASE_KINDS: Final = {"plain": "base", "wrapped": "base, wrapped", "other": "base, varied"}  # of a fit's questions
+
+
+def print_table(table: Table) -> None:
+    Console(soft_wrap=True, highlight=False, width=WIDTH).print(table)
+
+
+def print_prices_of(fitted: FittedGate, misses: float) -> None:
+    print_prices([asdict(price) for price in fitted.prices], misses)
+
+
+def print_prices(prices: Sequence[Mapping[str, Any]], misses: float) -> None:
+    """What other shares of missed questions would cost.
+
+    Args:
+        prices: `selector.gate.training.Price` as JSON values.
+        misses: the share in force.
+    """
+    print("\nquestions of no task that open the gate, by the share of own questions that it may miss (* in force):")
+    kinds = list(dict.fromkeys(kind for price in prices for kind in price["opened"]))
+    table = Table("misses", *(BASE_KINDS.get(kind, kind) for kind in kinds), box=None)
+    for price in prices:
+        mark = " *" if price["misses"] == misses else ""
+        opened = (price["opened"].get(kind) for kind in kinds)
+        table.add_row(f"{price['misses']:.1%}{mark}", *("-" if share is None else f"{share:.1%}" for share in opened))
+    print_table(table)
+
+
+def gate_summary(bundle: Bundle) -> dict[str, str]:
+    """The lines of `inducekv-bundle inspect`."""
+    if (gate := bundle.gate) is None:
+        return {"relevance gate": "none"}
+    thresholds = ", ".join(
+        f"{task} (threshold {threshold:.4g})"
+        for task, threshold in zip(gate.tasks, gate.thresholds.tolist(), strict=True)
+    )
+    layers = " and ".join(map(str, gate.layers))
+    marks = f"turns begin with {list(gate.marks.begin)}" if gate.marks.begin else "no turn marks"
+    end = "" if gate.marks.end is None else f", end with {gate.marks.end}"
+    return {
+        "relevance gate": f"{thresholds}; {stored_gate_bytes(bundle)} bytes",
+        "gate looks at": f"values of layer {layers}, {gate.prototypes.shape[1]} prototypes of each; {marks}{end}",
+    }
+
+
+def gate_differences(old: Gate | None, new: Gate | None) -> list[str]:
+    """One line for each; of the tasks that both gates have. The metadata's differences list tasks and layers."""
+    if old is None or new is None:
+        return []
+    lines: list[str] = []
+    for name in ("center", "scale", "prototypes", "floors"):
+        lines += tensor_difference(f"gate {name}", getattr(old, name), getattr(new, name))
+    for task in old.tasks:
+        if task in new.tasks:
+            before, after = old.tasks.index(task), new.tasks.index(task)
+            lines += tensor_difference(f"gate weights of {task}", old.weights[before], new.weights[after])
+            lines += tensor_difference(f"gate threshold of {task}", old.thresholds[before], new.thresholds[after])
+    return lines
+
+
+def tensor_difference(name: str, before: torch.Tensor, after: torch.Tensor) -> list[str]:
+    if before.shape != after.shape:
+        return [f"{name}: shape {list(before.shape)} -> {list(after.shape)}"]
+    if torch.equal(before, after):
+        return []
+    return [f"{name}: largest change {float((before.float() - after.float()).abs().max()):.4g}"]

@@ -1,0 +1,75 @@
+"""`inducekv-bundle route`: a gate in front of LoRA adapters."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import ConfigError
+
+from .flags import require_output
+from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .gate_tables import print_prices_of
+from .loading import load_backbone
+
+SUCCESS = 0
+Command = Callable[[argparse.Namespace], int]
+
+
+def route(options: argparse.Namespace) -> int:
+    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
+    settings = fit_settings(options)
+    require_output(options.output)
+    folders = [_task_adapter(argument) for argument in options.adapter]
+    if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
+        raise ConfigError(f"--adapter gives the task {twice!r} twice")
+
+    from ..data.examples import read_task
+    from ..gate.fit import check_questions
+    from ..update.route import TaskAdapter, route_bundle
+
+    base = read_task(options.base)
+    background = read_background_of(options.background)
+    adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
+    check_questions({task: adapter.examples for task, adapter in adapters.items()}, background)
+    bundle, fitted = route_bundle(
+        load_backbone(options.model, options.device),
+        base,
+        adapters,
+        relative_to=options.output.parent,
+        settings=settings,
+        background=background,
+    )
+    write_bundle(bundle, options.output)
+    print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
+    print_prices_of(fitted, settings.gate_misses)
+    return SUCCESS
+
+
+def _task_adapter(argument: str) -> tuple[str, Path, Path]:
+    """TASK=DIR:FILE. Raises ConfigError: it is not of that form."""
+    task, _, rest = argument.partition("=")
+    folder, _, data = rest.rpartition(":")
+    if not (task and folder and data):
+        raise ConfigError(f"--adapter must be TASK=DIR:FILE, found {argument!r}")
+    return task, Path(folder), Path(data)
+
+
+def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
+    """Add this command to the parser of `inducekv-bundle`."""
+    added = command("route", route)
+    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
+    added.add_argument(
+        "--adapter",
+        action="append",
+        required=True,
+        metavar="TASK=DIR:FILE",
+        help="a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable",
+    )
+    add_fit_flags(added)
+    added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
+    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")

@@ -1,0 +1,21 @@
+"""The settings of a gate's fit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from ..runtime.settings import Flag, Settings
+
+DEFAULT_MISSES: Final = 0.02
+Misses = Annotated[
+    float, Field(gt=0, le=0.5), Flag("share of a task's own questions that the gate may miss, to keep others out")
+]
+
+
+class GateSettings(Settings):
+    """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
+
+    gate_misses: Misses = DEFAULT_MISSES
+    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0

@@ -1,0 +1,92 @@
+"""What a gate sees of prompts, and how a model with a bundle uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.gate import deciding_positions
+from inducekv_vllm.placeholders import placeholder_ids
+from selector.backbone.bundled_model import BundledModel, openings
+from selector.backbone.loading import decoder
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.backbone.token_values import evidence_of, layers_of_gate, token_values
+from selector.backbone.turns import turn_marks
+from selector.data.examples import Example
+from tests.gates import bundle_behind
+from tests.inducekv_vllm.bundles import decided_gate, random_gate
+
+
+def test_the_layers_of_a_gate() -> None:
+    """Early ones, in every depth."""
+    for count in range(1, 100):
+        layers = layers_of_gate(count)
+        assert layers == tuple(sorted(set(layers)))
+        assert layers[0] == 0
+        assert layers[-1] <= max(1, count // 4)
+        assert layers[-1] < count
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 2)])
+def test_values_are_those_of_the_layers_at_the_deciding_tokens(
+    backbone: Backbone, examples: list[Example], layers: tuple[int, ...]
+) -> None:
+    """Of prompts of different lengths in one batch."""
+    marks, placeholders = turn_marks(backbone), placeholder_ids(backbone.model.config)
+    encoded = [backbone.encode_example(example) for example in examples[:4]]
+    found = token_values(backbone, encoded, layers, marks)
+    modules = decoder(backbone.model).layers
+    for inputs, values in zip(encoded, found, strict=True):
+        hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states
+        chosen = deciding_positions(inputs["input_ids"][0].tolist(), marks, placeholders)
+        assert values.shape == (len(chosen), len(layers), backbone.num_kv_heads * backbone.head_dim)
+        for number, layer in enumerate(layers):
+            expected = modules[layer].self_attn.v_proj(modules[layer].input_layernorm(hidden[layer]))[0, chosen]
+            torch.testing.assert_close(values[:, number], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[Example]) -> None:
+    gate = random_gate(llava.fingerprint, marks=turn_marks(llava))
+    together = evidence_of(llava, gate, examples)
+    assert (together.shape, together.dtype) == ((12, 8), torch.float32)
+    assert ((together >= 0) & (together <= 1)).all()
+    alone = torch.cat([evidence_of(llava, gate, [example]) for example in examples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert evidence_of(llava, gate, []).shape == (0, 8)
+
+
+def test_a_model_with_a_bundle_looks_at_a_question_once(
+    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = bundle_behind(decided_gate("colours", llava.fingerprint, ["colours"]), llava, examples[:2])
+    bundled = BundledModel(Scorer(llava), bundle)
+    first = bundled.evidence(examples[:6])
+    looked: list[int] = []
+    original = evidence_of
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        looked.append(len(arguments[2]))
+        return original(*arguments)
+
+    monkeypatch.setattr("selector.backbone.bundled_model.evidence_of", counted)
+    again = bundled.evidence([*examples[7:3:-1], examples[0]])
+    assert looked == [2]
+    torch.testing.assert_close(again[2:], torch.stack([first[5], first[4], first[0]]), rtol=0, atol=0)
+    opened, prior = bundled.routing(examples)
+    assert opened.all()
+    assert torch.equal(prior, torch.zeros(12, 2))
+    assert openings(bundle, "colours", bundled.evidence(examples)) == {"opened": 1.0, "own_task": 1.0}
+
+
+@pytest.mark.parametrize("task", [None, "colours"])
+def test_losses_and_answers_are_behind_the_gate(llava: Backbone, examples: list[Example], task: str | None) -> None:
+    gate = decided_gate(task, llava.fingerprint, ["colours"])
+    scorer = Scorer(llava)
+    bundled = BundledModel(scorer, bundle_behind(gate, llava, examples[:2]))
+    without, keys = BundledModel(scorer, None), torch.cat([llava.retrieval_keys(scorer.prefix(e)) for e in examples])
+    same = bundled.mean_loss(examples, keys) == pytest.approx(without.mean_loss(examples, keys), rel=1e-6)
+    assert same == (task is None)
+    assert (bundled.answers(examples[:4], 5) == without.answers(examples[:4], 5)) == (task is None)

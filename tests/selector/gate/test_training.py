@@ -1,0 +1,144 @@
+"""Training on made-up token values: two tasks and everything else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.footprint import prototypes_of
+from inducekv_vllm.gate import TurnMarks
+from selector.backbone.token_values import evidence_in
+from selector.gate.training import MISSES, TrainedGate, refit_rule, train_gate
+
+S, F, EACH = 2, 48, 60  # more features than prototypes
+TASKS = ("a", "b")
+
+
+def prompts(task: int | None, count: int, seed: int) -> list[Tensor]:
+    """Token values [t, S, F] of so many prompts: noise, and one token near the task's own direction."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        tokens = int(torch.randint(3, 9, (), generator=generator))
+        values = torch.randn(tokens, S, F, generator=generator)
+        if task is not None:
+            own = torch.randn(2, S, F, generator=torch.Generator().manual_seed(99))[task]
+            values[int(torch.randint(tokens, (), generator=generator))] = 3 * own
+        found.append(values)
+    return found
+
+
+@cache
+def trained(misses: float = 0.02, seed: int = 0) -> TrainedGate:
+    values = [*prompts(0, EACH, 1), *prompts(1, EACH, 2), *prompts(None, 3 * EACH, 3)]
+    labels = [0] * EACH + [1] * EACH + [2] * 3 * EACH
+    held_out = [row % 5 == 4 for row in range(len(values))]
+    kinds = ["own"] * 2 * EACH + ["noise"] * 2 * EACH + ["everyday"] * EACH
+    return train_gate(values, labels, held_out, kinds, 2, misses=misses, seed=seed)
+
+
+def gate_of(found: TrainedGate) -> Gate:
+    """As a bundle stores it."""
+    return Gate(
+        layers=(0, 1),
+        marks=TurnMarks((), None),
+        center=found.center,
+        scale=found.scale,
+        prototypes=found.prototypes.half(),
+        floors=found.floors,
+        weights=found.weights,
+        thresholds=found.thresholds,
+        tasks=TASKS,
+    )
+
+
+def routed(gate: Gate, values: list[Tensor]) -> list[str | None]:
+    return [gate.rule.decide(found).task for found in evidence_in(gate, values)]
+
+
+@pytest.fixture(autouse=True)
+def enough_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selector.gate.training.EPOCHS", 12)
+
+
+def test_two_tasks_are_told_from_each_other_and_from_noise() -> None:
+    gate = gate_of(trained())
+    for task, name in enumerate(TASKS):
+        own = routed(gate, prompts(task, 50, 10 + task))
+        assert own.count(name) >= 45
+        assert own.count(TASKS[1 - task]) == 0
+    assert routed(gate, prompts(None, 100, 20)).count(None) >= 95
+
+
+def test_tokens_far_away_open_nothing() -> None:
+    gate = gate_of(trained())
+    assert (gate.thresholds > 0).all()
+    assert ((gate.floors > 0) & (gate.floors < 1)).all()
+    nothing = torch.zeros(gate.weights.shape[1])
+    assert (gate.rule.decide(nothing).task, gate.rule.decide(nothing).closed) == (None, "outside")
+    # However long it is, a token that is like no prototype is no evidence.
+    unlike = torch.stack([torch.linalg.svd(of_layer.float())[2][-1] for of_layer in gate.prototypes])  # [S, F]
+    far = (gate.center + 1e4 * unlike / gate.scale)[None]  # [1, S, F]
+    assert torch.equal(evidence_in(gate, [far]), nothing[None])
+
+
+def test_the_shapes_are_those_of_a_bundle() -> None:
+    found, P = trained(), prototypes_of(2)
+    assert found.center.shape == found.scale.shape == (S, F)
+    assert (found.prototypes.shape, found.floors.shape) == ((S, P, F), (S, P))
+    assert (found.weights.shape, found.thresholds.shape) == ((2, S * P), (2,))
+    torch.testing.assert_close(found.prototypes.norm(dim=2), torch.ones(S, P))
+    assert {t.dtype for t in (found.center, found.scale, found.floors, found.weights, found.thresholds)} == {
+        torch.float32
+    }
+
+
+def test_the_same_seed_gives_the_same_gate() -> None:
+    first = trained()
+    torch.manual_seed(1234)
+    state = torch.random.get_rng_state()
+    trained.cache_clear()
+    again = trained()
+    assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's random numbers change
+    for name in ("center", "scale", "prototypes", "floors", "weights", "thresholds"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert not torch.equal(trained(seed=1).weights, again.weights)
+
+
+def test_missing_more_costs_no_more_openings() -> None:
+    found = trained(misses=0.03)
+    assert [price.misses for price in found.prices] == sorted({*MISSES, 0.03})
+    assert all(set(price.opened) == {"noise", "everyday"} for price in found.prices)
+    for kind in ("noise", "everyday"):
+        shares = [price.opened[kind] for price in found.prices]
+        assert shares == sorted(shares, reverse=True)
+    low, high = trained(misses=0.01).thresholds, trained(misses=0.1).thresholds
+    assert (high >= low).all()
+
+
+def test_a_rule_fitted_again_keeps_out_what_it_was_told() -> None:
+    """Some prompts of no task have the token of task a beside another one: told so, the rule closes for them."""
+    gate = gate_of(trained())
+    own = [prompts(task, EACH, 30 + task) for task in range(2)]
+    others = prompts(None, 2 * EACH, 32)
+    both = [torch.cat(pair) for pair in zip(prompts(0, EACH, 33), prompts(1, EACH, 34), strict=True)]
+    values = [*own[0], *own[1], *others, *both]
+    labels = [0] * EACH + [1] * EACH + [2] * 3 * EACH
+    held_out = [row % 5 == 4 for row in range(len(values))]
+    kinds = ["own"] * 2 * EACH + ["noise"] * 2 * EACH + ["traffic"] * EACH
+    weights, thresholds, prices = refit_rule(
+        evidence_in(gate, values), labels, held_out, kinds, num_tasks=2, misses=0.05
+    )
+    after = replace(gate, weights=weights, thresholds=thresholds)
+    fresh = [torch.cat(pair) for pair in zip(prompts(0, 50, 43), prompts(1, 50, 44), strict=True)]
+    assert routed(after, fresh).count(None) > routed(gate, fresh).count(None)
+    assert routed(after, fresh).count(None) >= 40
+    for task, name in enumerate(TASKS):
+        assert routed(after, prompts(task, 50, 40 + task)).count(name) >= 40
+    assert (thresholds > 0).all()
+    assert set(prices[0].opened) == {"noise", "traffic"}
