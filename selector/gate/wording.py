@@ -48,7 +48,7 @@ def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> d
             frame=frozenset(frame),
             telling={
                 word: ratio
-                for word, ratio in ratios.items()
+                for word, ratio in sorted(ratios.items())  # a set's order is another in every process
                 if word in frame and ratio >= TELLING and len(word) >= SHORTEST and word not in formats
             },
             ending=ending,

@@ -55,14 +55,14 @@ def requests(tmp_path: Path) -> Path:
 def decided(backbone: Backbone, gate: Gate, example: Example) -> tuple[str | None, str | None]:
     """By the formula."""
     evidence = evidence_of(backbone, gate, [example])[0].double().tolist()
-    margins, supports = [], []
+    margins, likeness = [], []
     for weights, threshold in zip(gate.weights.double().tolist(), gate.thresholds.double().tolist(), strict=True):
         products = [w * e for w, e in zip(weights, evidence, strict=True)]
         margins.append(sum(products) - threshold)
-        supports.append(sum(p for p in products if p > 0) - threshold)
+        likeness.append(sum(p for p in products if p > 0) / sum(w for w in weights if w > 0))
     if max(margins) >= 0:
         return gate.tasks[margins.index(max(margins))], None
-    return None, "below_threshold" if max(supports) >= 0 else "outside"
+    return None, "outside" if max(likeness) < 0.2 else "below_threshold"
 
 
 def row(task: str, kind: str, examples: list[Example], decisions: list[tuple[str | None, str | None]]) -> list[str]:

@@ -14,6 +14,7 @@ from selector.gate.background import everyday_requests, read_background
 from selector.gate.fit import check_questions
 from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
+from selector.gate.wording import wordings
 from tests.selector.conftest import questions_about, write_task
 
 COLOURS, SHAPES = ("red", "blue", "green", "grey", "white"), ("circle", "square", "ring", "star")
@@ -45,6 +46,14 @@ def test_the_same_seed_gives_the_same_questions() -> None:
         [key(q) for q in fitting_set({"guild": guild()}, base(), pictures=False, seed=seed)] for seed in (3, 3, 4)
     )
     assert first == second != other
+
+
+def test_every_process_draws_the_same() -> None:
+    """Words are counted in sets, whose order is another in every process."""
+    texts = {"guild": [text_of(example.messages) for example in guild()]}
+    telling = list(wordings(texts, ["What is it?"] * 200)["guild"].telling)
+    assert len(telling) > 2
+    assert telling == sorted(telling)
 
 
 def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> None:
