@@ -321,6 +321,11 @@ def test_results_name_every_file_of_numbers() -> None:
 
 
 DECOUPLED_RUN, FULL_RUN = "continual_decoupled.json", "continual_full.json"
+GATE_RUNS = {
+    "demo": "gate_demo.json",
+    "SmolLM2": "gate_real_text.json",
+    "real pictures": "gate_real_pictures.json",
+}
 RATES_RUN = "continual_decoupled_lora_rates.json"  # one gated LoRA a task, with a rate for each task
 
 
@@ -361,7 +366,7 @@ def mean_and_error(value: dict[str, float]) -> str:
 @pytest.mark.parametrize(("page", "heading"), [(README, "## Results"), (DOCS / "results.md", "## Against LoRA")])
 def test_the_comparison_with_lora_is_quoted(page: Path, heading: str) -> None:
     text = section(page, heading).partition("\n### ")[0]
-    quoted = plain_rows(text[text.index("| no memory") :])
+    quoted = plain_rows(text[text.index("| no memory") :].partition("\n\n")[0])
     assert {name.partition(", ")[0] for name, *_ in quoted} == {
         title(row["method"]) for row in run(DECOUPLED_RUN)["results"]
     }
@@ -369,7 +374,7 @@ def test_the_comparison_with_lora_is_quoted(page: Path, heading: str) -> None:
         name, _, rate = row.partition(", ")
         file = RATES_RUN if rate == "a rate for each task" else DECOUPLED_RUN
         small = metrics(file, name, 32)
-        expected = [mean_and_error(small["AP"]), mean(small["AF"]), mean(small["base_final"])]
+        expected = [mean_and_error(small["AP"]), mean(small["AF"])]
         if page != README:
             large = metrics_if_run(file, name, 64)
             both = [
@@ -377,6 +382,37 @@ def test_the_comparison_with_lora_is_quoted(page: Path, heading: str) -> None:
             ]
             expected = [mean_and_error(small["AP"]), mean_and_error(large["AP"]) if large else "not run", *both]
         assert cells == expected, row
+
+
+def test_what_opens_the_gate_is_quoted() -> None:
+    """Each suite's column, and in the README the demo's."""
+    measured = {
+        name: {row["kind"]: row for row in run(file)["rows"]}
+        for name, file in GATE_RUNS.items()
+        if (RESULTS / file).exists()
+    }
+    text = section(DOCS / "gate.md", "## Measured")
+    header = next(line for line in text.splitlines() if line.startswith("| routed"))
+    assert [name.strip() for name in header.split("|")[3:-1]] == list(measured)
+    quoted = {kind: (goal, cells) for kind, goal, *cells in rows(text)}
+    assert quoted.keys() == {kind for kinds in measured.values() for kind in kinds}
+    for kind, (goal, cells) in quoted.items():
+        for cell, kinds in zip(cells, measured.values(), strict=True):
+            assert cell == (share_of(kinds[kind]) if kind in kinds else ""), kind
+        goals = {row["goals"].get(of_interest(row)) for kinds in measured.values() if (row := kinds.get(kind))}
+        assert goals == {float(goal) if goal else None}, kind
+    shares = [line.split("|")[2:-1] for line in README.read_text().splitlines() if line.startswith("| share |")]
+    demo = {share_of(row) for row in measured["demo"].values()}
+    assert len(shares) == 2
+    assert all(cell.strip() in demo for line in shares for cell in line)
+
+
+def of_interest(row: dict[str, Any]) -> str:
+    return "routed" if "routed" in row["shares"] else "opened"
+
+
+def share_of(row: dict[str, Any]) -> str:
+    return f"{row['shares'][of_interest(row)]['mean']:.3f}"
 
 
 def test_the_tasks_of_the_comparison_are_quoted() -> None:

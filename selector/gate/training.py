@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
+from inducekv_vllm.footprint import prototypes_of
 from inducekv_vllm.gate import above_floors
 
-PROTOTYPES: Final = 32  # of a layer, at least
-PROTOTYPES_A_TASK: Final = 6
 LEARNING_RATE: Final = 1e-2
 EPOCHS: Final = 12
 BATCH: Final = 64
@@ -63,8 +62,7 @@ class _Scores(nn.Module):
     def __init__(self, tokens: Tensor, num_tasks: int) -> None:
         """`tokens` [n, S, F], standardised, of norm 1."""
         super().__init__()
-        count = max(PROTOTYPES, PROTOTYPES_A_TASK * num_tasks)
-        chosen = torch.randperm(len(tokens))[:count]
+        chosen = torch.randperm(len(tokens))[: prototypes_of(num_tasks)]
         self.directions = nn.Parameter(tokens[chosen].transpose(0, 1).clone())  # [S, P, F]
         layers, count = self.directions.shape[:2]
         self.floor = nn.Parameter(torch.full((layers, count), FIRST_FLOOR))
