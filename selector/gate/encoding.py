@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
 
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 
 from ..backbone.model import Backbone, Inputs
 from ..data.examples import decode_image
 from .fitting_set import GateQuestion
-
-STYLES: Final[Mapping[str, Callable[[Image.Image], Image.Image]]] = {
-    "inverted": ImageOps.invert,
-    "grey": lambda picture: ImageOps.grayscale(picture).convert("RGB"),
-    "mirrored": ImageOps.mirror,
-    "blurred": lambda picture: picture.filter(ImageFilter.GaussianBlur(max(picture.size) / 40)),
-    "tinted": lambda picture: Image.blend(picture, Image.new("RGB", picture.size, (250, 190, 80)), 0.4),
-}
+from .variations import STYLES
 
 
 def encode_questions(

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from ..backbone.turns import message
 from ..data.examples import Example
 from .background import Phrases, Request, everyday_requests, phrases
-from .variations import LONG, OTHERS, Messages, Vary, plain, text_of, with_text, wrapped
+from .variations import LONG, OTHERS, STYLES, Messages, Vary, plain, text_of, with_text, wrapped
 from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
@@ -25,7 +25,6 @@ REQUESTS: Final = 2000  # everyday requests
 REWORDED: Final = 3  # of each example
 NEAR_MISSES: Final = 40  # of each task and kind
 NOISE: Final = 96
-STYLES: Final = ("inverted", "grey", "mirrored", "blurred", "tinted")  # of pictures, see `encoding`
 Part = Literal["fit", "held_out"]
 
 
@@ -39,11 +38,6 @@ class GateQuestion:
     kind: str
     part: Part
     style: str | None = None  # in which its pictures are shown
-
-    @classmethod
-    def of(cls, example: Example) -> GateQuestion:
-        """The question as it stands."""
-        return cls(example.messages, example.images, example.task, "plain", "held_out")
 
 
 def fitting_set(
@@ -116,7 +110,7 @@ class _FittingSet:
         ways: list[tuple[str, Vary]] = [("plain", plain), ("wrapped", wrapped)]
         ways += [("other", rng.choice(LONG if rng.random() < 0.05 else OTHERS)) for _ in range(2)]
         for kind, vary in ways:
-            style = rng.choice(STYLES) if example.images and kind != "plain" and rng.random() < 0.5 else None
+            style = rng.choice(list(STYLES)) if example.images and kind != "plain" and rng.random() < 0.5 else None
             yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style)
         if task is None:
             return

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Final
 
+from PIL import Image, ImageFilter, ImageOps
+
 from ..backbone.turns import message
 from .background import Phrases
 
@@ -120,3 +122,11 @@ OTHERS: Final[tuple[Vary, ...]] = (
     after(40),
 )
 LONG: Final[tuple[Vary, ...]] = (before(300), after(300))  # rarely, for their length
+# What a fit shows pictures in, besides as they are.
+STYLES: Final[Mapping[str, Callable[[Image.Image], Image.Image]]] = {
+    "inverted": ImageOps.invert,
+    "grey": lambda picture: ImageOps.grayscale(picture).convert("RGB"),
+    "mirrored": ImageOps.mirror,
+    "blurred": lambda picture: picture.filter(ImageFilter.GaussianBlur(max(picture.size) / 40)),
+    "tinted": lambda picture: Image.blend(picture, Image.new("RGB", picture.size, (250, 190, 80)), 0.4),
+}
