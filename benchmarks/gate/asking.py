@@ -40,8 +40,8 @@ def protocol_questions(suite: Suite, tests: int | None) -> Iterator[GateQuestion
     """
     for task in suite.tasks:
         yield from own_questions(task.name, task.train, task.test[:tests], Random(f"protocol {task.name}"))
-    names = [task.name for task in suite.tasks]
-    yield from other_questions(NEAR_MISSES[suite.name], names, suite.base.test[:tests], Random("protocol"))
+    train = {task.name: task.train for task in suite.tasks}
+    yield from other_questions(NEAR_MISSES[suite.name], train, suite.base.test[:tests], Random("protocol"))
 
 
 def ask(backbone: Backbone, gates: Sequence[Gate], questions: Iterable[GateQuestion]) -> list[list[Asked]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -21,7 +18,6 @@ from selector.backbone.model import Backbone
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
 from selector.gate.fit import fit_gate
-from selector.gate.training import TrainedGate, train_gate
 
 ANCHORS = 64  # of each earlier task
 
@@ -45,11 +41,9 @@ def order_of(suite: Suite) -> Suite:
 
 def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float) -> MeasuredGate:
     """The gate after the last task of the stream."""
-    seconds: dict[str, float] = {}
-    with _clocked(seconds):
-        found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed)
+    found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed)
     prices = {f"{price.misses:g}": price.opened for price in found.prices}
-    return MeasuredGate(found.gate, {"seed": seed, "misses": misses, "seconds": seconds, "prices": prices})
+    return MeasuredGate(found.gate, {"seed": seed, "misses": misses, "seconds": dict(found.seconds), "prices": prices})
 
 
 def questions_at_the_end(suite: Suite, seed: int) -> Mapping[str, Sequence[Example]]:
@@ -68,18 +62,3 @@ def of_bundle(path: Path, backbone: Backbone) -> MeasuredGate:
     if bundle.gate is None:
         raise ConfigError(f"{path}: the memory has no relevance gate")
     return MeasuredGate(bundle.gate, {"bundle": str(path), "digest": bundle.digest})
-
-
-@contextmanager
-def _clocked(seconds: dict[str, float]) -> Iterator[None]:
-    """Inside, one fit's seconds are taken: of the features, which come first, and of the training."""
-    began = time.monotonic()
-
-    def clocked_training(*args: Any, **options: Any) -> TrainedGate:
-        start = time.monotonic()
-        trained = train_gate(*args, **options)
-        seconds.update(features=start - began, training=time.monotonic() - start)
-        return trained
-
-    with patch("selector.gate.fit.train_gate", clocked_training):
-        yield

@@ -6,7 +6,7 @@ else, how many open the gate.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -47,7 +47,8 @@ WAYS: Final[Mapping[str, Vary]] = {
     "400 words after": after(400),
 }
 SHOTS: Final = 2
-NEAR, EVERYDAY, NOISE, LANGUAGES = "near-misses", "everyday", "noise", "other languages"
+NEAR, NEAR_SHARED = "near-misses", "near-misses, a word shared"
+EVERYDAY, NOISE, LANGUAGES = "everyday", "noise", "other languages"
 LONG_WAYS: Final = ("400 words before", "400 words after")
 
 
@@ -80,9 +81,14 @@ def own_questions(task: str, train: Sequence[Example], test: Sequence[Example], 
 
 
 def other_questions(
-    stream: str, tasks: Collection[str], base: Sequence[Example], rng: Random
+    stream: str, train: Mapping[str, Sequence[Example]], base: Sequence[Example], rng: Random
 ) -> Iterator[GateQuestion]:
-    """What belongs to no task; `stream` is the name of its near-misses."""
+    """What belongs to no task.
+
+    Args:
+        stream: the name of its near-misses.
+        train: training examples of each task.
+    """
     known, lists = protocol_phrases(), read_lists()
     for example in base:
         yield _question(example.messages, example.images, None, "base")
@@ -95,9 +101,10 @@ def other_questions(
         example = rng.choice(pictured)
         return _question(with_text(example.messages, text), example.images, None, kind)
 
-    for task in sorted({listed_name(task) for task in tasks} & set(lists.near_misses[stream])):
-        for text in lists.near_misses[stream][task]:
-            yield about_picture(text, NEAR)
+    asked = {listed_name(task): (task, [text_of(e.messages) for e in examples]) for task, examples in train.items()}
+    for name in sorted(asked.keys() & set(lists.near_misses[stream])):
+        for text in lists.near_misses[stream][name]:
+            yield about_picture(text, NEAR_SHARED if shares_content_word(*asked[name], text) else NEAR)
     for text in lists.everyday:
         yield _question([message("user", text)], (), None, EVERYDAY)
     if pictured:

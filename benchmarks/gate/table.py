@@ -41,6 +41,7 @@ OPENED: Final = {
     "everyday": 0.01,
     "everyday, with a picture": 0.01,
     "near-misses": 0.05,
+    "near-misses, a word shared": 0.05,
     "noise": 0.02,
 }
 

@@ -1,8 +1,8 @@
 """The relevance gate: which task's memory a request uses, if any.
 
 It looks at some layers' attention values, in the tokens that decide (`question`). Each of its prototypes says how close
-the closest of these tokens comes to it (`evidence`); a rule weighs the evidence for each task (`rule`). The selector
-fits all of it, and the server applies it with the same functions.
+the closest of these tokens, or their mean, comes to it (`evidence`); a rule weighs the evidence for each task (`rule`).
+The selector fits all of it, and the server applies it with the same functions.
 """
 
 from .digest import token_digest

@@ -1,5 +1,8 @@
 """How close a prompt comes to a gate's prototypes.
 
+Tokens know their words, and their mean in a deeper layer knows what a question is about in any words. So a prompt has
+the features of each of its tokens in every layer but the last, and the mean over its tokens in the last.
+
 Shapes: t deciding tokens, S layers, F = J D features of a token (a layer's values of all J KV heads), P prototypes of a
 layer, H = S P.
 """
@@ -33,7 +36,7 @@ class TokenScores:
             values: [t, S, F] with t at least 1, any float type.
             add_up: the sum over ranks of [t, S, P + 1].
         """
-        tokens = (values.to(self.center.dtype) - self.center) * self.scale  # [t, S, F]
+        tokens = (_last_averaged(values.to(self.center.dtype)) - self.center) * self.scale  # [t, S, F]
         dots = torch.einsum("tsf,spf->tsp", tokens, self.prototypes)
         sums = add_up(torch.cat([dots, tokens.square().sum(dim=2, keepdim=True)], dim=2))  # [t, S, P + 1]
         norms = sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny).sqrt()  # [t, S, 1]
@@ -46,3 +49,9 @@ def above_floors(cosines: Tensor, floors: Tensor) -> Tensor:
     A token that does not count has a cosine of -1.
     """
     return torch.relu(cosines.amax(dim=-3) - floors) / (1 - floors)
+
+
+def _last_averaged(values: Tensor) -> Tensor:
+    """`values` [t, S, F] with the mean over the tokens in the place of each token's values of the last layer."""
+    mean = values[:, -1:].mean(dim=0, keepdim=True)  # [1, 1, F]
+    return torch.cat([values[:, :-1], mean.expand(len(values), -1, -1)], dim=1)

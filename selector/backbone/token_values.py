@@ -21,8 +21,13 @@ from .model import Backbone, Inputs
 
 
 def layers_of_gate(num_layers: int) -> tuple[int, ...]:
-    """The layers whose values a gate looks at: the first knows a token alone, the other one what stands before it."""
-    return tuple(dict.fromkeys((0, min(max(1, num_layers // 6), num_layers - 1))))
+    """The layers whose values a gate looks at, ascending.
+
+    The first knows a token alone, the one at a sixth of the depth what stands before it. The one at a third is averaged
+    over the tokens (see `TokenScores`).
+    """
+    chosen = (0, max(1, num_layers // 6), round(num_layers / 3))
+    return tuple(sorted({min(layer, num_layers - 1) for layer in chosen}))
 
 
 def evidence_of(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: C tasks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class FittedGate:
 
     gate: Gate  # as a bundle stores it
     prices: tuple[Price, ...]
+    seconds: Mapping[str, float]  # of what it took
 
 
 def fit_gate(
@@ -58,8 +60,11 @@ def fit_gate(
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
     marks, layers = turn_marks(backbone), layers_of_gate(backbone.num_layers)
     tasks = tuple(own)
+    began = time.monotonic()
+    values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
+    seen = time.monotonic()
     trained = train_gate(
-        token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16),
+        values,
         labels=[len(tasks) if q.task is None else tasks.index(q.task) for q in questions],
         held_out=[q.part == "held_out" for q in questions],
         kinds=[q.kind for q in questions],
@@ -78,7 +83,7 @@ def fit_gate(
         thresholds=trained.thresholds,
         tasks=tasks,
     )
-    return FittedGate(gate, trained.prices)
+    return FittedGate(gate, trained.prices, {"features": seen - began, "training": time.monotonic() - seen})
 
 
 def check_questions(own: Mapping[str, Sequence[Example]], background: Sequence[Example] = ()) -> None:

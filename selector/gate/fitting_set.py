@@ -18,12 +18,12 @@ from .variations import LONG, OTHERS, STYLES, Messages, Vary, plain, text_of, wi
 from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
-OWN: Final = 80  # examples of a task, at most; each is asked in several ways
+OWN: Final = 64  # examples of a task, at most; each is asked in several ways
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
-REQUESTS: Final = 2000  # everyday requests
+REQUESTS: Final = 1500  # everyday requests
 REWORDED: Final = 3  # of each example
-NEAR_MISSES: Final = 40  # of each task and kind
+NEAR_MISSES: Final = 32  # of each task and kind
 NOISE: Final = 96
 Part = Literal["fit", "held_out"]
 

@@ -5,6 +5,7 @@ Shapes: C tasks, H evidence of a question, n questions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -42,7 +43,9 @@ def refit_gate(
     """
     check_questions(own, background)
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
+    began = time.monotonic()
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
+    looked = time.monotonic()
     seen = len(traffic)
     weights, thresholds, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]
@@ -51,6 +54,8 @@ def refit_gate(
         held_out=[q.part == "held_out" for q in questions] + [row % FOLDS == FOLDS - 1 for row in range(seen)],
         kinds=[q.kind for q in questions] + ["traffic"] * seen,
         num_tasks=len(gate.tasks),
+        num_prototypes=gate.prototypes.shape[1],
         misses=misses,
     )
-    return FittedGate(replace(gate, weights=weights, thresholds=thresholds), prices)
+    seconds = {"features": looked - began, "training": time.monotonic() - looked}
+    return FittedGate(replace(gate, weights=weights, thresholds=thresholds), prices, seconds)

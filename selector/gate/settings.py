@@ -8,9 +8,9 @@ from pydantic import Field
 
 from ..runtime.settings import Flag, Settings
 
-DEFAULT_MISSES: Final = 0.02
+DEFAULT_MISSES: Final = 0.0
 Misses = Annotated[
-    float, Field(gt=0, le=0.5), Flag("share of a task's own questions that the gate may miss, to keep others out")
+    float, Field(ge=0, le=0.5), Flag("share of a task's own questions that the gate may miss, to keep others out")
 ]
 
 

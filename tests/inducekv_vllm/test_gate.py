@@ -68,8 +68,9 @@ class TestEvidence:
         found = gate.token_scores.evidence(values)
         assert found.dtype == torch.float32
         expected = []
-        for s in range(2):
-            tokens = (values[:, s].double() - gate.center[s].double()) * gate.scale[s].double()
+        for s in range(2):  # the tokens in layer 0, and their mean in layer 1
+            seen = values[:, s].double() if s == 0 else values[:, s].double().mean(dim=0, keepdim=True)
+            tokens = (seen - gate.center[s].double()) * gate.scale[s].double()
             for p in range(4):
                 direction, floor = gate.prototypes[s, p].double(), float(gate.floors[s, p].double())
                 best = max(float(token @ direction / token.norm()) for token in tokens)

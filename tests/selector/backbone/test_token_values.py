@@ -26,7 +26,7 @@ def test_the_layers_of_a_gate() -> None:
         layers = layers_of_gate(count)
         assert layers == tuple(sorted(set(layers)))
         assert layers[0] == 0
-        assert layers[-1] <= max(1, count // 4)
+        assert layers[-1] <= max(1, round(count / 3))
         assert layers[-1] < count
 
 

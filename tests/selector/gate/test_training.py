@@ -15,7 +15,7 @@ from inducekv_vllm.gate import TurnMarks
 from selector.backbone.token_values import evidence_in
 from selector.gate.training import MISSES, TrainedGate, refit_rule, train_gate
 
-S, F, EACH = 2, 48, 60  # more features than prototypes
+S, F, EACH = 2, 48, 120  # more features than prototypes
 TASKS = ("a", "b")
 
 
@@ -34,7 +34,7 @@ def prompts(task: int | None, count: int, seed: int) -> list[Tensor]:
 
 
 @cache
-def trained(misses: float = 0.02, seed: int = 0) -> TrainedGate:
+def trained(misses: float = 0.0, seed: int = 0) -> TrainedGate:
     values = [*prompts(0, EACH, 1), *prompts(1, EACH, 2), *prompts(None, 3 * EACH, 3)]
     labels = [0] * EACH + [1] * EACH + [2] * 3 * EACH
     held_out = [row % 5 == 4 for row in range(len(values))]
@@ -122,23 +122,18 @@ def test_missing_more_costs_no_more_openings() -> None:
 
 
 def test_a_rule_fitted_again_keeps_out_what_it_was_told() -> None:
-    """Some prompts of no task have the token of task a beside another one: told so, the rule closes for them."""
+    """Traffic has the token of task a: told that this is nobody's question, the rule closes for it, and not for b."""
     gate = gate_of(trained())
-    own = [prompts(task, EACH, 30 + task) for task in range(2)]
-    others = prompts(None, 2 * EACH, 32)
-    both = [torch.cat(pair) for pair in zip(prompts(0, EACH, 33), prompts(1, EACH, 34), strict=True)]
-    values = [*own[0], *own[1], *others, *both]
-    labels = [0] * EACH + [1] * EACH + [2] * 3 * EACH
+    values = [*prompts(1, EACH, 31), *prompts(None, 2 * EACH, 32), *prompts(0, EACH, 33)]
+    labels = [1] * EACH + [2] * 3 * EACH
     held_out = [row % 5 == 4 for row in range(len(values))]
-    kinds = ["own"] * 2 * EACH + ["noise"] * 2 * EACH + ["traffic"] * EACH
+    kinds = ["own"] * EACH + ["noise"] * 2 * EACH + ["traffic"] * EACH
     weights, thresholds, prices = refit_rule(
-        evidence_in(gate, values), labels, held_out, kinds, num_tasks=2, misses=0.05
+        evidence_in(gate, values), labels, held_out, kinds, num_tasks=2, num_prototypes=prototypes_of(2), misses=0.05
     )
-    after = replace(gate, weights=weights, thresholds=thresholds)
-    fresh = [torch.cat(pair) for pair in zip(prompts(0, 50, 43), prompts(1, 50, 44), strict=True)]
-    assert routed(after, fresh).count(None) > routed(gate, fresh).count(None)
-    assert routed(after, fresh).count(None) >= 40
-    for task, name in enumerate(TASKS):
-        assert routed(after, prompts(task, 50, 40 + task)).count(name) >= 40
+    after, fresh = replace(gate, weights=weights, thresholds=thresholds), prompts(0, 50, 43)
+    assert routed(gate, fresh).count("a") >= 45
+    assert routed(after, fresh).count(None) >= 45
+    assert routed(after, prompts(1, 50, 41)).count("b") >= 45
     assert (thresholds > 0).all()
     assert set(prices[0].opened) == {"noise", "traffic"}
