@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .cached_values import CachedValues
 from .device import Device
-from .gate import deciding_positions
+from .gate import Deciding, deciding_tokens, last_averaged
 from .query_keys import MAX_PENDING, KeyPassResult
 from .resident_gate import ResidentGate
 from .runner import StepRows
@@ -29,7 +29,7 @@ class _Running:
     key_id: str
     gate: ResidentGate
     num_tokens: int  # T
-    positions: list[int]  # [t]
+    deciding: Deciding
     blocks: list[list[int]]
 
 
@@ -62,8 +62,8 @@ class GatePasses:
 
     def start(self, request_id: str, key_id: str, gate: ResidentGate, token_ids: Sequence[int], blocks: Blocks) -> None:
         """Begin a pass over a prompt [T]."""
-        positions = deciding_positions(token_ids, gate.marks, self._placeholders)
-        self._running[request_id] = _Running(key_id, gate, len(token_ids), positions, [list(each) for each in blocks])
+        deciding = deciding_tokens(token_ids, gate.marks, self._placeholders)
+        self._running[request_id] = _Running(key_id, gate, len(token_ids), deciding, [list(each) for each in blocks])
 
     def extend(self, request_id: str, blocks: Blocks) -> None:
         """A request, perhaps one of these, has got more blocks."""
@@ -84,8 +84,9 @@ class GatePasses:
             run = self._running.get(request_id)
             if run is not None and computed + scheduled >= run.num_tokens:
                 del self._running[request_id]
-                values = self._values.read(run.gate.layers, run.blocks, run.positions)  # [t, S, F of this rank]
-                evidence = run.gate.scores.evidence(values, self._add_up)  # [H]
+                text, media = run.deciding
+                values = self._values.read(run.gate.layers, run.blocks, text + media)  # [t, S, F of this rank]
+                evidence = run.gate.scores.evidence(last_averaged(values, len(text)), self._add_up)  # [H]
                 self._finished[run.key_id] = KeyPassResult(self._device.to_host(evidence), run.num_tokens)
 
     def finish(self, request_ids: set[str]) -> None:

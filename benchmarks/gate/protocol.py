@@ -103,8 +103,9 @@ def other_questions(
 
     asked = {listed_name(task): (task, [text_of(e.messages) for e in examples]) for task, examples in train.items()}
     for name in sorted(asked.keys() & set(lists.near_misses[stream])):
+        task, training = asked[name]
         for text in lists.near_misses[stream][name]:
-            yield about_picture(text, NEAR_SHARED if shares_content_word(*asked[name], text) else NEAR)
+            yield about_picture(text, NEAR_SHARED if shares_content_word(task, text, training) else NEAR)
     for text in lists.everyday:
         yield _question([message("user", text)], (), None, EVERYDAY)
     if pictured:

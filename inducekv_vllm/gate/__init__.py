@@ -1,23 +1,25 @@
 """The relevance gate: which task's memory a request uses, if any.
 
 It looks at some layers' attention values, in the tokens that decide (`question`). Each of its prototypes says how close
-the closest of these tokens, or their mean, comes to it (`evidence`); a rule weighs the evidence for each task (`rule`).
-The selector fits all of it, and the server applies it with the same functions.
+the closest of these tokens, or the text's mean, comes to it (`evidence`); a rule weighs the evidence for each task
+(`rule`). The selector fits all of it, and the server applies it with the same functions.
 """
 
 from .digest import token_digest
-from .evidence import TokenScores, above_floors
-from .question import TurnMarks, deciding_positions, turn_starts
+from .evidence import TokenScores, above_floors, last_averaged
+from .question import Deciding, TurnMarks, deciding_tokens, turn_starts
 from .rule import Closed, GateDecision, RelevanceGate
 
 __all__ = [
     "Closed",
+    "Deciding",
     "GateDecision",
     "RelevanceGate",
     "TokenScores",
     "TurnMarks",
     "above_floors",
-    "deciding_positions",
+    "deciding_tokens",
+    "last_averaged",
     "token_digest",
     "turn_starts",
 ]

@@ -1,7 +1,7 @@
 """How close a prompt comes to a gate's prototypes.
 
-Tokens know their words, and their mean in a deeper layer knows what a question is about in any words. So a prompt has
-the features of each of its tokens in every layer but the last, and the mean over its tokens in the last.
+Tokens know their words, and the mean over a question's text in a deeper layer knows what it is about, in any words. So
+the last layer is averaged (`last_averaged`) before anything is compared.
 
 Shapes: t deciding tokens, S layers, F = J D features of a token (a layer's values of all J KV heads), P prototypes of a
 layer, H = S P.
@@ -33,10 +33,10 @@ class TokenScores:
         """[H], each from 0 to 1: how far the most similar token is above the floor of each prototype.
 
         Args:
-            values: [t, S, F] with t at least 1, any float type.
+            values: [t, S, F] with t at least 1, any float type, the last layer averaged.
             add_up: the sum over ranks of [t, S, P + 1].
         """
-        tokens = (_last_averaged(values.to(self.center.dtype)) - self.center) * self.scale  # [t, S, F]
+        tokens = (values.to(self.center.dtype) - self.center) * self.scale  # [t, S, F]
         dots = torch.einsum("tsf,spf->tsp", tokens, self.prototypes)
         sums = add_up(torch.cat([dots, tokens.square().sum(dim=2, keepdim=True)], dim=2))  # [t, S, P + 1]
         norms = sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny).sqrt()  # [t, S, 1]
@@ -51,7 +51,13 @@ def above_floors(cosines: Tensor, floors: Tensor) -> Tensor:
     return torch.relu(cosines.amax(dim=-3) - floors) / (1 - floors)
 
 
-def _last_averaged(values: Tensor) -> Tensor:
-    """`values` [t, S, F] with the mean over the tokens in the place of each token's values of the last layer."""
-    mean = values[:, -1:].mean(dim=0, keepdim=True)  # [1, 1, F]
+def last_averaged(values: Tensor, num_text: int) -> Tensor:
+    """`values` [t, S, F] with the mean over the text in the place of each token's values of the last layer.
+
+    Media have many more tokens than a question, and would outweigh it.
+
+    Args:
+        num_text: so many of the tokens, the first ones, are text. If it is 0, the mean is over all.
+    """
+    mean = values[: num_text or len(values), -1:].mean(dim=0, keepdim=True)  # [1, 1, F]
     return torch.cat([values[:, :-1], mean.expand(len(values), -1, -1)], dim=1)

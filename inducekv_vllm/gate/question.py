@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,15 @@ class TurnMarks:
     end: int | None  # the token that follows a user turn; None if it has none of its own
 
 
-def deciding_positions(token_ids: Sequence[int], marks: TurnMarks, placeholders: Collection[int]) -> list[int]:
-    """Ascending positions of the tokens that decide; never empty.
+class Deciding(NamedTuple):
+    """The ascending positions of the tokens that decide; not both are empty."""
+
+    text: list[int]
+    media: list[int]
+
+
+def deciding_tokens(token_ids: Sequence[int], marks: TurnMarks, placeholders: Collection[int]) -> Deciding:
+    """The tokens of a prompt that decide.
 
     Args:
         token_ids: [T], the whole prompt, at least one token.
@@ -33,7 +41,7 @@ def deciding_positions(token_ids: Sequence[int], marks: TurnMarks, placeholders:
         latest = max(start for start in starts if start <= media[-1]) if media[-1] >= starts[0] else 0
         media = [at for at in media if at >= latest]
     text = [at for at in question if token_ids[at] not in placeholders]
-    return sorted(text + media) or [len(token_ids) - 1]
+    return Deciding(text, media) if text or media else Deciding([len(token_ids) - 1], [])
 
 
 def turn_starts(token_ids: Sequence[int], marks: TurnMarks) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.gate import TurnMarks, deciding_positions
+from inducekv_vllm.gate import TurnMarks, deciding_tokens, last_averaged
 from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
@@ -53,7 +53,7 @@ def token_values(
     dtype: torch.dtype = torch.float32,
     batch_tokens: int = 2048,
 ) -> list[Tensor]:
-    """The values [t, S, F] of each prompt.
+    """The values [t, S, F] of each prompt, the last layer averaged over the text.
 
     Args:
         encoded: what `Backbone.encode` gives for each prompt.
@@ -67,7 +67,8 @@ def token_values(
         values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
         for row, of_prompt in zip(rows, values, strict=True):
             ids = encoded[row]["input_ids"][0].tolist()
-            found[row] = of_prompt[deciding_positions(ids, marks, placeholders)].to("cpu", dtype)
+            text, media = deciding_tokens(ids, marks, placeholders)
+            found[row] = last_averaged(of_prompt[text + media], len(text)).to("cpu", dtype)
     return found
 
 

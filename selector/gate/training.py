@@ -97,7 +97,7 @@ def train_gate(
     """A gate for C tasks.
 
     Args:
-        values: [t, S, F] of each of n questions.
+        values: [t, S, F] of each of n questions, the last layer averaged over the text.
         labels: [n], the task's number; C for none.
         held_out: [n], whether it sets thresholds and is not trained on.
         kinds: [n], of questions of no task.
@@ -146,11 +146,11 @@ class _Part:
 
 
 def _parts_of(values: Sequence[Tensor]) -> list[tuple[list[Tensor], float]]:
-    """The tokens [t, S - 1, F] of all layers but the last, if there are any, and the mean [1, 1, F] of the last.
+    """The tokens [t, S - 1, F] of all layers but the last, if there are any, and the mean [1, 1, F] in the last.
 
     With each, the share of tokens that are left out in training.
     """
-    means = [v[:, -1:].float().mean(dim=0, keepdim=True) for v in values]
+    means = [v[:1, -1:].float() for v in values]
     if values[0].shape[1] == 1:
         return [(means, 0.0)]
     return [([v[:, :-1].float() for v in values], DROPPED), (means, 0.0)]

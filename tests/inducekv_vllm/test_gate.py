@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import normalize
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_positions, turn_starts
+from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_tokens, last_averaged, turn_starts
 from inducekv_vllm.gate.rule import ALIKE
 from tests.inducekv_vllm.bundles import decided_gate, random_gate
 
@@ -21,42 +21,41 @@ class TestDecidingTokens:
     def test_one_turn(self) -> None:
         """Neither the system prompt, nor the marks, nor what the template has behind the turn."""
         prompt = [1, 5, 5, *BEGIN, 6, 7, END, 1, 4]
-        assert deciding_positions(prompt, MARKS, {IMAGE}) == [5, 6]
+        assert deciding_tokens(prompt, MARKS, {IMAGE}) == ([5, 6], [])
 
     def test_the_last_turn_of_a_conversation(self) -> None:
         prompt = [*BEGIN, 6, 7, END, 4, 8, *BEGIN, 6, END, 4]
         assert turn_starts(prompt, MARKS) == [2, 9]
-        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9]
+        assert deciding_tokens(prompt, MARKS, {IMAGE}) == ([9], [])
 
     def test_pictures_of_the_last_turn_stand_with_its_text(self) -> None:
         prompt = [*BEGIN, IMAGE, IMAGE, 6, END, 4, *BEGIN, 7, IMAGE, 8, END]
-        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9, 10, 11]
+        assert deciding_tokens(prompt, MARKS, {IMAGE}) == ([9, 11], [10])
 
     def test_pictures_of_an_earlier_turn(self) -> None:
         """Those of the latest turn that has any; text of earlier turns does not decide."""
         first, second = [*BEGIN, IMAGE, 6, END, 4], [*BEGIN, 6, IMAGE, IMAGE, END, 4]
         prompt = [*first, *second, *BEGIN, 7, 8, END]
-        assert deciding_positions(prompt, MARKS, {IMAGE}) == [9, 10, 15, 16]
+        assert deciding_tokens(prompt, MARKS, {IMAGE}) == ([15, 16], [9, 10])
 
     def test_pictures_before_the_first_turn(self) -> None:
         """As of a template that has all of them in the system prompt."""
-        assert deciding_positions([5, IMAGE, *BEGIN, 7, END], MARKS, {IMAGE}) == [1, 4]
+        assert deciding_tokens([5, IMAGE, *BEGIN, 7, END], MARKS, {IMAGE}) == ([4], [1])
 
     def test_a_template_without_marks(self) -> None:
-        assert deciding_positions([5, IMAGE, 6], TurnMarks((), None), {IMAGE}) == [0, 1, 2]
-        assert deciding_positions([5, 6, END, 7], TurnMarks((), END), {IMAGE}) == [0, 1]
+        assert deciding_tokens([5, IMAGE, 6], TurnMarks((), None), {IMAGE}) == ([0, 2], [1])
+        assert deciding_tokens([5, 6, END, 7], TurnMarks((), END), {IMAGE}) == ([0, 1], [])
 
     def test_a_completion_prompt_has_no_turns(self) -> None:
-        assert deciding_positions([5, 6, 2, 1], MARKS, {IMAGE}) == [0, 1, 2, 3]
+        assert deciding_tokens([5, 6, 2, 1], MARKS, {IMAGE}) == ([0, 1, 2, 3], [])
 
     def test_a_turn_that_does_not_end(self) -> None:
-        assert deciding_positions([*BEGIN, 6, 7], MARKS, {IMAGE}) == [2, 3]
-        assert deciding_positions([*BEGIN, 6, 7, 4], TurnMarks(BEGIN, None), {IMAGE}) == [2, 3, 4]
+        assert deciding_tokens([*BEGIN, 6, 7], MARKS, {IMAGE}) == ([2, 3], [])
+        assert deciding_tokens([*BEGIN, 6, 7, 4], TurnMarks(BEGIN, None), {IMAGE}) == ([2, 3, 4], [])
 
     @pytest.mark.parametrize("prompt", [[*BEGIN], [*BEGIN, END], [6, *BEGIN, END, 4], [IMAGE + 1]])
     def test_there_is_always_a_token(self, prompt: list[int]) -> None:
-        positions = deciding_positions(prompt, MARKS, {IMAGE})
-        assert positions == [len(prompt) - 1]
+        assert deciding_tokens(prompt, MARKS, {IMAGE}) == ([len(prompt) - 1], [])
 
 
 class TestEvidence:
@@ -68,9 +67,8 @@ class TestEvidence:
         found = gate.token_scores.evidence(values)
         assert found.dtype == torch.float32
         expected = []
-        for s in range(2):  # the tokens in layer 0, and their mean in layer 1
-            seen = values[:, s].double() if s == 0 else values[:, s].double().mean(dim=0, keepdim=True)
-            tokens = (seen - gate.center[s].double()) * gate.scale[s].double()
+        for s in range(2):
+            tokens = (values[:, s].double() - gate.center[s].double()) * gate.scale[s].double()
             for p in range(4):
                 direction, floor = gate.prototypes[s, p].double(), float(gate.floors[s, p].double())
                 best = max(float(token @ direction / token.norm()) for token in tokens)
@@ -78,6 +76,15 @@ class TestEvidence:
         np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-6)
         assert (found >= 0).all()
         assert (found <= 1 + 1e-6).all()
+
+    @pytest.mark.parametrize("num_text", [0, 1, 3, 5])
+    def test_the_last_layer_is_averaged_over_the_text(self, num_text: int) -> None:
+        values = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(num_text))
+        averaged = last_averaged(values, num_text)
+        assert torch.equal(averaged[:, 0], values[:, 0])
+        expected = values[: num_text or 5, 1].double().numpy().mean(axis=0)
+        for of_token in averaged[:, 1]:
+            np.testing.assert_allclose(of_token.numpy(), expected, rtol=0, atol=1e-6)
 
     def test_a_token_without_length_is_like_nothing(self) -> None:
         gate = random_gate(floors=torch.zeros(2, 4))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.gate import deciding_positions
+from inducekv_vllm.gate import deciding_tokens
 from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.bundled_model import BundledModel, openings
 from selector.backbone.loading import decoder
@@ -41,10 +41,14 @@ def test_values_are_those_of_the_layers_at_the_deciding_tokens(
     modules = decoder(backbone.model).layers
     for inputs, values in zip(encoded, found, strict=True):
         hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states
-        chosen = deciding_positions(inputs["input_ids"][0].tolist(), marks, placeholders)
+        text, media = deciding_tokens(inputs["input_ids"][0].tolist(), marks, placeholders)
+        chosen = text + media
         assert values.shape == (len(chosen), len(layers), backbone.num_kv_heads * backbone.head_dim)
         for number, layer in enumerate(layers):
-            expected = modules[layer].self_attn.v_proj(modules[layer].input_layernorm(hidden[layer]))[0, chosen]
+            of_all = modules[layer].self_attn.v_proj(modules[layer].input_layernorm(hidden[layer]))[0]
+            expected = of_all[chosen]
+            if layer == layers[-1]:
+                expected = of_all[text].mean(dim=0).expand_as(expected)
             torch.testing.assert_close(values[:, number], expected, rtol=1e-4, atol=1e-4)
 
 

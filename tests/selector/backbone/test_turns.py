@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from inducekv_vllm.gate import TurnMarks, deciding_positions, turn_starts
+from inducekv_vllm.gate import TurnMarks, deciding_tokens, turn_starts
 from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.model import Backbone
 from selector.backbone.turns import message, turn_marks
@@ -46,7 +46,7 @@ def ids(backbone: Backbone, text: str) -> list[int]:
 
 def deciding_text(backbone: Backbone, messages: list[dict[str, Any]]) -> str:
     tokens = ids(backbone, backbone.chat_text(messages, generation_prompt=True))
-    chosen = deciding_positions(tokens, turn_marks(backbone), ())
+    chosen, _ = deciding_tokens(tokens, turn_marks(backbone), ())
     return str(backbone.tokenizer.decode([tokens[at] for at in chosen])).strip()
 
 
@@ -89,9 +89,9 @@ def test_tiny_models(backbone: Backbone, examples: list[Example]) -> None:
     texts = []
     for messages in (list(example.messages), [*earlier, *example.messages]):
         tokens = backbone.encode(messages, example.load_images())["input_ids"][0].tolist()
-        chosen = [tokens[at] for at in deciding_positions(tokens, marks, placeholders)]
-        assert sum(token in placeholders for token in chosen) == sum(token in placeholders for token in tokens) > 0
-        texts.append(backbone.tokenizer.decode([token for token in chosen if token not in placeholders]))
+        text, media = deciding_tokens(tokens, marks, placeholders)
+        assert media == [at for at, token in enumerate(tokens) if token in placeholders] != []
+        texts.append(backbone.tokenizer.decode([tokens[at] for at in text]))
     assert texts[0] == texts[1]
     assert question in texts[0]
     assert "Hello" not in texts[0]
@@ -102,10 +102,9 @@ def test_a_picture_of_an_earlier_turn_decides_too(llava: Backbone, examples: lis
     messages = [*example.messages, message("assistant", "Yes"), message("user", "How many stars?")]
     tokens = llava.encode(messages, example.load_images())["input_ids"][0].tolist()
     placeholders = placeholder_ids(llava.model.config)
-    chosen = deciding_positions(tokens, marks, placeholders)
-    assert {tokens[at] for at in chosen} >= set(placeholders)
-    text = llava.tokenizer.decode([tokens[at] for at in chosen if tokens[at] not in placeholders])
-    assert text.strip() == "How many stars?"
+    text, media = deciding_tokens(tokens, marks, placeholders)
+    assert {tokens[at] for at in media} == set(placeholders)
+    assert llava.tokenizer.decode([tokens[at] for at in text]).strip() == "How many stars?"
 
 
 @pytest.mark.parametrize("model", [CHECKPOINT], ids=["demo"])
@@ -119,4 +118,4 @@ def test_the_demo_model(model: Path) -> None:
 
 
 def test_no_marks_decide_with_everything() -> None:
-    assert deciding_positions([5, 6, 7], TurnMarks((), None), ()) == [0, 1, 2]
+    assert deciding_tokens([5, 6, 7], TurnMarks((), None), ()) == ([0, 1, 2], [])

@@ -98,7 +98,7 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
 
     lines = printed.splitlines()
     assert lines[0] == f"{files.new}: a gate for colours, counts, digest {after.digest}"
-    assert [line.split()[0] for line in lines[3:]] == ["misses", "0.5%", "1.0%", "2.0%", "5.0%", "10.0%"]
+    assert [line.split()[0] for line in lines[3:]] == ["misses", "0.0%", "1.0%", "2.0%", "5.0%", "10.0%"]
     assert [line.split()[1] == "*" for line in lines[4:]] == [False, False, False, True, False]
     for kind in ("base", "base, wrapped", "background", "everyday", "near-miss", "noise"):
         assert kind in lines[3]
@@ -111,7 +111,7 @@ def test_from_a_log_only_the_rule_is_fitted_again(
     log = log_of(gate, traffic.tolist(), tmp_path / "gate.jsonl")
     printed = command(*files.arguments(old, "--from-log", log))
     after = read_bundle(files.new)
-    counts = {"base_questions": 12, "background_requests": 0, "traffic_requests": 12}
+    counts = {"gate_misses": 0, "base_questions": 12, "background_requests": 0, "traffic_requests": 12}
     assert_all_but_the_gate_is_kept(bundle, after, counts)
     for name, tensor in bundle.tensors().items():
         assert torch.equal(tensor, after.tensors()[name]) == (name not in OF_THE_RULE), name
@@ -167,7 +167,7 @@ def test_what_is_refused_leaves_nothing(
         (files.arguments(old, tasks=["colours", "places"]), "the bundle does not have the task 'places'"),
         (files.arguments(old, "--task", mixed), "expected questions of one task, found 'colours', 'counts'"),
         (files.arguments(old, "--gate-misses", "0.6"), "gate_misses must be at most 0.5, found 0.6"),
-        (files.arguments(old, "--gate-misses", "0"), "gate_misses must be above 0, found 0"),
+        (files.arguments(old, "--gate-misses", "-0.1"), "gate_misses must be at least 0, found -0.1"),
         (files.arguments(old, "--base", files.tasks["counts"]), "base question 'counts0' is also a question of a task"),
         (files.arguments(old, "--background", tmp_path / "none.txt"), "cannot read the background requests"),
         (files.arguments(old, "--background", asked, "--task", text), "is also a question of the task 'counts'"),

@@ -294,7 +294,7 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         ("again", (), "the tasks 'colours' and 'again' have"),
         ("counts", ("--background", str(tmp_path / "none.txt")), "cannot read the background requests"),
         ("counts", ("--background", str(stream.tasks["counts"])), "is also a question of the task 'counts'"),
-        ("counts", ("--gate-misses", "0"), "gate_misses must be above 0"),
+        ("counts", ("--gate-misses", "-0.1"), "gate_misses must be at least 0"),
         ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
     ):
         assert message in stream.refuse(task, *options, *TWO_A_TASK, previous="colours")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.footprint import prototypes_of
-from inducekv_vllm.gate import TurnMarks
+from inducekv_vllm.gate import TurnMarks, last_averaged
 from selector.backbone.token_values import evidence_in
 from selector.gate.training import MISSES, TrainedGate, refit_rule, train_gate
 
@@ -20,7 +20,7 @@ TASKS = ("a", "b")
 
 
 def prompts(task: int | None, count: int, seed: int) -> list[Tensor]:
-    """Token values [t, S, F] of so many prompts: noise, and one token near the task's own direction."""
+    """Token values [t, S, F] of so many prompts of text: noise, and one token near the task's own direction."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -29,7 +29,7 @@ def prompts(task: int | None, count: int, seed: int) -> list[Tensor]:
         if task is not None:
             own = torch.randn(2, S, F, generator=torch.Generator().manual_seed(99))[task]
             values[int(torch.randint(tokens, (), generator=generator))] = 3 * own
-        found.append(values)
+        found.append(last_averaged(values, tokens))
     return found
 
 

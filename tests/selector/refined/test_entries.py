@@ -103,7 +103,7 @@ def test_an_entry_of_no_weight_stays_in_attention_under_sqrt() -> None:
         ({"weighting": "sqrt"}, 'with a gate needs another weighting than "sqrt"'),
         ({"weighting": "sqrt", "gate": "fitted"}, 'with a gate needs another weighting than "sqrt"'),
         ({"gate": "wide"}, "gate must be fitted or none, found 'wide'"),
-        ({"gate_misses": 0}, "gate_misses must be above 0, found 0"),
+        ({"gate_misses": -0.1}, "gate_misses must be at least 0, found -0.1"),
         ({"gate_misses": 0.6}, "gate_misses must be at most 0.5, found 0.6"),
         ({"allocation": "none"}, "allocation must be quotas or joint"),
         ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
