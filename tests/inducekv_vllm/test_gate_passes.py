@@ -16,7 +16,7 @@ from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.cached_values import CachedValues
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.gate import TurnMarks
+from inducekv_vllm.gate import TurnMarks, last_averaged
 from inducekv_vllm.gate_passes import GatePasses
 from inducekv_vllm.resident_gate import ResidentGate
 from inducekv_vllm.runner import StepRows
@@ -145,7 +145,7 @@ def test_a_cache_with_a_scale_for_each_token_is_refused() -> None:
 
 PROMPT = [1, 5, 6, 2, IMAGE, IMAGE, 7, 8, 3, 4, 4]  # a turn from position 4 to 7
 GATE = random_gate(layers=(0, 2), marks=TurnMarks((6, 2), 3), floors=torch.zeros(2, 4))
-DECIDING = [4, 5, 6, 7]
+TEXT, MEDIA = [6, 7], [4, 5]  # that decide
 
 
 class Passes:
@@ -163,7 +163,8 @@ class Passes:
         result = self.passes.pop(key_id)
         assert result is not None
         assert result.num_tokens == len(PROMPT)
-        expected = GATE.token_scores.evidence(values[DECIDING][:, [0, 2]].flatten(2))
+        looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
+        expected = GATE.token_scores.evidence(looked_at)
         assert torch.equal(result.values, expected)
         assert expected.any()
         assert self.passes.pop(key_id) is None
