@@ -1,7 +1,7 @@
 """The relevance gate: which task's memory a request uses, if any.
 
 It looks at some layers' attention values, in the tokens that decide (`question`). Each of its prototypes says how close
-the closest of these tokens, or the text's mean, comes to it (`evidence`); a rule weighs the evidence for each task
+the closest of these tokens, or of their means, comes to it (`evidence`); a rule weighs the evidence for each task
 (`rule`). The selector fits all of it, and the server applies it with the same functions.
 """
 

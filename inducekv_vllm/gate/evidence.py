@@ -1,7 +1,7 @@
 """How close a prompt comes to a gate's prototypes.
 
-Tokens know their words, and the mean over a question's text in a deeper layer knows what it is about, in any words. So
-the last layer is averaged (`last_averaged`) before anything is compared.
+Tokens know their words, and the mean of some of them in a deeper layer knows what they are about, in any words. So the
+last layer is averaged (`last_averaged`) before anything is compared.
 
 Shapes: t deciding tokens, S layers, F = J D features of a token (a layer's values of all J KV heads), P prototypes of a
 layer, H = S P.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
+
+WINDOW: Final = 16  # text tokens in a row, whose mean counts; about a question
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,16 @@ def above_floors(cosines: Tensor, floors: Tensor) -> Tensor:
 
 
 def last_averaged(values: Tensor, num_text: int) -> Tensor:
-    """`values` [t, S, F] with the mean over the text in the place of each token's values of the last layer.
+    """`values` [t, S, F] with means in the place of the last layer's values.
 
-    Media have many more tokens than a question, and would outweigh it.
+    The means are those of every `WINDOW` text tokens in a row, or of all text if it is shorter: other sentences around
+    a question are not in its mean, and neither are media, which have many more tokens. The last mean is repeated until
+    there are t of them.
 
     Args:
-        num_text: so many of the tokens, the first ones, are text. If it is 0, the mean is over all.
+        num_text: so many of the tokens, the first ones, are text. If it is 0, the means are over all.
     """
-    mean = values[: num_text or len(values), -1:].mean(dim=0, keepdim=True)  # [1, 1, F]
-    return torch.cat([values[:, :-1], mean.expand(len(values), -1, -1)], dim=1)
+    text = values[: num_text or len(values), -1]  # [n, F]
+    means = text.unfold(0, min(WINDOW, len(text)), 1).mean(dim=2)  # [n - window + 1, F]
+    repeated = means[-1:].expand(len(values) - len(means), -1)
+    return torch.cat([values[:, :-1], torch.cat([means, repeated])[:, None]], dim=1)

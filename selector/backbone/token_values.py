@@ -24,7 +24,7 @@ def layers_of_gate(num_layers: int) -> tuple[int, ...]:
     """The layers whose values a gate looks at, ascending.
 
     The first knows a token alone, the one at a sixth of the depth what stands before it. The one at a third is averaged
-    over the tokens (see `TokenScores`).
+    over tokens (see `last_averaged`).
     """
     chosen = (0, max(1, num_layers // 6), round(num_layers / 3))
     return tuple(sorted({min(layer, num_layers - 1) for layer in chosen}))
@@ -53,7 +53,7 @@ def token_values(
     dtype: torch.dtype = torch.float32,
     batch_tokens: int = 2048,
 ) -> list[Tensor]:
-    """The values [t, S, F] of each prompt, the last layer averaged over the text.
+    """The values [t, S, F] of each prompt, the last layer averaged.
 
     Args:
         encoded: what `Backbone.encode` gives for each prompt.

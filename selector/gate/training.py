@@ -2,9 +2,9 @@
 
 A question's log-odds of a task against none are linear in its evidence (see `inducekv_vllm.gate.evidence`). Prototypes,
 floors and weights are trained by the cross-entropy over the C tasks and none: once for the tokens, and once for their
-mean. The log-odds of a question are the mean of the two. Trained together, the tokens would leave nothing to learn, as
-they tell the training's own words without error; the mean is there for words that nobody has seen. Thresholds are set
-on questions that the training has not seen.
+means. The log-odds of a question are the weighted mean of the two. Trained together, the tokens would leave nothing to
+learn, as they tell the training's own words without error; the means are there for words that nobody has seen.
+Thresholds are set on questions that the training has not seen.
 
 Shapes: C tasks, S layers, P prototypes of a layer, H = S P, F features of a token, n questions, t deciding tokens.
 """
@@ -26,6 +26,7 @@ from inducekv_vllm.gate import above_floors
 LEARNING_RATE: Final = 1e-2
 EPOCHS: Final = 12
 BATCH: Final = 64
+TOKENS_SHARE: Final = 1 / 3  # of the log-odds, the means have the rest
 DROPPED: Final = 0.1  # of the tokens, in training: a question has more than one sign of its task
 FIRST_FLOOR: Final = 0.2
 FLOORS: Final = (0.05, 0.9)
@@ -97,7 +98,7 @@ def train_gate(
     """A gate for C tasks.
 
     Args:
-        values: [t, S, F] of each of n questions, the last layer averaged over the text.
+        values: [t, S, F] of each of n questions, the last layer averaged.
         labels: [n], the task's number; C for none.
         held_out: [n], whether it sets thresholds and is not trained on.
         kinds: [n], of questions of no task.
@@ -113,9 +114,10 @@ def train_gate(
         ]
     finally:
         torch.random.set_rng_state(generator_state)
+    shares = _shares(len(parts))
     thresholds, prices = _priced(
-        torch.stack([part.margins for part in parts]).mean(dim=0),
-        torch.stack([part.offsets for part in parts]).mean(dim=0),
+        _weighted([part.margins for part in parts], shares),
+        _weighted([part.offsets for part in parts], shares),
         target,
         torch.tensor(held_out),
         kinds,
@@ -126,7 +128,7 @@ def train_gate(
         scale=torch.cat([part.scale for part in parts]),
         prototypes=torch.cat([part.prototypes for part in parts]),
         floors=torch.cat([part.floors for part in parts]),
-        weights=torch.cat([part.weights for part in parts], dim=1) / len(parts),
+        weights=torch.cat([share * part.weights for part, share in zip(parts, shares, strict=True)], dim=1),
         thresholds=thresholds,
         prices=prices,
     )
@@ -146,14 +148,24 @@ class _Part:
 
 
 def _parts_of(values: Sequence[Tensor]) -> list[tuple[list[Tensor], float]]:
-    """The tokens [t, S - 1, F] of all layers but the last, if there are any, and the mean [1, 1, F] in the last.
+    """The tokens [t, S - 1, F] of all layers but the last, if there are any, and the means [u, 1, F] in the last.
 
     With each, the share of tokens that are left out in training.
     """
-    means = [v[:1, -1:].float() for v in values]
+    # A prompt's last mean is repeated, so that there is one a token.
+    means = [torch.unique_consecutive(v[:, -1:], dim=0).float() for v in values]
     if values[0].shape[1] == 1:
         return [(means, 0.0)]
     return [([v[:, :-1].float() for v in values], DROPPED), (means, 0.0)]
+
+
+def _shares(num_parts: int) -> list[float]:
+    """Of the log-odds, by part."""
+    return [1.0] if num_parts == 1 else [TOKENS_SHARE, 1 - TOKENS_SHARE]
+
+
+def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    return torch.stack([share * part for part, share in zip(parts, shares, strict=True)]).sum(dim=0)
 
 
 def _train_part(
@@ -196,15 +208,17 @@ def refit_rule(
     parts = [part for part in (found[:, :cut], found[:, cut:]) if part.shape[1]]
     rules = [_rule(part, target, ~out, num_tasks) for part in parts]
     margins = [part @ weights.T - offsets for part, (weights, offsets) in zip(parts, rules, strict=True)]
+    shares = _shares(len(parts))
     thresholds, prices = _priced(
-        torch.stack(margins).mean(dim=0),
-        torch.stack([offsets for _, offsets in rules]).mean(dim=0),
+        _weighted(margins, shares),
+        _weighted([offsets for _, offsets in rules], shares),
         target,
         out,
         kinds,
         misses,
     )
-    return torch.cat([weights for weights, _ in rules], dim=1).float() / len(rules), thresholds, prices
+    weights = torch.cat([share * of_part for (of_part, _), share in zip(rules, shares, strict=True)], dim=1)
+    return weights.float(), thresholds, prices
 
 
 def _rule(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> tuple[Tensor, Tensor]:

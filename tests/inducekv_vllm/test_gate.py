@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_tokens, last_averaged, turn_starts
+from inducekv_vllm.gate.evidence import WINDOW
 from inducekv_vllm.gate.rule import ALIKE
 from tests.inducekv_vllm.bundles import decided_gate, random_gate
 
@@ -77,14 +78,15 @@ class TestEvidence:
         assert (found >= 0).all()
         assert (found <= 1 + 1e-6).all()
 
-    @pytest.mark.parametrize("num_text", [0, 1, 3, 5])
+    @pytest.mark.parametrize("num_text", [0, 1, 15, 16, 17, 40])
     def test_the_last_layer_is_averaged_over_the_text(self, num_text: int) -> None:
-        values = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(num_text))
+        values = torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(num_text))
         averaged = last_averaged(values, num_text)
         assert torch.equal(averaged[:, 0], values[:, 0])
-        expected = values[: num_text or 5, 1].double().numpy().mean(axis=0)
-        for of_token in averaged[:, 1]:
-            np.testing.assert_allclose(of_token.numpy(), expected, rtol=0, atol=1e-6)
+        text = values[: num_text or 40, 1].double().numpy()
+        means = [text[at : at + WINDOW].mean(axis=0) for at in range(max(1, len(text) - WINDOW + 1))]
+        for at, of_token in enumerate(averaged[:, 1]):
+            np.testing.assert_allclose(of_token.numpy(), means[min(at, len(means) - 1)], rtol=0, atol=1e-6)
 
     def test_a_token_without_length_is_like_nothing(self) -> None:
         gate = random_gate(floors=torch.zeros(2, 4))

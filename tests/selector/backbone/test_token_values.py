@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.gate import deciding_tokens
+from inducekv_vllm.gate import deciding_tokens, last_averaged
 from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.bundled_model import BundledModel, openings
 from selector.backbone.loading import decoder
@@ -48,7 +48,7 @@ def test_values_are_those_of_the_layers_at_the_deciding_tokens(
             of_all = modules[layer].self_attn.v_proj(modules[layer].input_layernorm(hidden[layer]))[0]
             expected = of_all[chosen]
             if layer == layers[-1]:
-                expected = of_all[text].mean(dim=0).expand_as(expected)
+                expected = last_averaged(expected[:, None], len(text))[:, 0]
             torch.testing.assert_close(values[:, number], expected, rtol=1e-4, atol=1e-4)
 
 
