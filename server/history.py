@@ -6,12 +6,15 @@
 
 A change is in registry.json before requests see it and before it is acknowledged. So a server that was killed at any
 moment serves, when it starts again, the last acknowledged version or the one that it was about to acknowledge.
+
+A folder with anything else in it, and without a registry, is refused. Nothing is removed but what a server has written.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +22,18 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inducekv_vllm.bundle import Bundle, read_signature, write_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.bundle import Bundle, read_bundle, read_signature, write_bundle
+from inducekv_vllm.errors import BundleError, ConfigError
 from inducekv_vllm.files import replacing
+from inducekv_vllm.logs import logger_of
 
+logger = logger_of(__name__)
 START: Final = "start"  # who loads the bundles of the command line
+REGISTRY: Final = "registry.json"
+LOCK: Final = "lock"
+EMPTY: Final = "lost+found"  # an empty file system has this folder
+_COPY: Final = re.compile(r"[0-9a-f]{64}\.safetensors")
+_TEMPORARY: Final = re.compile(rf"\.({re.escape(REGISTRY)}|{_COPY.pattern})\.[0-9a-f]{{16}}\.tmp")
 
 
 class VersionRecord(BaseModel):
@@ -53,15 +63,19 @@ class History:
         """Read what an earlier server has left in `folder`; None keeps the history in memory.
 
         Raises:
-            ConfigError: the folder cannot be used, another server uses it, or its registry cannot be read.
+            ConfigError: the folder cannot be used or holds something else, another server uses it, or its registry
+                cannot be read.
         """
         self._folder = None if folder is None else Path(folder).absolute()
         self._keep = keep
         self._names: Mapping[str, tuple[VersionRecord, ...]] = {}
         self._lock: int | None = None
+        self._copies: set[str] = set()  # names of the files that servers have written here, and no others
         if self._folder is not None:
+            require_state_folder(self._folder)
             self._lock = _locked(self._folder)
-            self._names = _read(self._folder / "registry.json").names
+            self._names = _read(self._folder / REGISTRY).names
+            self._copies = self._used | _left_behind(self._folder, self._used)
             self.sweep()
 
     def close(self) -> None:
@@ -98,6 +112,7 @@ class History:
         if self._folder is None or bundle.metadata.task_adapters:
             return source
         copy = self._folder / f"{bundle.digest}.safetensors"
+        self._copies.add(copy.name)
         # The same content may come with another signature.
         if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
             write_bundle(bundle, copy, verify=False)
@@ -137,18 +152,27 @@ class History:
         """The versions that any name has."""
         return frozenset(record.digest for versions in self._names.values() for record in versions)
 
+    @property
+    def _used(self) -> set[str]:
+        """The copies that the names have versions of."""
+        files = {record.file for versions in self._names.values() for record in versions}
+        return {file for file in files if _COPY.fullmatch(file)}
+
     def sweep(self) -> None:
         """Remove the copies that no name has a version of."""
         if self._folder is None:
             return
-        used = {record.file for versions in self._names.values() for record in versions}
-        for path in (*self._folder.glob("*.safetensors"), *self._folder.glob("*.tmp")):
-            if path.name not in used:
-                path.unlink(missing_ok=True)
+        for name in self._copies - self._used:
+            try:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                logger.error("%s: this copy cannot be removed: %s", self._folder / name, error.strerror)
+            else:
+                self._copies.discard(name)
 
     def _commit(self, names: Mapping[str, tuple[VersionRecord, ...]]) -> None:
         if self._folder is not None:
-            target = self._folder / "registry.json"
+            target = self._folder / REGISTRY
             try:
                 with replacing(target) as temporary:
                     temporary.write_text(_Registry(names=dict(names)).model_dump_json(indent=1))
@@ -158,10 +182,60 @@ class History:
         self.sweep()
 
 
+def require_state_folder(folder: Path) -> None:
+    """Refuse a folder that a server cannot take for its own: one that is neither empty nor has been one before.
+
+    Raises:
+        ConfigError: names what is in it.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
+    strange = sorted(name for name in names if not _is_ours(name))
+    if strange and REGISTRY not in names:
+        raise ConfigError(
+            f"{folder}: cannot be used as a state folder: expected an empty folder, or that of an earlier server, "
+            f"found {strange[0]!r}"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name in (REGISTRY, LOCK, EMPTY) or bool(_COPY.fullmatch(name) or _TEMPORARY.fullmatch(name))
+
+
+def _left_behind(folder: Path, used: Collection[str]) -> set[str]:
+    """Copies that a killed server has not recorded any more. What it has not finished is removed at once."""
+    found, strange = set(), []
+    for path in sorted(folder.iterdir()):
+        is_file = path.is_file() and not path.is_symlink()
+        if is_file and _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+        elif is_file and _COPY.fullmatch(path.name) and path.name not in used and _claimed_digest(path) == path.stem:
+            found.add(path.name)
+        elif path.name not in (*used, REGISTRY, LOCK, EMPTY):
+            strange.append(path.name)
+    if strange:
+        logger.warning("%s: left alone, because no server has written it: %s", folder, ", ".join(strange[:10]))
+    return found
+
+
+def _claimed_digest(path: Path) -> str | None:
+    """The digest in a bundle's header, of a file that may be damaged; None if it is no bundle."""
+    try:
+        bundle = read_bundle(path, verify=False)
+    except BundleError:
+        return None
+    bundle.erase()
+    return bundle.digest
+
+
 def _locked(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
     try:

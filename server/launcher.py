@@ -195,6 +195,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_state).absolute().parent.is_dir():
             raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
         settings["state"] = str(Path(own.memory_state).absolute())
+        check_state(settings["state"])
     if own.require_signature:
         settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
     if own.memory_audit_log:
@@ -263,6 +264,16 @@ def check_gate_log(path: str) -> None:
         os.close(open_log(path))
     except ConfigError as error:
         raise UsageError(f"--gate-log: {error}") from error
+
+
+def check_state(folder: str) -> None:
+    """Look at it before the engine starts, which takes minutes."""
+    from .history import require_state_folder
+
+    try:
+        require_state_folder(Path(folder))
+    except ConfigError as error:
+        raise UsageError(f"--memory-state: {error}") from error
 
 
 def check_model(model: str) -> None:

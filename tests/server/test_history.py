@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle
+from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
@@ -77,12 +77,46 @@ def test_what_a_killed_server_left_unfinished_is_removed(tmp_path: Path) -> None
     history = History(str(tmp_path))
     push(history, "m", BUNDLES[0])
     history.store(BUNDLES[1], "/b")  # was never recorded
-    (tmp_path / ".registry.json.0123.tmp").write_text("{")
-    (tmp_path / f".{BUNDLES[2].digest}.safetensors.0123.tmp").write_text("")
+    (tmp_path / ".registry.json.0123456789abcdef.tmp").write_text("{")
+    (tmp_path / f".{BUNDLES[2].digest}.safetensors.0123456789abcdef.tmp").write_text("")
     history.close()
     again = History(str(tmp_path))
     assert digests(again, "m") == [0]
     assert set(os.listdir(tmp_path)) == {"lock", "registry.json", f"{BUNDLES[0].digest}.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", ".swp.tmp", "registry.json.bak"])
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    write_bundle(BUNDLES[0], tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    with pytest.raises(ConfigError, match=f"expected an empty folder, or that of an earlier server, found '{name}'"):
+        History(str(tmp_path))
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_an_empty_file_system_is_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    push(History(str(tmp_path)), "m", BUNDLES[0])
+
+
+def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(str(tmp_path), keep=1)
+    push(history, "m", BUNDLES[0])
+    history.close()
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / ("0" * 64 + ".safetensors")).mkdir()
+    (tmp_path / ".editor.tmp").write_text("mine")
+    (tmp_path / ("1" * 64 + ".safetensors")).write_text("no bundle")
+    write_bundle(BUNDLES[1], tmp_path / "mine.safetensors")
+    write_bundle(BUNDLES[1], tmp_path / ("2" * 64 + ".safetensors"))  # not what its name says
+    before = set(os.listdir(tmp_path))
+    again = History(str(tmp_path), keep=1)
+    assert set(os.listdir(tmp_path)) == before
+    assert [message for message in caplog.messages if "folder.safetensors" in message and "left alone" in message]
+    push(again, "m", BUNDLES[2])  # and what was served goes
+    added, gone = f"{BUNDLES[2].digest}.safetensors", f"{BUNDLES[0].digest}.safetensors"
+    assert set(os.listdir(tmp_path)) == before - {gone} | {added}
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -150,6 +150,7 @@ class TestRefusals:
             (["--config", "/no/such.yaml"], "no/such.yaml"),
             (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
+            (["--memory-state", "FOLDER"], "--memory-state: .*expected an empty folder, .*, found 'b.safetensors'"),
             (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
             (["--gate-log", "/no/such/log"], "--gate-log: /no/such/log: cannot .*: No such file or directory"),
             (["--gate-log", "/tmp"], "--gate-log: /tmp: cannot be used as a gate log: Is a directory"),
@@ -169,6 +170,7 @@ class TestRefusals:
         damaged = bundle.with_name("damaged.safetensors")
         damaged.write_bytes(bundle.read_bytes()[:-1])
         named = {"BUNDLE": bundle, "DAMAGED": damaged, "PUBLIC": public_key(bundle.with_name("public.pem"))}
+        named["FOLDER"] = bundle.parent
         for name, path in named.items():
             argv = [argument.replace(name, str(path)) for argument in argv]
         with pytest.raises(UsageError, match=message):
