@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import time
@@ -40,7 +41,7 @@ from inducekv_vllm.errors import (
 )
 from inducekv_vllm.logs import logger_of
 
-from .access import Access
+from .access import Access, opened
 from .audit import AuditLog
 from .followers import Followers
 from .history import START, History, VersionRecord
@@ -186,7 +187,7 @@ class BundleRegistry:
             if access is None:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
-                source = await asyncio.to_thread(access.resolve, path, f"bundle {name!r}")
+                source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
             memory = await read_in_thread(self._client, self._read_checked, name, source, access)
             return await self._serve(name, memory, source, replace, who, "loaded", began)
 
@@ -429,11 +430,16 @@ class BundleRegistry:
             )
         return memory
 
-    def _read(self, name: str, path: str) -> MemoryIndex:
-        """Read and check a file; runs in a thread."""
+    def _read(self, name: str, path: str, access: Access | None) -> MemoryIndex:
+        """Read and check a file; runs in a thread. With `access`, `path` is what it has found inside."""
+        with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
+            return self._read_opened(name, path, file)
+
+    def _read_opened(self, name: str, path: str, file: str) -> MemoryIndex:
+        """`file` is what leads to the bundle now, `path` what will later."""
         source = f"bundle {name!r} ({path})"
         bundle = read_bundle(
-            path,
+            file,
             backbone=self._backbone,
             max_bytes=self._config.max_bundle_bytes,
             name=source,
@@ -443,7 +449,8 @@ class BundleRegistry:
             if self._signers:
                 # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
                 require_signature(bundle.signature, bundle.digest, self._signers, source)
-            return MemoryIndex.from_bundle(bundle, self._history.store(bundle, path))
+            kept = self._history.store(bundle, path)
+            return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
         finally:
@@ -460,7 +467,7 @@ class BundleRegistry:
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
-        memory = self._read(name, path)
+        memory = self._read(name, path, access)
         try:
             for record in memory.metadata.task_adapters:
                 _check_adapter_files(name, adapter_folder(memory, record), record, access)
