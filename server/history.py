@@ -96,6 +96,10 @@ class History:
         """The file to read a version from."""
         return Path(record.file) if self._folder is None else self._folder / record.file
 
+    def is_whole(self, record: VersionRecord) -> bool:
+        """Whether the file of a version holds what it held when it was loaded."""
+        return _problem(self.path(record), record.digest) is None
+
     @property
     def keeps_copies(self) -> bool:
         """Whether `store` needs bundles that were read whole."""
@@ -112,9 +116,10 @@ class History:
         if self._folder is None or bundle.metadata.task_adapters:
             return source
         copy = self._folder / f"{bundle.digest}.safetensors"
+        if copy == Path(source):
+            return source
         self._copies.add(copy.name)
-        # The same content may come with another signature.
-        if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
+        if not (copy.exists() and _is_copy(copy, bundle)):
             write_bundle(bundle, copy, verify=False)
         return str(copy)
 
@@ -220,6 +225,24 @@ def _left_behind(folder: Path, used: Collection[str]) -> set[str]:
     if strange:
         logger.warning("%s: left alone, because no server has written it: %s", folder, ", ".join(strange[:10]))
     return found
+
+
+def _problem(path: Path, digest: str) -> str | None:
+    """Why a file is not the bundle of this digest, or None if it is."""
+    try:
+        bundle = read_bundle(path)
+    except BundleError as error:
+        return str(error)
+    bundle.erase()
+    return None if bundle.digest == digest else f"{path}: it holds the bundle of digest {bundle.digest}"
+
+
+def _is_copy(copy: Path, bundle: Bundle) -> bool:
+    """Whether a file holds this bundle, and its signature: the same content may come with another one."""
+    if problem := _problem(copy, bundle.digest):
+        logger.warning("the copy of digest %s is damaged, and is written again: %s", bundle.digest, problem)
+        return False
+    return bundle.signature in (None, read_signature(copy))
 
 
 def _claimed_digest(path: Path) -> str | None:

@@ -120,8 +120,9 @@ class BundleRegistry:
     async def start(self, handlers: Callable[[int], Mapping[str, Handler]] = lambda rank: {}) -> None:
         """Load the bundles of the settings, and those that an earlier server with this state folder has left.
 
-        A name that was changed while that server ran keeps its version, whatever the settings say. The server's other
-        API processes have all of them too when this returns.
+        A name that was changed while that server ran keeps its version, whatever the settings say. If the file of that
+        version is gone or damaged, the name is not served, and keeps what is recorded of it. The server's other API
+        processes have all of them too when this returns.
 
         Args:
             handlers: what another API process may call here, by its rank.
@@ -136,12 +137,12 @@ class BundleRegistry:
                     await self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
-                await self._restore(name, served)
+                await self._restore_if_whole(name, served)
         for name, path in self._config.bundles.items():
             if name in self._names:
                 digest = self._names.of(name).memory.digest
                 logger.warning("memory bundle %r stays at digest %s of the state folder, not %s", name, digest, path)
-            else:
+            elif all(served.by == START for served in self._history.of(name)[:1]):
                 await self.load(name, path)
         await self._followers.meet(self._client, handlers)
         for name, version in self._names.by_name.items():
@@ -216,6 +217,14 @@ class BundleRegistry:
                 raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
             memory = await read_in_thread(self._client, self._read_version, name, wanted[0])
             return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
+
+    async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
+        """`_restore`; a file that is gone or damaged is a refused change in the log, and no more."""
+        try:
+            await self._restore(name, record)
+        except BundleError:
+            if await asyncio.to_thread(self._history.is_whole, record):
+                raise  # it is refused for what it is
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
         """Serve the version that the state folder has of a name, as it was."""

@@ -119,6 +119,27 @@ def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: 
     assert set(os.listdir(tmp_path)) == before - {gone} | {added}
 
 
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "empty"])
+def test_a_damaged_copy_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    history = History(str(tmp_path))
+    push(history, "m", BUNDLES[0])
+    copy = tmp_path / f"{BUNDLES[0].digest}.safetensors"
+    whole = copy.read_bytes()
+    if damage == "another bundle":
+        write_bundle(BUNDLES[1], copy)
+    else:
+        copy.write_bytes({"cut off": whole[:-1], "changed": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, b""))
+    assert not history.is_whole(history.of("m")[0])
+    for _ in range(2):
+        assert history.store(BUNDLES[0], "/somewhere/b.safetensors") == str(copy)
+    assert copy.read_bytes() == whole
+    assert history.is_whole(history.of("m")[0])
+    assert (
+        len([message for message in caplog.messages if f"copy of digest {BUNDLES[0].digest} is damaged" in message])
+        == 1
+    )
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_change_that_cannot_be_recorded_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
