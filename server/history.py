@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,7 +53,7 @@ class _Registry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    names: dict[str, tuple[VersionRecord, ...]] = {}
+    names: dict[str, Annotated[tuple[VersionRecord, ...], Field(min_length=1)]] = {}
 
 
 class History:
@@ -270,10 +270,15 @@ def _locked(folder: Path) -> int:
 
 
 def _read(path: Path) -> _Registry:
+    problem = f"{path}: the registry of an earlier server cannot be read"
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{problem}: it is not an ordinary file")
     try:
         return _Registry.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return _Registry()
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: the registry of an earlier server cannot be read: {reason}") from error
+    except OSError as error:
+        raise ConfigError(f"{problem}: {error.strerror}") from error
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_input=False)
+        raise ConfigError(f"{problem}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from error

@@ -202,6 +202,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_audit_log).absolute().parent.is_dir():
             raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
         settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
+        check_audit_log(settings["audit_log"])
     if own.memory_audit_answers:
         if not own.memory_audit_log:
             raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
@@ -254,6 +255,16 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
             require_signature(bundle.signature, bundle.digest, signers, path)
     except BundleError as error:
         raise UsageError(f"--memory {name}: {error}") from error
+
+
+def check_audit_log(path: str) -> None:
+    """Open it before the engine starts, which takes minutes."""
+    from inducekv_vllm.audit_chain import AuditWriter
+
+    try:
+        AuditWriter(path).close()
+    except ConfigError as error:
+        raise UsageError(f"--memory-audit-log: {error}") from error
 
 
 def check_gate_log(path: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,20 +184,29 @@ def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "problem"),
     [
-        "",
-        "{",
-        "[]",
-        json.dumps({"format_version": 2}),
-        json.dumps({"names": {"m": [{"digest": "../../etc/passwd"}]}}),
+        ("", "the file: Invalid JSON"),
+        ("{", "the file: Invalid JSON"),
+        ("[]", "the file: Input should be an object"),
+        (json.dumps({"format_version": 2}), "format_version: Input should be 1"),
+        (json.dumps({"names": {"m": [{"digest": "../../etc/passwd"}]}}), "names.m.0.digest: String should match"),
+        (json.dumps({"names": {"m": []}}), "names.m: Tuple should have at least 1 item"),
     ],
 )
-def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "registry.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"registry.json: the registry of an earlier server cannot be read"):
+    expected = f"registry.json: the registry of an earlier server cannot be read: {problem}"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         History(str(tmp_path))
     assert (tmp_path / "registry.json").read_text() == content
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_registry_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "registry.json")
+    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: it is not an ordinary file"):
+        History(str(tmp_path))
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

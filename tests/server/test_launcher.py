@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,7 @@ class TestRefusals:
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
             (["--memory-state", "FOLDER"], "--memory-state: .*expected an empty folder, .*, found 'b.safetensors'"),
             (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
+            (["--memory-audit-log", "PIPE"], "--memory-audit-log: .*/pipe: .*: it is not an ordinary file"),
             (["--gate-log", "/no/such/log"], "--gate-log: /no/such/log: cannot .*: No such file or directory"),
             (["--gate-log", "/tmp"], "--gate-log: /tmp: cannot be used as a gate log: Is a directory"),
             (["--gate-log", "/dev/null"], "--gate-log: /dev/null: .*: it is not an ordinary file"),
@@ -170,7 +172,8 @@ class TestRefusals:
         damaged = bundle.with_name("damaged.safetensors")
         damaged.write_bytes(bundle.read_bytes()[:-1])
         named = {"BUNDLE": bundle, "DAMAGED": damaged, "PUBLIC": public_key(bundle.with_name("public.pem"))}
-        named["FOLDER"] = bundle.parent
+        named |= {"FOLDER": bundle.parent, "PIPE": bundle.with_name("pipe")}
+        os.mkfifo(named["PIPE"])
         for name, path in named.items():
             argv = [argument.replace(name, str(path)) for argument in argv]
         with pytest.raises(UsageError, match=message):
