@@ -174,9 +174,10 @@ class BundleRegistry:
         Raises:
             ConfigError: the name is invalid or taken, or the change cannot be recorded.
             VersionConflict: the name does not stand for `expected_digest`.
-            BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere.
+            BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere; or a worker
+                cannot load it.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
-            CapacityError: a worker cannot load it, there are too many bundles, or it takes too long.
+            CapacityError: there is no room for it, there are too many bundles, or it takes too long.
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """

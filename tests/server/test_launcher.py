@@ -61,6 +61,16 @@ class TestArguments:
         arguments = handed("MODEL", "--memory-root", str(tmp_path), "--memory-root=b")
         assert additional(arguments)["inducekv"]["roots"] == [str(tmp_path), str(tmp_path / "b")]
 
+    @pytest.mark.parametrize(("flag", "ours"), [("--memmory", "--memory"), ("--memory_topk", "--memory-top-k")])
+    def test_a_flag_that_resembles_ours_is_vllms_to_know(
+        self, flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert handed("MODEL", f"{flag}=4")[-3] == f"{flag}=4"
+        warning = f"inducekv-serve: warning: {flag.replace('_', '-')} is left to vLLM; did you mean {ours}?\n"
+        assert capsys.readouterr().err == warning
+        handed("MODEL", "--port", "1", "--max-model-len", "256")
+        assert capsys.readouterr().err == ""
+
     @pytest.mark.parametrize("flag", ["--host=0.0.0.0", "--uds=/tmp/s"])
     def test_never_open_to_the_network_unless_asked(self, flag: str) -> None:
         assert DEFAULT_HOST in handed("MODEL")
@@ -149,7 +159,6 @@ class TestRefusals:
             (["--additional-config", '{"inducekv": {"bundles": {"a": "b"}}}', "--memory", "a=BUNDLE"], "'a' is given"),
             (["--additional-config", '{"inducekv": {"top_k": 3}}', "--memory-top-k", "2"], "'top_k' is given"),
             (["--config", "/no/such.yaml"], "no/such.yaml"),
-            (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
             (["--memory-state", "FOLDER"], "--memory-state: .*expected an empty folder, .*, found 'b.safetensors'"),
             (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
@@ -162,7 +171,6 @@ class TestRefusals:
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),
             (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
             (["--memory-root", "/no/such"], "no such folder: /no/such"),
-            (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
             (["--data-parallel-size", "2"], "memory needs one engine.*found --data-parallel-size 2"),
             (["--data_parallel_size=3"], "found --data-parallel-size 3"),
             (["-dp", "2"], "found --data-parallel-size 2"),

@@ -171,7 +171,7 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
     for name, replacing in (("m", True), ("new", False)):
         shutil.copy(registered.world.paths["other"], path)
-        with pytest.raises(CapacityError, match="changed while it was loaded"):
+        with pytest.raises(BundleError, match="changed while it was loaded"):
             await registered.registry.load(name, str(path), replace=replacing)
     assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
 
