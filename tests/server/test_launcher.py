@@ -212,6 +212,26 @@ class TestRefusals:
         assert ended.stdout.split() == ["2", "False", "False"]
 
 
+@pytest.mark.parametrize("name", ["server/__init__.py", "server.py"])
+def test_another_package_of_the_name_is_refused(tmp_path: Path, name: str) -> None:
+    stranger, ours = tmp_path / name, Path(launcher.__file__).parent
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("")
+
+    def started(*folders: Path) -> tuple[int, str, str]:
+        path = os.pathsep.join(map(str, folders))
+        code = "from inducekv_serve import main; main(['--print-demo-model'])"
+        command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+        ended = subprocess.run(command, env=environment, cwd=tmp_path.parent, capture_output=True, text=True)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    status, printed, error = started(tmp_path, ours.parent)
+    assert (status, printed) == (2, "")
+    assert error.startswith(f"inducekv-serve: error: the package `server` must be {ours}, found {stranger}, ")
+    assert error.count("\n") == 1
+    assert started(ours.parent, tmp_path) == (0, f"{CHECKPOINT}\n", "")
+
+
 def test_print_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--print-demo-model"])
     assert capsys.readouterr().out == f"{CHECKPOINT}\n"
