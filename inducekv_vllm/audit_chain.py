@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class AuditWriter:
         """Open a log, or begin one that only its owner can read.
 
         Raises:
-            ConfigError: the file cannot be used, another process writes to it, or its last line is no record.
+            ConfigError: it cannot be opened or is not an ordinary file, another process writes to it, or its last line
+                is no record.
         """
         self.path = Path(path)
         self._lock = threading.Lock()
@@ -55,6 +57,8 @@ class AuditWriter:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be used as an audit log: {error.strerror}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise ConfigError(f"{path}: cannot be used as an audit log: it is not an ordinary file")
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

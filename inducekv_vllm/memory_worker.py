@@ -33,7 +33,7 @@ from .cached_values import CachedValues
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
-from .errors import BundleError, InduceKVError
+from .errors import BundleError, CapacityError, InduceKVError
 from .fingerprint import backbone_fingerprint
 from .gate_passes import GatePasses
 from .logs import logger_of
@@ -229,7 +229,8 @@ class MemoryWorker(Worker):
         if isinstance(outcome, BaseException):
             if not isinstance(outcome, InduceKVError | OSError | MemoryError):
                 logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
-            return {"ok": False, "error": str(outcome) or repr(outcome)}
+            is_full = isinstance(outcome, CapacityError | MemoryError)
+            return {"ok": False, "error": str(outcome) or repr(outcome), "is_full": is_full}
         if outcome is None:
             return None
         pages = {"pages": outcome.pages.tolist(), "page_bytes": outcome.page_bytes}

@@ -5,12 +5,14 @@ Every change needs the admin key. Without one, or without an allowed folder, bun
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -82,22 +84,44 @@ class Access:
             raise BundleError(f"{what}: {path!r:.300} is not in a folder that this server loads from (--memory-root)")
         return real
 
-    def resolve(self, path: str, what: str) -> str:
-        """`inside`, for a file that is there.
 
-        Raises:
-            BundleError: also if it is not a regular file.
-        """
-        real = self.inside(path, what)
-        try:
-            mode = os.stat(real).st_mode
-        except FileNotFoundError as error:
-            raise BundleError(f"{what}: {path}: no such file") from error
-        except OSError as error:
-            raise BundleError(f"{what}: {path!r:.300}: {error.strerror}") from error
-        if not stat.S_ISREG(mode):
-            raise BundleError(f"{what}: {path} is not a regular file")
-        return real
+@contextlib.contextmanager
+def opened(real: str, what: str) -> Iterator[str]:
+    """A name of the file at `real` that leads to this file until the end of the context, whatever becomes of `real`.
+
+    No symbolic link is followed: `real` is what `Access.inside` has returned, and a link in it was put there since.
+
+    Raises:
+        BundleError: no regular file is there.
+    """
+    try:
+        descriptor = _open_without_links(real)
+    except FileNotFoundError as error:
+        raise BundleError(f"{what}: {real}: no such file") from error
+    except OSError as error:
+        reason = "it became a symbolic link while it was opened" if error.errno == errno.ELOOP else error.strerror
+        raise BundleError(f"{what}: {real!r:.300}: {reason}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BundleError(f"{what}: {real} is not a regular file")
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _open_without_links(real: str) -> int:
+    """Open an absolute path for reading, one folder in the other. Raises OSError."""
+    *folders, name = Path(real).parts[1:] or (".",)
+    folder = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        for part in folders:
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # A pipe would wait for its writer.
+        return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def key_digest(key: str) -> bytes:

@@ -23,6 +23,8 @@ from .access import key_digest
 logger = logger_of(__name__)
 SYNC_S: Final = 1.0
 KEY_DIGITS: Final = 16  # of a key's digest
+WRONG_KEYS: Final = 10  # so many are recorded, then how many more there were in the time
+WRONG_KEYS_S: Final = 60.0
 
 
 class AuditLog:
@@ -41,6 +43,8 @@ class AuditLog:
         self._writer = None if path is None else AuditWriter(path)
         self.records_answers = answers and path is not None
         self._sync: asyncio.TimerHandle | None = None
+        self._wrong_keys = 0  # since the timer began
+        self._wrong_keys_end: asyncio.TimerHandle | None = None
         self._disk = ThreadPoolExecutor(1, "audit-log")  # of its own: a disk that hangs takes no thread from others
         if self._writer is not None:
             self._writer.append("start", {"version": __version__, "admin_key": _digest(admin_key)})
@@ -55,6 +59,9 @@ class AuditLog:
         if self._sync is not None:
             self._sync.cancel()
             self._sync_later()
+        if self._wrong_keys_end is not None:
+            self._wrong_keys_end.cancel()
+            self._end_wrong_keys()
         self._disk.shutdown()
         if self._writer is not None:
             self._writer.close()
@@ -82,7 +89,27 @@ class AuditLog:
             logger.error("the event %r could not be recorded: %s", event, error)
 
     def refusal(self, change: str, name: str | None, by: str, reason: str) -> None:
+        """Record a change that was refused.
+
+        Args:
+            name: None if whoever asks is not the admin. Anybody can do that, so only the first few are recorded.
+        """
+        if name is None and not self._may_note_wrong_key():
+            return
         self.note("refusal", change=change, name=name and f"{name:.200}", by=by, reason=f"{reason:.1000}")
+
+    def _may_note_wrong_key(self) -> bool:
+        if self._wrong_keys_end is None:
+            self._wrong_keys_end = asyncio.get_running_loop().call_later(WRONG_KEYS_S, self._end_wrong_keys)
+        self._wrong_keys += 1
+        return self._wrong_keys <= WRONG_KEYS
+
+    def _end_wrong_keys(self) -> None:
+        if (more := self._wrong_keys - WRONG_KEYS) > 0:
+            self.note(
+                "refusal", change=None, name=None, by=None, reason=f"{more} more without the admin key", count=more
+            )
+        self._wrong_keys, self._wrong_keys_end = 0, None
 
     async def answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
         """Record an answer that is about to begin.

@@ -193,6 +193,9 @@ CHANGE_ERRORS = errors(
     SERVICE_UNAVAILABLE="The server is shutting down, or one of its API processes is gone.",
 )
 NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
+NO_ROOM = errors(
+    INSUFFICIENT_STORAGE="The memory pool has no room, or there are `max_bundles` names; nothing has changed."
+)
 TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")
 
 
@@ -200,7 +203,7 @@ TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing
     "/v1/load_memory_bundle",
     summary="Load or replace a bundle",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | TOO_LONG,
+    responses=CHANGE_ERRORS | NO_ROOM | TOO_LONG,
 )
 async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Check a file, make it resident on every rank, then let the name stand for it.
@@ -222,7 +225,7 @@ async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, ad
     "/v1/rollback_memory_bundle",
     summary="Go back to an earlier version",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
+    responses=CHANGE_ERRORS | NOT_LOADED | NO_ROOM | TOO_LONG,
 )
 async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Let a name stand for an earlier version again; running requests keep the version that they began with."""

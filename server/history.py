@@ -6,24 +6,34 @@
 
 A change is in registry.json before requests see it and before it is acknowledged. So a server that was killed at any
 moment serves, when it starts again, the last acknowledged version or the one that it was about to acknowledge.
+
+A folder with anything else in it, and without a registry, is refused. Nothing is removed but what a server has written.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inducekv_vllm.bundle import Bundle, read_signature, write_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.bundle import Bundle, read_bundle, read_signature, write_bundle
+from inducekv_vllm.errors import BundleError, ConfigError
 from inducekv_vllm.files import replacing
+from inducekv_vllm.logs import logger_of
 
+logger = logger_of(__name__)
 START: Final = "start"  # who loads the bundles of the command line
+REGISTRY: Final = "registry.json"
+LOCK: Final = "lock"
+EMPTY: Final = "lost+found"  # an empty file system has this folder
+_COPY: Final = re.compile(r"[0-9a-f]{64}\.safetensors")
+_TEMPORARY: Final = re.compile(rf"\.({re.escape(REGISTRY)}|{_COPY.pattern})\.[0-9a-f]{{16}}\.tmp")
 
 
 class VersionRecord(BaseModel):
@@ -43,7 +53,7 @@ class _Registry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    names: dict[str, tuple[VersionRecord, ...]] = {}
+    names: dict[str, Annotated[tuple[VersionRecord, ...], Field(min_length=1)]] = {}
 
 
 class History:
@@ -53,15 +63,19 @@ class History:
         """Read what an earlier server has left in `folder`; None keeps the history in memory.
 
         Raises:
-            ConfigError: the folder cannot be used, another server uses it, or its registry cannot be read.
+            ConfigError: the folder cannot be used or holds something else, another server uses it, or its registry
+                cannot be read.
         """
         self._folder = None if folder is None else Path(folder).absolute()
         self._keep = keep
         self._names: Mapping[str, tuple[VersionRecord, ...]] = {}
         self._lock: int | None = None
+        self._copies: set[str] = set()  # names of the files that servers have written here, and no others
         if self._folder is not None:
+            require_state_folder(self._folder)
             self._lock = _locked(self._folder)
-            self._names = _read(self._folder / "registry.json").names
+            self._names = _read(self._folder / REGISTRY).names
+            self._copies = self._used | _left_behind(self._folder, self._used)
             self.sweep()
 
     def close(self) -> None:
@@ -82,6 +96,10 @@ class History:
         """The file to read a version from."""
         return Path(record.file) if self._folder is None else self._folder / record.file
 
+    def is_whole(self, record: VersionRecord) -> bool:
+        """Whether the file of a version holds what it held when it was loaded."""
+        return _problem(self.path(record), record.digest) is None
+
     @property
     def keeps_copies(self) -> bool:
         """Whether `store` needs bundles that were read whole."""
@@ -98,8 +116,10 @@ class History:
         if self._folder is None or bundle.metadata.task_adapters:
             return source
         copy = self._folder / f"{bundle.digest}.safetensors"
-        # The same content may come with another signature.
-        if not copy.exists() or bundle.signature not in (None, read_signature(copy)):
+        if copy == Path(source):
+            return source
+        self._copies.add(copy.name)
+        if not (copy.exists() and _is_copy(copy, bundle)):
             write_bundle(bundle, copy, verify=False)
         return str(copy)
 
@@ -137,18 +157,27 @@ class History:
         """The versions that any name has."""
         return frozenset(record.digest for versions in self._names.values() for record in versions)
 
+    @property
+    def _used(self) -> set[str]:
+        """The copies that the names have versions of."""
+        files = {record.file for versions in self._names.values() for record in versions}
+        return {file for file in files if _COPY.fullmatch(file)}
+
     def sweep(self) -> None:
         """Remove the copies that no name has a version of."""
         if self._folder is None:
             return
-        used = {record.file for versions in self._names.values() for record in versions}
-        for path in (*self._folder.glob("*.safetensors"), *self._folder.glob("*.tmp")):
-            if path.name not in used:
-                path.unlink(missing_ok=True)
+        for name in self._copies - self._used:
+            try:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                logger.error("%s: this copy cannot be removed: %s", self._folder / name, error.strerror)
+            else:
+                self._copies.discard(name)
 
     def _commit(self, names: Mapping[str, tuple[VersionRecord, ...]]) -> None:
         if self._folder is not None:
-            target = self._folder / "registry.json"
+            target = self._folder / REGISTRY
             try:
                 with replacing(target) as temporary:
                     temporary.write_text(_Registry(names=dict(names)).model_dump_json(indent=1))
@@ -158,10 +187,78 @@ class History:
         self.sweep()
 
 
+def require_state_folder(folder: Path) -> None:
+    """Refuse a folder that a server cannot take for its own: one that is neither empty nor has been one before.
+
+    Raises:
+        ConfigError: names what is in it.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
+    strange = sorted(name for name in names if not _is_ours(name))
+    if strange and REGISTRY not in names:
+        raise ConfigError(
+            f"{folder}: cannot be used as a state folder: expected an empty folder, or that of an earlier server, "
+            f"found {strange[0]!r}"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name in (REGISTRY, LOCK, EMPTY) or bool(_COPY.fullmatch(name) or _TEMPORARY.fullmatch(name))
+
+
+def _left_behind(folder: Path, used: Collection[str]) -> set[str]:
+    """Copies that a killed server has not recorded any more. What it has not finished is removed at once."""
+    found, strange = set(), []
+    for path in sorted(folder.iterdir()):
+        is_file = path.is_file() and not path.is_symlink()
+        if is_file and _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+        elif is_file and _COPY.fullmatch(path.name) and path.name not in used and _claimed_digest(path) == path.stem:
+            found.add(path.name)
+        elif path.name not in (*used, REGISTRY, LOCK, EMPTY):
+            strange.append(path.name)
+    if strange:
+        logger.warning("%s: left alone, because no server has written it: %s", folder, ", ".join(strange[:10]))
+    return found
+
+
+def _problem(path: Path, digest: str) -> str | None:
+    """Why a file is not the bundle of this digest, or None if it is."""
+    try:
+        bundle = read_bundle(path)
+    except BundleError as error:
+        return str(error)
+    bundle.erase()
+    return None if bundle.digest == digest else f"{path}: it holds the bundle of digest {bundle.digest}"
+
+
+def _is_copy(copy: Path, bundle: Bundle) -> bool:
+    """Whether a file holds this bundle, and its signature: the same content may come with another one."""
+    if problem := _problem(copy, bundle.digest):
+        logger.warning("the copy of digest %s is damaged, and is written again: %s", bundle.digest, problem)
+        return False
+    return bundle.signature in (None, read_signature(copy))
+
+
+def _claimed_digest(path: Path) -> str | None:
+    """The digest in a bundle's header, of a file that may be damaged; None if it is no bundle."""
+    try:
+        bundle = read_bundle(path, verify=False)
+    except BundleError:
+        return None
+    bundle.erase()
+    return bundle.digest
+
+
 def _locked(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
     try:
@@ -173,10 +270,15 @@ def _locked(folder: Path) -> int:
 
 
 def _read(path: Path) -> _Registry:
+    problem = f"{path}: the registry of an earlier server cannot be read"
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{problem}: it is not an ordinary file")
     try:
         return _Registry.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return _Registry()
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: the registry of an earlier server cannot be read: {reason}") from error
+    except OSError as error:
+        raise ConfigError(f"{problem}: {error.strerror}") from error
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_input=False)
+        raise ConfigError(f"{problem}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from error

@@ -15,6 +15,7 @@ from inducekv_vllm.bundle import FORMAT_VERSIONS
 from inducekv_vllm.engine.owner import OWNER
 
 from .openapi import TAG
+from .pins import unpinned
 from .requests import AdminKey, access_of, error_answer, errors, registry_of
 from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
@@ -104,9 +105,14 @@ async def model_card(
     model: Annotated[str, Path(description="The name of a model, an adapter or a bundle.", examples=["guild"])],
     request: Request,
 ) -> Any:
-    """OpenAI's route for one model, which vLLM does not have: what `GET /v1/models` lists under this name."""
+    """OpenAI's route for one model, which vLLM does not have: what `GET /v1/models` lists under this name.
+
+    `NAME@DIGEST` is the bundle NAME while it stands for that version.
+    """
     models: OpenAIServingModels = request.app.state.openai_serving_models
-    for card in (await models.show_available_models()).data:
-        if card.id == model:
-            return card
+    cards = {card.id: card for card in (await models.show_available_models()).data}
+    if model in cards:
+        return cards[model]
+    if model in models.lora_requests:  # pinned to a version: served, but not listed
+        return cards[unpinned(model)[0]].model_copy(update={"id": model})
     return error_answer(f"The model `{model:.200}` does not exist.", HTTPStatus.NOT_FOUND)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from inducekv_vllm.bundle import PublicKey
 
 PLUGIN = "inducekv"
-SIMILAR = 0.8  # no flag of vLLM is as similar to one of ours
+SIMILAR = 0.8  # no flag of vLLM 0.32 is as similar to one of ours
 DEFAULT_HOST = "127.0.0.1"
 # The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
 PLUGIN_GROUPS = (
@@ -137,13 +137,13 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
 
     Raises:
         UsageError: a memory is not NAME=PATH or does not exist, an allowed folder does not exist, a name is duplicate,
-            a setting is out of range, a flag is misspelt, the model's folder is of a kind that cannot have a memory,
+            a setting is out of range, the model's folder is of a kind that cannot have a memory,
             or the demo model is missing.
     """
     from_file = config_file(rest)
     additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
-    refuse_misspelt(rest)
+    warn_of_misspelt(rest)
     refuse_data_parallel(rest, from_file)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
@@ -195,12 +195,14 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_state).absolute().parent.is_dir():
             raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
         settings["state"] = str(Path(own.memory_state).absolute())
+        check_state(settings["state"])
     if own.require_signature:
         settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
     if own.memory_audit_log:
         if not Path(own.memory_audit_log).absolute().parent.is_dir():
             raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
         settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
+        check_audit_log(settings["audit_log"])
     if own.memory_audit_answers:
         if not own.memory_audit_log:
             raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
@@ -255,6 +257,16 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
         raise UsageError(f"--memory {name}: {error}") from error
 
 
+def check_audit_log(path: str) -> None:
+    """Open it before the engine starts, which takes minutes."""
+    from inducekv_vllm.audit_chain import AuditWriter
+
+    try:
+        AuditWriter(path).close()
+    except ConfigError as error:
+        raise UsageError(f"--memory-audit-log: {error}") from error
+
+
 def check_gate_log(path: str) -> None:
     """Open it before the engine starts, which takes minutes."""
     from inducekv_vllm.engine.gate_log import open_log
@@ -263,6 +275,16 @@ def check_gate_log(path: str) -> None:
         os.close(open_log(path))
     except ConfigError as error:
         raise UsageError(f"--gate-log: {error}") from error
+
+
+def check_state(folder: str) -> None:
+    """Look at it before the engine starts, which takes minutes."""
+    from .history import require_state_folder
+
+    try:
+        require_state_folder(Path(folder))
+    except ConfigError as error:
+        raise UsageError(f"--memory-state: {error}") from error
 
 
 def check_model(model: str) -> None:
@@ -347,13 +369,13 @@ def take(rest: list[str], flag: str) -> tuple[str | None, list[str]]:
     return value, left
 
 
-def refuse_misspelt(rest: list[str]) -> None:
-    """vLLM would refuse them too, but without knowing ours, and with a page of its own flags."""
+def warn_of_misspelt(rest: list[str]) -> None:
+    """vLLM refuses what it does not know, without knowing ours. A later vLLM or another plugin may know it."""
     own = [flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")]
     for argument in rest:
         flag = normal(argument.partition("=")[0])
         if flag.startswith("--") and (near := difflib.get_close_matches(flag, own, 1, SIMILAR)):
-            raise UsageError(f"unknown flag {flag}; did you mean {near[0]}?")
+            print(f"inducekv-serve: warning: {flag} is left to vLLM; did you mean {near[0]}?", file=sys.stderr)
 
 
 def refuse_data_parallel(rest: list[str], from_file: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import time
@@ -40,7 +41,7 @@ from inducekv_vllm.errors import (
 )
 from inducekv_vllm.logs import logger_of
 
-from .access import Access
+from .access import Access, opened
 from .audit import AuditLog
 from .followers import Followers
 from .history import START, History, VersionRecord
@@ -119,8 +120,9 @@ class BundleRegistry:
     async def start(self, handlers: Callable[[int], Mapping[str, Handler]] = lambda rank: {}) -> None:
         """Load the bundles of the settings, and those that an earlier server with this state folder has left.
 
-        A name that was changed while that server ran keeps its version, whatever the settings say. The server's other
-        API processes have all of them too when this returns.
+        A name that was changed while that server ran keeps its version, whatever the settings say. If the file of that
+        version is gone or damaged, the name is not served, and keeps what is recorded of it. The server's other API
+        processes have all of them too when this returns.
 
         Args:
             handlers: what another API process may call here, by its rank.
@@ -135,12 +137,12 @@ class BundleRegistry:
                     await self._audit.change("unload", name=name, digest=served.digest, by=START)
                     self._history.drop(name)
             else:
-                await self._restore(name, served)
+                await self._restore_if_whole(name, served)
         for name, path in self._config.bundles.items():
             if name in self._names:
                 digest = self._names.of(name).memory.digest
                 logger.warning("memory bundle %r stays at digest %s of the state folder, not %s", name, digest, path)
-            else:
+            elif all(served.by == START for served in self._history.of(name)[:1]):
                 await self.load(name, path)
         await self._followers.meet(self._client, handlers)
         for name, version in self._names.by_name.items():
@@ -172,9 +174,10 @@ class BundleRegistry:
         Raises:
             ConfigError: the name is invalid or taken, or the change cannot be recorded.
             VersionConflict: the name does not stand for `expected_digest`.
-            BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere.
+            BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere; or a worker
+                cannot load it.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
-            CapacityError: a worker cannot load it, there are too many bundles, or it takes too long.
+            CapacityError: there is no room for it, there are too many bundles, or it takes too long.
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """
@@ -186,7 +189,7 @@ class BundleRegistry:
             if access is None:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
-                source = await asyncio.to_thread(access.resolve, path, f"bundle {name!r}")
+                source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
             memory = await read_in_thread(self._client, self._read_checked, name, source, access)
             return await self._serve(name, memory, source, replace, who, "loaded", began)
 
@@ -215,6 +218,14 @@ class BundleRegistry:
                 raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
             memory = await read_in_thread(self._client, self._read_version, name, wanted[0])
             return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
+
+    async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
+        """`_restore`; a file that is gone or damaged is a refused change in the log, and no more."""
+        try:
+            await self._restore(name, record)
+        except BundleError:
+            if await asyncio.to_thread(self._history.is_whole, record):
+                raise  # it is refused for what it is
 
     async def _restore(self, name: str, record: VersionRecord) -> None:
         """Serve the version that the state folder has of a name, as it was."""
@@ -429,11 +440,16 @@ class BundleRegistry:
             )
         return memory
 
-    def _read(self, name: str, path: str) -> MemoryIndex:
-        """Read and check a file; runs in a thread."""
+    def _read(self, name: str, path: str, access: Access | None) -> MemoryIndex:
+        """Read and check a file; runs in a thread. With `access`, `path` is what it has found inside."""
+        with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
+            return self._read_opened(name, path, file)
+
+    def _read_opened(self, name: str, path: str, file: str) -> MemoryIndex:
+        """`file` is what leads to the bundle now, `path` what will later."""
         source = f"bundle {name!r} ({path})"
         bundle = read_bundle(
-            path,
+            file,
             backbone=self._backbone,
             max_bytes=self._config.max_bundle_bytes,
             name=source,
@@ -443,7 +459,8 @@ class BundleRegistry:
             if self._signers:
                 # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
                 require_signature(bundle.signature, bundle.digest, self._signers, source)
-            return MemoryIndex.from_bundle(bundle, self._history.store(bundle, path))
+            kept = self._history.store(bundle, path)
+            return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
         finally:
@@ -460,7 +477,7 @@ class BundleRegistry:
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
-        memory = self._read(name, path)
+        memory = self._read(name, path, access)
         try:
             for record in memory.metadata.task_adapters:
                 _check_adapter_files(name, adapter_folder(memory, record), record, access)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from inducekv_vllm.config import ADMIN_HEADER
-from inducekv_vllm.errors import LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import CapacityError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
 from inducekv_vllm.logs import logger_of
 
 from .access import Access, ChangeRefused, who
@@ -74,6 +74,7 @@ STATUS_OF: Final[dict[type[Exception], HTTPStatus]] = {
     UnknownBundle: HTTPStatus.NOT_FOUND,
     TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
     VersionConflict: HTTPStatus.CONFLICT,
+    CapacityError: HTTPStatus.INSUFFICIENT_STORAGE,
     LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
 }
 

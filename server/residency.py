@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.wire import pauses
-from inducekv_vllm.errors import CapacityError, UnsupportedModel
+from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
 from inducekv_vllm.logs import logger_of
 
 logger = logger_of(__name__)
@@ -60,7 +60,7 @@ class EngineMemory:
     async def load(self, memory: MemoryIndex) -> Resident:
         """Load on every rank, while requests run; return what the first one has.
 
-        If a rank fails, unload on all and raise CapacityError.
+        If a rank fails, unload on all and raise CapacityError, or BundleError if it lacks no room.
         """
         ask, waits = self._client.collective_rpc, pauses()
         try:
@@ -73,7 +73,8 @@ class EngineMemory:
         refusals = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if not a["ok"]]
         if refusals:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
-            raise CapacityError(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
+            kind = CapacityError if any(answer.get("is_full") for answer in answers) else BundleError
+            raise kind(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
         return Resident.from_facts(answers[0])
 
     async def load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:

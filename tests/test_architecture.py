@@ -23,7 +23,7 @@ from inducekv_vllm import SUPPORTED_VLLM
 ROOT = Path(__file__).parents[1]
 # The packages, and the rooms of the selector, from the lowest to the highest: each may import those before it.
 LAYERS = {
-    "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks",)),
+    "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks", "inducekv_serve")),
     "selector": (
         ("runtime",),
         ("report",),
@@ -61,7 +61,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Every module of the four packages by its dotted name; a package's name stands for its `__init__`."""
+    """Every module of the packages by its dotted name; a package's name stands for its `__init__`."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -53,7 +53,7 @@ def test_it_holds_the_packages_and_the_demo_and_nothing_else(wheel: Path) -> Non
     list_files = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     tracked = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode == 0:
-        packages = ("inducekv_vllm/", "selector/", "server/", "benchmarks/")
+        packages = ("inducekv_vllm/", "selector/", "server/", "inducekv_serve/")
         expected = {name for name in tracked.stdout.splitlines() if name.startswith(packages)}
         assert expected == {name for name in names if ".dist-info/" not in name}
     assert set(PROJECT["optional-dependencies"]) == {

@@ -29,6 +29,7 @@ from ..errors import BundleError
 from ..page_terms import Form, Weighting
 
 FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6, 7)
+MAX_ID: Final = 256  # characters; traces and audit logs repeat the ids of the entries that each answer has used
 FormatVersion = Literal[1, 2, 3, 4, 5, 6, 7]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
@@ -51,7 +52,7 @@ class EntryRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str = Field(min_length=1)
+    id: str = Field(min_length=1, max_length=MAX_ID)
     task: str = Field(min_length=1)
     source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
     # Before format version 5, entries have no dates.

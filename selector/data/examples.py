@@ -29,6 +29,7 @@ from PIL import Image, ImageOps
 
 from inducekv_vllm.bounded_json import MAX_VALUES, count_values, parse_json, shown
 from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.errors import TaskDataError
 
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
@@ -251,6 +252,8 @@ def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
     for name, value in (("id", identity), ("task", record.get("task"))):
         if not isinstance(value, str) or not value:
             raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {shown(value)}")
+    if len(str(identity)) > MAX_ID:
+        raise TaskDataError(f"{place}: 'id' must have at most {MAX_ID} characters, found {len(str(identity))}")
     if not isinstance(record.get("answer"), str):
         raise TaskDataError(f"{place}: 'answer' must be a string, found {shown(record.get('answer'))}")
     if not isinstance(record.get("messages"), list) or not record["messages"]:

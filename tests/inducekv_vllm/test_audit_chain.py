@@ -54,6 +54,13 @@ def test_an_empty_log_is_whole(path: Path) -> None:
     assert verify(path) == Chain(0, NO_RECORD, 0)
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_ordinary_file(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    with pytest.raises(ConfigError, match=r"audit.jsonl: cannot be used as an audit log: (it is not an ord|Is a dir)"):
+        AuditWriter(path)
+
+
 @pytest.mark.parametrize("line", range(4))
 def test_the_first_line_that_was_changed_is_named(path: Path, line: int) -> None:
     """Any line but the last: the record behind it names what it was. The last one is what a known head is for."""

@@ -458,6 +458,7 @@ def test_metadata_that_cannot_be_used(path: Path) -> None:
         ({"budget": 0}, "budget"),
         ({"entries": []}, "entries"),
         ({"entries": [good["entries"][0]] * 5}, "'e0' occurs more than once"),
+        ({"entries": [{**good["entries"][0], "id": "x" * 257}]}, "entries.0.id: String should have at most 256 char"),
         ({"entries": good["entries"][:4]}, "retrieval_keys must be F16 [4, 16], found F16 [5, 16]"),
         ({"payload_tokens": 8}, "payload_keys must be F16 [3, 5, 2, 8, 8]"),
         ({"surprise": 1}, "surprise"),

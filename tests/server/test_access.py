@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.config import ADMIN_HEADER, InduceKVConfig
 from inducekv_vllm.engine.passes import prompt_identity
 from inducekv_vllm.engine.trace import TraceLog
 from inducekv_vllm.errors import BundleError
-from server.access import Access, ChangeRefused, SagemakerMiddleware
+from server.access import Access, ChangeRefused, SagemakerMiddleware, opened
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import World, prompts
 from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of, wait_until
+from tests.server.test_versions import Workers, begin
 
 
 @pytest.fixture
@@ -33,14 +35,22 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
+def found(access: Access, path: Path | str) -> str:
+    """The file at a path, which can be opened."""
+    real = access.inside(str(path), "bundle 'm'")
+    with opened(real, "bundle 'm'") as file:
+        assert os.path.samefile(file, real)
+    return real
+
+
 class TestFolders:
     def test_what_lies_beneath_is_found(self, root: Path) -> None:
         access = Access([str(root.parent / "outside"), str(root)], "key")
         inside = root / "sub" / "b.safetensors"
         (root / "link").symlink_to(inside)
         for path in (inside, root / "sub" / ".." / "sub" / "b.safetensors", root / "link"):
-            assert access.resolve(str(path), "bundle") == str(inside)
-        assert access.resolve("b.safetensors", "bundle") == str(root.parent / "outside" / "b.safetensors")
+            assert found(access, path) == str(inside)
+        assert found(access, "b.safetensors") == str(root.parent / "outside" / "b.safetensors")
 
     def test_what_lies_elsewhere_is_refused_the_same_whether_it_is_there_or_not(self, root: Path) -> None:
         outside = root.parent / "outside"
@@ -59,7 +69,7 @@ class TestFolders:
             "/dev/zero",
         ):
             with pytest.raises(BundleError) as error:
-                Access([str(root)], "key").resolve(str(path), "bundle 'm'")
+                found(Access([str(root)], "key"), path)
             said.add(str(error.value).replace(repr(str(path)), "PATH"))
         assert said == {"bundle 'm': PATH is not in a folder that this server loads from (--memory-root)"}
 
@@ -76,12 +86,78 @@ class TestFolders:
     def test_what_is_no_file(self, root: Path, name: str, problem: str) -> None:
         os.mkfifo(root / "pipe")
         with pytest.raises(BundleError, match=problem):
-            Access([str(root)], "key").resolve(f"{root}/{name}", "bundle")
+            found(Access([str(root)], "key"), f"{root}/{name}")
 
     def test_without_a_folder_nothing_is_loaded(self, root: Path) -> None:
         with pytest.raises(ChangeRefused, match="no folder is allowed") as error:
-            Access((), "key").resolve(str(root / "b.safetensors"), "bundle")
+            found(Access((), "key"), root / "b.safetensors")
         assert error.value.status == HTTPStatus.FORBIDDEN
+
+    def test_a_root_that_is_everything(self, root: Path) -> None:
+        assert found(Access(["/"], "key"), root / "b.safetensors") == str(root / "b.safetensors")
+        with pytest.raises(BundleError, match="/ is not a regular file"):
+            found(Access(["/"], "key"), "/")
+
+
+class Exchanging(Access):
+    """Somebody exchanges a file or its folder for a link to the outside when its path has just been checked."""
+
+    def __init__(self, root: Path, exchanged: Path) -> None:
+        super().__init__([str(root)], "key")
+        self.exchanged = exchanged
+
+    def inside(self, path: str, what: str) -> str:
+        real = super().inside(path, what)
+        outside = Path(self._roots[0]).parent / "outside"
+        target = outside if self.exchanged.is_dir() else outside / "b.safetensors"
+        self.exchanged.rename(self.exchanged.with_name("was"))
+        self.exchanged.symlink_to(target)
+        return real
+
+
+@pytest.mark.anyio
+class TestExchange:
+    """The registry reads the file that was checked, or none; its workers take everything."""
+
+    @pytest.fixture
+    def outside(self, root: Path) -> str:
+        bundle = random_bundle(seed=1)
+        write_bundle(bundle, root.parent / "outside" / "b.safetensors")
+        return bundle.digest
+
+    @pytest.mark.parametrize("exchanged", ["b.safetensors", "sub/b.safetensors", "sub"])
+    async def test_between_the_check_and_the_reading(self, root: Path, outside: str, exchanged: str) -> None:
+        registry = begin(InduceKVConfig(), Workers())
+        path = "b.safetensors" if exchanged == "b.safetensors" else "sub/b.safetensors"
+        with pytest.raises(BundleError, match=r"became a symbolic link|Not a directory"):
+            await registry.load("m", path, access=Exchanging(root, root / exchanged))
+        assert not registry.list().data
+
+    async def test_at_any_time(self, root: Path, outside: str) -> None:
+        registry, access = begin(InduceKVConfig(), Workers()), Access([str(root)], "key")
+        file, inside, ended = root / "b.safetensors", root / "sub" / "b.safetensors", threading.Event()
+
+        def exchange() -> None:
+            while not ended.is_set():
+                (root / "next").symlink_to(root.parent / "outside" / "b.safetensors")
+                os.replace(root / "next", file)
+                os.link(inside, root / "next")
+                os.replace(root / "next", file)
+
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        outcomes = set()
+        try:
+            for _ in range(400):
+                try:
+                    outcomes.add((await registry.load("m", str(file), replace=True, access=access)).digest)
+                except BundleError as error:
+                    outcomes.add("elsewhere" if "--memory-root" in str(error) else "exchanged")
+        finally:
+            ended.set()
+            thread.join()
+        assert {random_bundle().digest, "elsewhere"} <= outcomes  # it was exchanged
+        assert outside not in outcomes
 
 
 def test_the_admin_key() -> None:

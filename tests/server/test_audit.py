@@ -19,7 +19,7 @@ from inducekv_vllm.audit_chain import AuditWriter, verify
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError, LoadTimeout, UnknownBundle, VersionConflict
-from server.audit import AuditLog
+from server.audit import WRONG_KEYS, AuditLog
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, begin
@@ -138,6 +138,27 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
     assert set(server.workers.resident) == {DIGEST["a"]}
     await server.load("b")
     verify(server.log)
+
+
+async def test_wrong_keys_do_not_fill_the_log(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.audit.WRONG_KEYS_S", 0.5)
+    server = Audited(files)
+
+    def refused() -> list[int | None]:
+        return [record.get("count") for record in server.records() if record["event"] == "refusal"]
+
+    for _ in range(1000):
+        server.audit.refusal("/v1/load_memory_bundle", None, "unknown at 10.0.0.9", "found another key")
+    assert refused() == [None] * WRONG_KEYS
+    with pytest.raises(UnknownBundle):
+        await server.registry.unload("m", who=ADMIN)  # the admin's are recorded, each of them
+    async with asyncio.timeout(30):
+        while refused() != [None] * (WRONG_KEYS + 1) + [1000 - WRONG_KEYS]:
+            await asyncio.sleep(0.05)
+    for _ in range(WRONG_KEYS + 1):
+        server.audit.refusal("/v1/load_memory_bundle", None, "unknown at 10.0.0.9", "found another key")
+    server.close()
+    assert refused()[-WRONG_KEYS - 1 :] == [None] * WRONG_KEYS + [1]
 
 
 class Disk:

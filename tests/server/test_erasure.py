@@ -104,7 +104,7 @@ async def test_of_a_load_that_the_workers_refuse(
 
     async def refuse(method: str, args: tuple[str, ...] = ()) -> list[Any]:
         answers = await ask(method, args)
-        return [{"ok": False, "error": "no room"}] if method == "inducekv_load_outcome" else answers
+        return [{"ok": False, "error": "no room", "is_full": True}] if method == "inducekv_load_outcome" else answers
 
     monkeypatch.setattr(registry.workers, "collective_rpc", refuse)
     with pytest.raises(CapacityError, match="no room"):
@@ -152,8 +152,8 @@ async def test_of_a_load_that_nobody_waits_for_any_more(
     registry, goes_on = Registry(files, load_timeout_s=0.2), threading.Event()
     plain = registry.registry._read
 
-    def late(name: str, path: str) -> MemoryIndex:
-        memory = plain(name, path)
+    def late(name: str, path: str, access: Any) -> MemoryIndex:
+        memory = plain(name, path, access)
         assert goes_on.wait(30)
         return memory
 

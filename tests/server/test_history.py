@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle
+from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
@@ -77,12 +79,67 @@ def test_what_a_killed_server_left_unfinished_is_removed(tmp_path: Path) -> None
     history = History(str(tmp_path))
     push(history, "m", BUNDLES[0])
     history.store(BUNDLES[1], "/b")  # was never recorded
-    (tmp_path / ".registry.json.0123.tmp").write_text("{")
-    (tmp_path / f".{BUNDLES[2].digest}.safetensors.0123.tmp").write_text("")
+    (tmp_path / ".registry.json.0123456789abcdef.tmp").write_text("{")
+    (tmp_path / f".{BUNDLES[2].digest}.safetensors.0123456789abcdef.tmp").write_text("")
     history.close()
     again = History(str(tmp_path))
     assert digests(again, "m") == [0]
     assert set(os.listdir(tmp_path)) == {"lock", "registry.json", f"{BUNDLES[0].digest}.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", ".swp.tmp", "registry.json.bak"])
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    write_bundle(BUNDLES[0], tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    with pytest.raises(ConfigError, match=f"expected an empty folder, or that of an earlier server, found '{name}'"):
+        History(str(tmp_path))
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_an_empty_file_system_is_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    push(History(str(tmp_path)), "m", BUNDLES[0])
+
+
+def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(str(tmp_path), keep=1)
+    push(history, "m", BUNDLES[0])
+    history.close()
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / ("0" * 64 + ".safetensors")).mkdir()
+    (tmp_path / ".editor.tmp").write_text("mine")
+    (tmp_path / ("1" * 64 + ".safetensors")).write_text("no bundle")
+    write_bundle(BUNDLES[1], tmp_path / "mine.safetensors")
+    write_bundle(BUNDLES[1], tmp_path / ("2" * 64 + ".safetensors"))  # not what its name says
+    before = set(os.listdir(tmp_path))
+    again = History(str(tmp_path), keep=1)
+    assert set(os.listdir(tmp_path)) == before
+    assert [message for message in caplog.messages if "folder.safetensors" in message and "left alone" in message]
+    push(again, "m", BUNDLES[2])  # and what was served goes
+    added, gone = f"{BUNDLES[2].digest}.safetensors", f"{BUNDLES[0].digest}.safetensors"
+    assert set(os.listdir(tmp_path)) == before - {gone} | {added}
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "empty"])
+def test_a_damaged_copy_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    history = History(str(tmp_path))
+    push(history, "m", BUNDLES[0])
+    copy = tmp_path / f"{BUNDLES[0].digest}.safetensors"
+    whole = copy.read_bytes()
+    if damage == "another bundle":
+        write_bundle(BUNDLES[1], copy)
+    else:
+        copy.write_bytes({"cut off": whole[:-1], "changed": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, b""))
+    assert not history.is_whole(history.of("m")[0])
+    for _ in range(2):
+        assert history.store(BUNDLES[0], "/somewhere/b.safetensors") == str(copy)
+    assert copy.read_bytes() == whole
+    assert history.is_whole(history.of("m")[0])
+    assert (
+        len([message for message in caplog.messages if f"copy of digest {BUNDLES[0].digest} is damaged" in message])
+        == 1
+    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -127,20 +184,29 @@ def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "problem"),
     [
-        "",
-        "{",
-        "[]",
-        json.dumps({"format_version": 2}),
-        json.dumps({"names": {"m": [{"digest": "../../etc/passwd"}]}}),
+        ("", "the file: Invalid JSON"),
+        ("{", "the file: Invalid JSON"),
+        ("[]", "the file: Input should be an object"),
+        (json.dumps({"format_version": 2}), "format_version: Input should be 1"),
+        (json.dumps({"names": {"m": [{"digest": "../../etc/passwd"}]}}), "names.m.0.digest: String should match"),
+        (json.dumps({"names": {"m": []}}), "names.m: Tuple should have at least 1 item"),
     ],
 )
-def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "registry.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"registry.json: the registry of an earlier server cannot be read"):
+    expected = f"registry.json: the registry of an earlier server cannot be read: {problem}"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         History(str(tmp_path))
     assert (tmp_path / "registry.json").read_text() == content
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_registry_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "registry.json")
+    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: it is not an ordinary file"):
+        History(str(tmp_path))
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,16 @@ class TestArguments:
         monkeypatch.chdir(tmp_path)
         arguments = handed("MODEL", "--memory-root", str(tmp_path), "--memory-root=b")
         assert additional(arguments)["inducekv"]["roots"] == [str(tmp_path), str(tmp_path / "b")]
+
+    @pytest.mark.parametrize(("flag", "ours"), [("--memmory", "--memory"), ("--memory_topk", "--memory-top-k")])
+    def test_a_flag_that_resembles_ours_is_vllms_to_know(
+        self, flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert handed("MODEL", f"{flag}=4")[-3] == f"{flag}=4"
+        warning = f"inducekv-serve: warning: {flag.replace('_', '-')} is left to vLLM; did you mean {ours}?\n"
+        assert capsys.readouterr().err == warning
+        handed("MODEL", "--port", "1", "--max-model-len", "256")
+        assert capsys.readouterr().err == ""
 
     @pytest.mark.parametrize("flag", ["--host=0.0.0.0", "--uds=/tmp/s"])
     def test_never_open_to_the_network_unless_asked(self, flag: str) -> None:
@@ -148,9 +159,10 @@ class TestRefusals:
             (["--additional-config", '{"inducekv": {"bundles": {"a": "b"}}}', "--memory", "a=BUNDLE"], "'a' is given"),
             (["--additional-config", '{"inducekv": {"top_k": 3}}', "--memory-top-k", "2"], "'top_k' is given"),
             (["--config", "/no/such.yaml"], "no/such.yaml"),
-            (["--memmory", "a=BUNDLE"], "unknown flag --memmory; did you mean --memory"),
             (["--memory-state", "/no/such/state"], "no such folder: /no/such"),
+            (["--memory-state", "FOLDER"], "--memory-state: .*expected an empty folder, .*, found 'b.safetensors'"),
             (["--memory-audit-log", "/no/such/log"], "no such folder: /no/such"),
+            (["--memory-audit-log", "PIPE"], "--memory-audit-log: .*/pipe: .*: it is not an ordinary file"),
             (["--gate-log", "/no/such/log"], "--gate-log: /no/such/log: cannot .*: No such file or directory"),
             (["--gate-log", "/tmp"], "--gate-log: /tmp: cannot be used as a gate log: Is a directory"),
             (["--gate-log", "/dev/null"], "--gate-log: /dev/null: .*: it is not an ordinary file"),
@@ -159,7 +171,6 @@ class TestRefusals:
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),
             (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
             (["--memory-root", "/no/such"], "no such folder: /no/such"),
-            (["--memory_topk=4"], "unknown flag --memory-topk; did you mean --memory-top-k"),
             (["--data-parallel-size", "2"], "memory needs one engine.*found --data-parallel-size 2"),
             (["--data_parallel_size=3"], "found --data-parallel-size 3"),
             (["-dp", "2"], "found --data-parallel-size 2"),
@@ -169,6 +180,8 @@ class TestRefusals:
         damaged = bundle.with_name("damaged.safetensors")
         damaged.write_bytes(bundle.read_bytes()[:-1])
         named = {"BUNDLE": bundle, "DAMAGED": damaged, "PUBLIC": public_key(bundle.with_name("public.pem"))}
+        named |= {"FOLDER": bundle.parent, "PIPE": bundle.with_name("pipe")}
+        os.mkfifo(named["PIPE"])
         for name, path in named.items():
             argv = [argument.replace(name, str(path)) for argument in argv]
         with pytest.raises(UsageError, match=message):
@@ -197,6 +210,26 @@ class TestRefusals:
         )
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert ended.stdout.split() == ["2", "False", "False"]
+
+
+@pytest.mark.parametrize("name", ["server/__init__.py", "server.py"])
+def test_another_package_of_the_name_is_refused(tmp_path: Path, name: str) -> None:
+    stranger, ours = tmp_path / name, Path(launcher.__file__).parent
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("")
+
+    def started(*folders: Path) -> tuple[int, str, str]:
+        path = os.pathsep.join(map(str, folders))
+        code = "from inducekv_serve import main; main(['--print-demo-model'])"
+        command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+        ended = subprocess.run(command, env=environment, cwd=tmp_path.parent, capture_output=True, text=True)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    status, printed, error = started(tmp_path, ours.parent)
+    assert (status, printed) == (2, "")
+    assert error.startswith(f"inducekv-serve: error: the package `server` must be {ours}, found {stranger}, ")
+    assert error.count("\n") == 1
+    assert started(ours.parent, tmp_path) == (0, f"{CHECKPOINT}\n", "")
 
 
 def test_print_demo_model(capsys: pytest.CaptureFixture[str]) -> None:

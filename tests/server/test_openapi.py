@@ -17,16 +17,17 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges
 from server.endpoint import InduceKVEndpoint
 from server.openapi import API_KEY_SCHEME, TAG
-from server.requests import ADMIN_SCHEME
+from server.requests import ADMIN_SCHEME, refused
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
 EXAMPLES = 25  # of each route and kind of client
 ROUTES = {
-    ("post", "/v1/load_memory_bundle"): {200, 400, 401, 403, 409, 429, 503, 504},
-    ("post", "/v1/rollback_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
+    ("post", "/v1/load_memory_bundle"): {200, 400, 401, 403, 409, 429, 503, 504, 507},
+    ("post", "/v1/rollback_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504, 507},
     ("post", "/v1/forget_memory_versions"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("post", "/v1/unload_memory_bundle"): {200, 400, 401, 403, 404, 409, 429, 503, 504},
     ("get", "/v1/memory_bundles"): {200, 503},
@@ -54,6 +55,21 @@ def operations(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[s
         for method, operation in item.items():
             if TAG in operation.get("tags", ()):
                 yield (method, path), operation
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CapacityError("full"), 507),
+        (TooManyChanges("busy"), 429),
+        (LoadTimeout("late"), 504),
+        (BundleError("bad"), 400),
+    ],
+)
+async def test_what_lacks_room_is_no_bad_request(error: InduceKVError, status: int) -> None:
+    request: Any = None
+    assert (await refused(request, error)).status_code == status
 
 
 def test_every_route_has_its_statuses_and_says_what_it_does() -> None:

@@ -162,8 +162,8 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     await registered.load("m", "prior")
     read = registered.registry._read
 
-    def read_and_change(name: str, path: str) -> Any:
-        memory = read(name, path)
+    def read_and_change(name: str, path: str, access: Any) -> Any:
+        memory = read(name, path, access)
         shutil.copy(registered.world.paths["sqrt"], path)
         return memory
 
@@ -171,7 +171,7 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
     for name, replacing in (("m", True), ("new", False)):
         shutil.copy(registered.world.paths["other"], path)
-        with pytest.raises(CapacityError, match="changed while it was loaded"):
+        with pytest.raises(BundleError, match="changed while it was loaded"):
             await registered.registry.load(name, str(path), replace=replacing)
     assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
 
@@ -252,8 +252,8 @@ async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
     read = registered.registry._read
     record = AdapterRecord(task="t", path=str(outside), digest="d", rank=1)
 
-    def read_routed(name: str, path: str) -> MemoryIndex:
-        memory = read(name, path)
+    def read_routed(name: str, path: str, access: Any) -> MemoryIndex:
+        memory = read(name, path, access)
         return replace(memory, metadata=memory.metadata.model_copy(update={"task_adapters": (record,)}))
 
     monkeypatch.setattr(registered.registry, "_read", read_routed)
@@ -271,8 +271,8 @@ class TestAdapters:
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
         read = registered.registry._read
 
-        def read_styled(name: str, path: str) -> MemoryIndex:
-            memory = read(name, path)
+        def read_styled(name: str, path: str, access: Any) -> MemoryIndex:
+            memory = read(name, path, access)
             return replace(memory, metadata=memory.metadata.model_copy(update={"adapter": "style"}))
 
         monkeypatch.setattr(registered.registry, "_read", read_styled)

@@ -444,7 +444,7 @@ class TestRanks:
         async def two_ranks(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
             (answer,) = await one_rank(method, args)
             if method == "inducekv_load_outcome" and args[0] in broken:
-                return [answer, {"ok": False, "error": "no room"}]
+                return [answer, {"ok": False, "error": "no room", "is_full": True}]
             return [answer, answer]
 
         processes.workers.collective_rpc = two_ranks  # type: ignore[method-assign]

@@ -262,6 +262,33 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
     assert {card.name for card in third.list().data} == {"moved", "m"}
 
 
+@pytest.mark.parametrize("damage", ["cut off", "changed", "gone"])
+async def test_a_restart_goes_without_a_version_that_cannot_be_read(
+    files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """Not even the command line's version is served in its place, until the name is loaded again."""
+    config = InduceKVConfig(state=str(tmp_path / "state"), bundles={"m": files["a"]})
+    first = begin(config, Workers())
+    await first.start()
+    await first.load("m", files["b"], replace=True, who="admin")
+    await first.load("n", files["c"], who="admin")
+    first._history.close()
+    copy = tmp_path / "state" / f"{DIGEST['b']}.safetensors"
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    if damage == "gone":
+        copy.unlink()
+
+    second = begin(config, Workers())
+    await second.start()
+    assert {card.name for card in second.list().data} == {"n"}
+    assert len([line for line in caplog.messages if "restore of memory bundle 'm' by start refused" in line]) == 1
+    assert second.detail("m").state == "failed"
+    await second.load("m", files["b"], who="admin")
+    assert served(second) == "ba"
+    assert copy.read_bytes() == whole
+
+
 async def test_a_change_that_cannot_be_recorded_is_refused(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
