@@ -28,7 +28,7 @@ from .attention.pages import ResidentBundle, kv_heads_of_rank
 from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
 from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
-from .bundle import BackboneFingerprint, Bundle, read_bundle
+from .bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from .cached_values import CachedValues
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
@@ -266,6 +266,7 @@ class MemoryWorker(Worker):
         """Refuse another content than the API process has read, and what this engine cannot do."""
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
+        check_magnitudes(bundle, dtype_of(self.model_config), path)
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
             raise self.attention.merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:
