@@ -1,8 +1,8 @@
 """How large the numbers of a bundle may be where it is served.
 
 What memory adds to the attention output is multiplied by a projection and added up over the layers, in the dtype of the
-served model. Payloads and maps may reach the square root of its largest number, value gates the fourth root: their
-product and what follows still fit. Trained memories stay a thousand times below. See `magnitude_limits`.
+served model. Payloads and maps may reach the square root of its largest number, value gates the fourth root: in
+float32 and bfloat16 their product leaves room for what follows. Float16 has little room; there it may still overflow.
 """
 
 from __future__ import annotations
