@@ -15,6 +15,13 @@ class AddsMemory(Protocol):
         """Whether `add` needs the log-sum-exp of self-attention for a forward pass of this many rows."""
         ...
 
+    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What the KV cache may hold of a layer's keys and values [rows, J, D]: finite numbers in rows with memory.
+
+        A block keeps what one request has left in it for the next one.
+        """
+        ...
+
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """Add the step's memory to the output of a layer's self-attention, in place.
 
@@ -54,6 +61,9 @@ def _with_memory(base: Any) -> type:
         memory: AddsMemory
         layer_index: int
         self_lse: Tensor | None
+
+        def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().do_kv_cache_update(layer, *self.memory.cacheable(key, value), *args, **kwargs)
 
         def forward(
             self,

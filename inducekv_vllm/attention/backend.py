@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..config import InduceKVConfig
 from ..errors import UnsupportedModel
 from . import cpu
-from .merge import merge_memory
+from .merge import finite_or, merge_memory
 from .pages import LayerPages, RequestMemory
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
@@ -129,18 +129,17 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         memory_output, memory_lse = cpu.prefill_memory_attention(query, pages, span.memory, self.scale)
         self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
         remainder = span.memory.log_remainder if span.memory.has_remainder else None
-        return merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder).to(
-            self_output.dtype
-        )
+        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder)
+        return finite_or(merged.to(self_output.dtype), self_output)
 
     def _decode(
         self, batch: DecodeBatch, pages: LayerPages, query: Tensor, kv_cache: Tensor, self_output: Tensor
     ) -> Tensor:
         memory_output, memory_lse = cpu.decode_memory_attention(query, pages, batch, self.scale)
         self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
-        return merge_memory(
-            self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, batch.log_remainder
-        ).to(self_output.dtype)
+        remainder = batch.log_remainder
+        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder)
+        return finite_or(merged.to(self_output.dtype), self_output)
 
 
 def probe_packed_layout(isa: str, dtype: torch.dtype, head_size: int, block_size: int) -> None:

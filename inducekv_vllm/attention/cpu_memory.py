@@ -65,6 +65,9 @@ class CPUMemoryAttention:
     def begin_step(self, rows: StepRows) -> None:
         """See `MemoryAttention`."""
         self._merged = self._requests.of_requests(rows.request_ids, "merged")
+        if self._merged is not None:
+            everywhere = [0] * len(rows.request_ids)
+            self.decoupled.merged = active_rows(self._merged, everywhere, rows.num_computed, rows.num_scheduled)
         memories = self._requests.of_requests(rows.request_ids, "decoupled")
         if memories is not None:
             starts = [self._requests.first_active(request_id) for request_id in rows.request_ids]
@@ -73,4 +76,4 @@ class CPUMemoryAttention:
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._merged = None
-        self.decoupled.active = []
+        self.decoupled.active, self.decoupled.merged = [], []

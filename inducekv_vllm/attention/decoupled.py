@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cpu import fused_attention
+from .merge import finite_or, is_finite
 from .pages import LayerPages, RequestMemory
 
 
@@ -32,10 +33,18 @@ class DecoupledStep:
     """The active rows of the running step, set before the forward pass; every layer reads them (`AddsMemory`)."""
 
     active: list[ActiveRows] = field(default_factory=list)
+    merged: list[ActiveRows] = field(default_factory=list)  # of merged memory, which is added elsewhere
 
     def needs_lse(self, num_rows: int) -> bool:
         """Never."""
         return False
+
+    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `AddsMemory`. The CPU's attention multiplies unused slots of a block by 0, which leaves NaN and inf."""
+        rows = [active.rows for active in (*self.active, *self.merged)]
+        if not rows or (is_finite(key) and is_finite(value)):
+            return key, value
+        return _cleared(key, rows), _cleared(value, rows)
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
@@ -84,10 +93,13 @@ def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale
     R, H, D = query.shape
     J = pages.keys.shape[0]
     read = attend(query, memory, layer, scale)  # [J, R, G, D]
+    own = output.clone()
     if pages.map_in is not None:
         blocks = output.view(R, J, -1).transpose(0, 1)  # [J, R, G D]
         blocks.add_(mapped(blocks, pages, memory), alpha=pages.gate)
     output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=pages.gate)
+    if (finite := finite_or(output, own)) is not output:
+        output.copy_(finite)
 
 
 def attend(query: Tensor, memory: RequestMemory, layer: int, scale: float) -> Tensor:
@@ -116,6 +128,14 @@ def mapped(blocks: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
     if memory.map_weight is not None:
         inner = inner * memory.map_weight
     return torch.bmm(inner, map_out.float())
+
+
+def _cleared(numbers: Tensor, rows: Sequence[slice | Tensor]) -> Tensor:
+    """A copy of keys or values [all rows, J, D] with 0 for what is not finite in these rows."""
+    numbers = numbers.clone()
+    for each in rows:
+        numbers[each] = numbers[each].nan_to_num(0.0, 0.0, 0.0)
+    return numbers
 
 
 def _rows_of(ranges: Sequence[tuple[int, int]]) -> slice | Tensor:

@@ -138,6 +138,10 @@ class KernelMemoryAttention:
         """See `AddsMemory`."""
         return any(now.shape.lse for now in self._launches(num_rows))
 
+    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `AddsMemory`. Here the limits of what loads have to suffice: to look at them would cost every request."""
+        return key, value
+
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
         for now in self._launches(len(query)):

@@ -2,11 +2,13 @@
 
 metadata.py   entries, backbone, form, gate tasks: everything that is not a tensor
 tensors.py    the tensors, their digest and their checks
+magnitudes.py how large their numbers may be where they are served
 signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
 """
 
 from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, read_signature, write_bundle
+from .magnitudes import MagnitudeLimits, check_magnitudes, magnitude_limits
 from .metadata import (
     FORMAT_VERSIONS,
     AdapterRecord,
@@ -31,12 +33,15 @@ __all__ = [
     "EntryRecord",
     "Gate",
     "GateRecord",
+    "MagnitudeLimits",
     "OutputMap",
     "PublicKey",
     "Signature",
     "bundle_digest",
     "check_bundle",
+    "check_magnitudes",
     "expected_shapes",
+    "magnitude_limits",
     "read_bundle",
     "read_private_key",
     "read_public_key",

@@ -20,7 +20,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.checkpoints import Kind, kind_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.fingerprint import fingerprint_of
+from inducekv_vllm.fingerprint import backbone_fingerprint
 
 from ..data.examples import Example
 from .chat import takes_parts, with_text_content
@@ -92,9 +92,9 @@ class Backbone:
         device: torch.device = self.model.device
         return device
 
-    @property
+    @cached_property
     def fingerprint(self) -> BackboneFingerprint:
-        return fingerprint_of(self.model.config, self.tokenizer)
+        return backbone_fingerprint(self.model.config.name_or_path)
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""

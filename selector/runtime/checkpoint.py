@@ -1,6 +1,6 @@
 """A run's progress on disk: a run that is killed resumes, and ends with the same result.
 
-    DIR/identity.json       everything that determines the run's result
+    DIR/identity.json       everything that determines the run's result, and when it began
     DIR/NAME.safetensors    an optimisation's state after its last complete step
     DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
     DIR/finished.json       the digest of the bundle, once all outputs are written
@@ -50,15 +50,15 @@ class Checkpoint:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        path, content = folder / IDENTITY, _content(identity)
+        path = folder / IDENTITY
         try:
             with together():
-                resumed = path.is_file() and path.read_bytes() == content
+                resumed = path.is_file() and _is_of(path, identity)
             with together():
                 if not resumed and is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir()
-                    replace_file(path, content)
+                    replace_file(path, _content(identity, datetime.now(UTC).replace(microsecond=0)))
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
         return cls(folder), resumed
@@ -72,7 +72,7 @@ class Checkpoint:
         """
         with together():
             try:
-                if (folder / FINISHED).is_file() and (folder / IDENTITY).read_bytes() == _content(identity):
+                if (folder / FINISHED).is_file() and _is_of(folder / IDENTITY, identity):
                     return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise cls(folder).damaged(FINISHED, error) from error
@@ -80,8 +80,8 @@ class Checkpoint:
 
     @property
     def began(self) -> datetime:
-        """When the run began, in whole seconds: resuming it changes nothing."""
-        return datetime.fromtimestamp(int((self.folder / IDENTITY).stat().st_mtime), UTC)
+        """When the run began, in UTC and in whole seconds: resuming it or copying the folder changes nothing."""
+        return datetime.fromisoformat(json.loads((self.folder / IDENTITY).read_bytes())["began"])
 
     def finish(self, digest: str) -> None:
         """Record that the bundle of this digest is written. For the main process only.
@@ -148,8 +148,18 @@ class Checkpoint:
         return self.folder / f"{name}.safetensors"
 
 
-def _content(identity: dict[str, Any]) -> bytes:
-    return json.dumps(identity, sort_keys=True, indent=1).encode()
+def _content(identity: dict[str, Any], began: datetime) -> bytes:
+    return json.dumps({"began": began.isoformat(), "identity": identity}, sort_keys=True, indent=1).encode()
+
+
+def _is_of(path: Path, identity: dict[str, Any]) -> bool:
+    """Whether a file is what `_content` made of this identity, whenever that was."""
+    content = path.read_bytes()
+    try:
+        began = datetime.fromisoformat(json.loads(content)["began"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    return content == _content(identity, began)
 
 
 def identity_digest(identity: dict[str, Any]) -> str:

@@ -426,7 +426,7 @@ def _finish(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Merge what was read with self-attention's output, add the maps, and store."""
+    """Merge what was read with self-attention's output, add the maps, and store what is finite."""
     column = tl.arange(0, DP)
     inside = live[:, None] & (column < D)[None, :]
     places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
@@ -475,7 +475,10 @@ def _finish(
         result += tl.where(merged, other_weight / whole, 1.0)[:, None] * own.to(tl.float32)
     else:
         result += own.to(tl.float32)
-    tl.store(places, result.to(own.dtype), mask=inside)
+    stored = result.to(own.dtype)
+    # Where it is not finite, memory counts as zero: the next layers would spread it.
+    finite = tl.abs(stored.to(tl.float32)) < float("inf")
+    tl.store(places, tl.where(finite, stored, own), mask=inside)
 
 
 @triton.jit

@@ -30,7 +30,8 @@ def add_memory(
         parts = [attend(pool, tables, slots, query[rows], scale, *item) for item in items_of(tile, slots, tables, step)]
         merged = parts[0] if len(parts) == 1 else merge(parts)
         lse = None if self_lse is None or not shape.lse else self_lse[rows]
-        output[rows] = finish(pool, tables, slots, merged, output[rows], lse).to(output.dtype)
+        result = finish(pool, tables, slots, merged, output[rows], lse).to(output.dtype)
+        output[rows] = torch.where(result.isfinite(), result, output[rows])
 
 
 def live_tiles(step: StepTensors) -> list[tuple[int, Tensor]]:

@@ -208,6 +208,44 @@ def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k:
         assert (result[row, heads] - expected).abs().max() < tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("form", ["decoupled", "prefill", "decode"])
+def test_what_is_not_finite_is_not_added(form: str) -> None:
+    """Such a number of the output stays that of self-attention, to the bit; here those of half of the columns."""
+    decoupled = {"form": "decoupled", "activations": {"t": "prompt"}} if form == "decoupled" else {}
+    memories = _Memories(torch.float32)
+    bundle = memories.bundle("prior", 0, **decoupled)
+    memory = memories.memory(bundle, None, False, 0)
+    memories.pool.values[..., D // 2 :] = math.inf
+    rows = 1 if form == "decode" else 3
+    query, output = torch.randn(2, rows, H, D, generator=torch.Generator().manual_seed(3))
+    result = output.clone()
+    if form == "decoupled":
+        DecoupledStep([ActiveRows(slice(0, rows), memory)]).add(0, query, result, None, SCALE)
+    else:
+        kv_cache, table = _cache([torch.zeros(rows, J, D)], torch.float32)
+        step = plan_step(ScheduledStep([memory], [0, rows], [rows], table, C, G))
+        assert step is not None
+        impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
+        impl.scale = SCALE
+        impl._add_memory(step, 0, query, torch.zeros(rows, J, D), kv_cache, result)
+    assert torch.equal(result[..., D // 2 :], output[..., D // 2 :])
+    assert result.isfinite().all()
+    assert (result[..., : D // 2] != output[..., : D // 2]).all()
+
+
+def test_the_cache_takes_finite_numbers_of_rows_with_memory_alone() -> None:
+    memories = _Memories(torch.float32)
+    memory = memories.memory(memories.bundle("prior", 0), None, False, 0)
+    key, value = torch.ones(2, 4, J, D)
+    value[:3, 0, 0] = math.nan
+    step = DecoupledStep([ActiveRows(slice(1, 2), memory)], [ActiveRows(torch.tensor([2]), memory)])
+    cached_key, cached_value = step.cacheable(key, value)
+    assert torch.equal(cached_key, key)
+    assert cached_value[:, 0, 0].tolist() == [pytest.approx(math.nan, nan_ok=True), 0, 0, 1]
+    assert value[:3, 0, 0].isnan().all()
+    assert DecoupledStep().cacheable(key, value)[1] is value
+
+
 def test_no_row_with_memory_needs_no_plan() -> None:
     assert plan_step(ScheduledStep([None, None], [0, 3, 4], [3, 9], torch.zeros(2, 1, dtype=torch.int32), C, G)) is None
 

@@ -128,6 +128,26 @@ def test_weights_of_exactly_0_and_1(form: str, weight: float) -> None:
         assert same_bits(found[0].cpu(), problem.output[0])
 
 
+@pytest.mark.parametrize("map_rows", [0, 2])
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_is_not_finite_is_not_added(dtype: torch.dtype, form: str, map_rows: int) -> None:
+    """Such a number of the output stays that of self-attention, to the bit."""
+    problem = make((2, 1, 16), [Memory(3, form, map_rows)], [1, 0, 1], dtype).to(DEVICE)
+    problem.pool.gate.fill_(3e38)
+    problem.pool.values.mul_(6e4).clamp_(-6e4, 6e4)
+    problem.pool.values[..., :8] = 0
+    shape = problem.shape()
+    step, rows = problem.step(shape), problem.row_slot != 0
+    for add_memory in (launch.add_memory, twin.add_memory):
+        found = problem.output.clone()
+        add_memory(problem.pool, problem.tables, step, problem.query, found, problem.self_lse, SCALE, shape)
+        assert found[rows].isfinite().all()
+        assert same_bits(found[..., 8:].cpu(), problem.output[..., 8:].cpu())
+        if form == "merged" and not map_rows:  # what is finite is merged all the same
+            assert (found[rows][..., :8] != problem.output[rows][..., :8]).all()
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_an_empty_memory_changes_nothing(split: bool) -> None:
     problem = make((2, 1, 64), [Memory(0), Memory(0, "decoupled")], [1, 2, 0]).to(DEVICE)
