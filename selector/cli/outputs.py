@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,43 @@ from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy
 from ..data.examples import Example
 from ..report.page import render_html
+from ..runtime.distributed import is_main, together
 from ..runtime.files import replace_file
 from ..update.result import UpdateResult
+
+
+@contextlib.contextmanager
+def sole_writer(output: Path) -> Iterator[None]:
+    """Inside, no other run writes this output; the lock ends with the process. Collective.
+
+    Raises:
+        ConfigError: another run is writing it, or the folder cannot be written.
+    """
+    path, lock = output.with_name(f".{output.name}.lock"), None
+    with together():
+        if is_main():
+            lock = _locked(path, output)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            os.close(lock)
+
+
+def _locked(path: Path, output: Path) -> int:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_ino == path.stat().st_ino:  # not one that a run which has just ended has removed
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    raise ConfigError(f"--output {output}: another run is writing it: wait for its end, or name another file")
 
 
 def write_outputs(

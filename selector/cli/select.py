@@ -77,6 +77,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     from ..runtime.checkpoint import identity_digest
     from ..runtime.distributed import is_main, together, world_size
     from ..update.inputs import TaskInputs
+    from .outputs import sole_writer
 
     training, validation = _split(options, settings.seed)
     base = _read_base(options, recipe, [*training, *validation])
@@ -107,15 +108,16 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     inputs = TaskInputs(training, validation, anchors, previous)
     _check_inputs(inputs, settings, background)
 
-    checkpoint = _finished_checkpoint(options.output, identity)
-    if checkpoint is None:
-        checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
-    if checkpoint is None:
-        return WORSE
-    with together():
-        if is_main() and options.publish:
-            publish(options.publish, options.output)
-    checkpoint.remove()  # only now: if the server refuses, the same command publishes again without computing
+    with sole_writer(options.output):
+        checkpoint = _finished_checkpoint(options.output, identity)
+        if checkpoint is None:
+            checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
+        if checkpoint is None:
+            return WORSE
+        with together():
+            if is_main() and options.publish:
+                publish(options.publish, options.output)
+        checkpoint.remove()  # only now: if the server refuses, the same command publishes again without computing
     return SUCCESS
 
 
@@ -176,8 +178,10 @@ def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings,
     from ..paper.update import grid
     from ..refined.entries import new_task
     from ..refined.update import check_tasks, own_questions
+    from ..update.inputs import check_answers
 
     if not isinstance(settings, RefinedSettings):
+        check_answers(inputs)
         grid(inputs, settings)
         return
     check_tasks(inputs, settings)

@@ -13,7 +13,7 @@ from inducekv_vllm.page_terms import Form, Weighting
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses
-from ..runtime.settings import Flag, Settings
+from ..runtime.settings import Flag, Seed, Settings, Size
 
 Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]
@@ -38,8 +38,8 @@ MERGED: Final[Mapping[str, Any]] = MappingProxyType(
 class RefinedSettings(Settings):
     """One task's update by the refined recipe. Raises `ConfigError` for values out of range."""
 
-    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
-    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 16  # m
+    budget: Annotated[Size, Flag("maximum number of entries; with --previous, its budget")] = 256  # B
+    payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 16  # m
     # Decides the defaults of other settings: see `MERGED`.
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
     weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "uniform"
@@ -50,7 +50,7 @@ class RefinedSettings(Settings):
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
     ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
-    map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 8
+    map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
     # "none": every question uses the memory, and the entries of all tasks compete.
     gate: Gating = "fitted"
     gate_misses: Misses = DEFAULT_MISSES
@@ -73,7 +73,7 @@ class RefinedSettings(Settings):
     calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "never"
     # Of the model's matrix products in training; parameters stay float32.
     precision: Annotated[Precision, Flag("of the model's matrix products in training")] = "bfloat16"
-    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
+    seed: Seed = 0
 
     @model_validator(mode="before")
     @classmethod

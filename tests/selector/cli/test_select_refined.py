@@ -5,6 +5,7 @@ Most tests are of merged memory, which has more to go wrong: several entries a t
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -298,3 +299,52 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
     ):
         assert message in stream.refuse(task, *options, *TWO_A_TASK, previous="colours")
+
+
+def test_what_no_training_can_mend_is_refused_before_any(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether before the model is loaded, or as soon as it is known."""
+
+    def train(*_: object) -> None:
+        raise AssertionError("a training step was taken")
+
+    monkeypatch.setattr("selector.refined.training.Training.take_step", train)
+    pipe, text_pipe = tmp_path / "pipe.jsonl", tmp_path / "pipe.txt"
+    for each in (pipe, text_pipe):
+        os.mkfifo(each)
+    marked, silent = (questions_about("counts", "How many squares?") for _ in range(2))
+    marked[3]["messages"][0]["content"][1]["text"] = "What does <image> stand for?"
+    silent[3]["answer"] = " "
+    files = {name: write_task(tmp_path / name, lines) for name, lines in (("marked", marked), ("silent", silent))}
+    for options, message in (
+        (["--task", str(files["marked"])], "'counts3' of task 'counts': the text holds '<image>'"),
+        (["--task", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
+        (["--validation", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
+        (["--seed", str(2**63)], f"seed must be below {2**63}, found {2**63}"),
+        (["--budget", "99999999999"], f"budget must be below {2**31}, found 99999999999"),
+        (["--payload-tokens", "99999999999"], "payload_tokens must be below"),
+        (["--form", "decoupled", "--map-rank", "99999999999"], "map_rank must be below"),
+        (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
+        (["--task", str(pipe)], f"{pipe}: not a regular file"),
+        (["--base", str(pipe)], f"{pipe}: not a regular file"),
+        (["--background", str(text_pipe)], f"{text_pipe}: not a regular file"),
+    ):
+        assert message in stream.refuse("counts", *options)
+    assert list(stream.folder.iterdir()) == []
+
+
+def test_a_second_run_with_the_same_output_is_refused_before_any_training(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("selector.cli.select.load_backbone", lambda model: second(stream))
+        assert stream.run("colours") == 2
+    assert list(stream.folder.iterdir()) == []  # neither leaves a lock behind
+    stream.update("colours")
+
+
+def second(stream: Stream) -> None:
+    """A run of other settings while another one is at work; ends that one."""
+    assert "another run is writing it" in stream.refuse("colours", "--seed", "1")
+    raise KeyboardInterrupt
