@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..update.result import UpdateResult
 
 @contextlib.contextmanager
 def sole_writer(output: Path) -> Iterator[None]:
-    """Inside, no other run writes this output; the lock ends with the process. Collective.
+    """Inside, its folder is there, and no other run writes this output; the lock ends with the process. Collective.
 
     Raises:
         ConfigError: another run is writing it, or the folder cannot be written.
@@ -43,6 +44,7 @@ def sole_writer(output: Path) -> Iterator[None]:
 
 def _locked(path: Path, output: Path) -> int:
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from error
@@ -56,29 +58,30 @@ def _locked(path: Path, output: Path) -> int:
     raise ConfigError(f"--output {output}: another run is writing it: wait for its end, or name another file")
 
 
-def write_outputs(
-    output: Path,
-    result: UpdateResult,
-    store: AnchorStore | None,
-    anchors: Sequence[Example],
-    policy: AnchorPolicy,
-    seed: int,
-    run_name: str,
-) -> None:
+@dataclass(frozen=True)
+class KeptAnchors:
+    """What goes into the anchor store."""
+
+    store: AnchorStore
+    anchors: Sequence[Example]
+    policy: AnchorPolicy
+    run: str  # the run that they belong to
+    replace: bool  # whether they replace those of another run
+
+
+def write_outputs(output: Path, result: UpdateResult, kept: KeptAnchors | None, seed: int) -> None:
     """Write the bundle, then the anchors, then the report; each file is whole or absent. Repeating it changes nothing.
 
     The bundle comes first, because the store must not hold anchors of a memory that was never written.
-
-    Args:
-        run_name: the run that the anchors belong to.
 
     Raises:
         BundleError, ConfigError: a file cannot be written; earlier files are there, later ones are unchanged.
     """
     write_bundle(result.bundle, output)
     storage: dict[str, Any] = {"memory_bytes": result.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
-    if store is not None:
-        store.append(anchors, run=run_name, policy=policy, seed=seed)
+    if kept is not None:
+        store = kept.store
+        store.append(kept.anchors, run=kept.run, policy=kept.policy, seed=seed, replace=kept.replace)
         storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
     write_report(output, result.report | {"storage": storage})
 

@@ -60,7 +60,7 @@ def update_paper(
         BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, PAPER)
     check_answers(inputs)
     pairs = grid(inputs, settings)

@@ -60,7 +60,7 @@ def update_refined(
         ConfigError: the settings contradict the model or the previous memory, there is nothing to search with, or no
             gate can tell the tasks from each other or from everyday requests.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, REFINED)
     check_tasks(inputs, settings)
     check_rank(backbone, settings)
@@ -108,7 +108,10 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
         if example.task != task:
             raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
     if task in inputs.entries_by_task:
-        raise TaskDataError(f"the previous bundle already holds the task {task!r}: a task is refined once")
+        raise TaskDataError(
+            f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
+            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
+        )
     if missing := sorted(inputs.entries_by_task.keys() - {anchor.task for anchor in inputs.anchors}):
         raise ConfigError(
             f"there are no anchors of the task {missing[0]!r}, which the previous bundle holds: "
