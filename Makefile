@@ -96,4 +96,4 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache tutorial

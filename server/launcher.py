@@ -49,8 +49,11 @@ class UsageError(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `inducekv-serve`; exits with status 2 on an invalid command line."""
-    cli = parser()
-    own, rest = cli.parse_known_args(argv)
+    cli, given = parser(), sys.argv[1:] if argv is None else list(argv)
+    if "--help=all" in given:
+        run_vllm(["--help=all"])
+        return
+    own, rest = cli.parse_known_args(given)
     try:
         if own.print_demo_model:
             print(demo_model())
@@ -70,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         prog="inducekv-serve",
         usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [--memory-pool-entries N] [any flag of vllm serve]",
         description="vLLM's OpenAI server with memory bundles. Without MODEL it serves the demo model.",
-        epilog="For all other flags see: vllm serve --help=all",
+        epilog="For all flags of vllm serve see: inducekv-serve --help=all",
         allow_abbrev=False,
     )
     cli.add_argument(

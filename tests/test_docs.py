@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import re
 import runpy
@@ -22,12 +23,17 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.continual import __main__ as continual
+from benchmarks.continual import run as stream_run
+from benchmarks.continual import search
 from benchmarks.continual.report.names import title
+from benchmarks.continual.tuned import read_tuned
 from benchmarks.real.tasks import TASKS
 from benchmarks.real_pictures.icons import PACKAGES
 from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.config import InduceKVConfig
+from inducekv_vllm.errors import InduceKVError
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -242,6 +248,36 @@ def check(words: list[str]) -> None:
 def test_commands_are_known(page: Path) -> None:
     for words in commands(page):
         check(words)
+
+
+def begin_stream_benchmark(arguments: list[str]) -> None:
+    """Up to where its work starts: read arguments and preset, and resolve the settings of its methods and trials."""
+    subcommand, *rest = arguments
+    shown = [*itertools.dropwhile(lambda word: not word.startswith("--"), rest)]
+    if shown != rest and "--out" not in shown:  # RUN: options that stand in a file of results, --out among them
+        shown += ["--out", "DIR"]
+    options = continual.parse([subcommand, *shown])
+    tuned = getattr(options, "tuned", None)
+    if tuned is not None and not (ROOT / tuned).is_relative_to(RESULTS):
+        options.tuned = None  # a placeholder
+    if options.command is continual.run_and_report:
+        assert stream_run.methods_of(options)
+    elif options.command is search.command:
+        _, trials = search.trials_to_make(options)
+        search.require_equal_trials(trials)
+    elif getattr(options, "tuned", None) is not None:
+        read_tuned(options.tuned)
+
+
+@pages
+def test_commands_of_the_stream_benchmark_begin(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words in commands(page):
+        if words[:3] == ["python", "-m", "benchmarks.continual"]:
+            try:
+                begin_stream_benchmark(words[3:])
+            except (SystemExit, InduceKVError) as ended:
+                pytest.fail(f"{page.name}: {' '.join(words)}: {ended}")
 
 
 def test_the_readme_sets_up_runs_and_tests() -> None:

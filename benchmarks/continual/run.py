@@ -94,8 +94,7 @@ def run(options: argparse.Namespace) -> RunOutcome:
 
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: the options cannot be run."""
-    names = list(METHODS) if ALL_METHODS in options.method else options.method
-    methods = tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
+    methods = methods_of(options)
     require_own_model(options.suite, options.model)
     require_model_folder(options.model)
     if min(options.budget) < 1 or min(options.seed) < 0:
@@ -110,6 +109,12 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
     require_reader(suite, options.model)
     return methods, suite
+
+
+def methods_of(options: argparse.Namespace) -> list[Method]:
+    """With their settings. Raises ConfigError: a method or a setting is unknown, or was searched under other ones."""
+    names = list(METHODS) if ALL_METHODS in options.method else options.method
+    return tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
 
 
 def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any]:

@@ -153,10 +153,15 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=command)
 
 
+def trials_to_make(options: argparse.Namespace) -> tuple[list[Method], dict[str, Trials]]:
+    """The methods, and the trials of each. Raises ConfigError: a method, a setting or a grid is not one."""
+    methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
+    return methods, {m.name: grid_trials(options.grid) if options.grid else trials_of(m) for m in methods}
+
+
 def command(options: argparse.Namespace) -> int:
     """Ends in one JSON line. Raises InduceKVError: a method could not be run; the others are written."""
-    methods = choose_methods([*METHODS] if ALL_METHODS in options.method else options.method, options.set)
-    trials = {method.name: grid_trials(options.grid) if options.grid else trials_of(method) for method in methods}
+    methods, trials = trials_to_make(options)
     number = require_equal_trials(trials)
     require_own_model(options.suite, options.model)
     require_model_folder(options.model)

@@ -21,6 +21,7 @@ from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.checkpoints import Kind, kind_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from .chat import takes_parts, with_text_content
@@ -31,6 +32,7 @@ from .loading import decoder, load_checkpoint, tokenizer_of
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 # The processor's output for one prefix: input_ids and attention_mask [1, T] int64, and the model's own image inputs.
 Inputs = dict[str, Tensor]
+PICTURE_MARKS = ("image_token", "boi_token", "video_token", "audio_token")  # as processors name them
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,22 @@ class Backbone:
         return tokenizer_of(self.processor)
 
     @cached_property
+    def picture_marks(self) -> frozenset[str]:
+        """What stands for a picture in a prompt, as text; none for a text-only model."""
+        if self.kind == "text":
+            return frozenset()
+        named = (getattr(self.processor, name, None) for name in PICTURE_MARKS)
+        placeholders = self.tokenizer.convert_ids_to_tokens(sorted(placeholder_ids(self.model.config)))
+        return frozenset(mark for mark in (*named, *placeholders) if isinstance(mark, str) and mark)
+
+    def _refuse_marks(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """The processor would take such a text for a picture that is not there."""
+        texts = (part["text"] for message in messages for part in message["content"] if part["type"] == "text")
+        for text in texts:
+            if found := next((mark for mark in sorted(self.picture_marks) if mark in text), None):
+                raise TaskDataError(f"the text holds {found!r}, which stands for a picture in this model's prompts")
+
+    @cached_property
     def template_takes_parts(self) -> bool:
         """Whether the chat template takes a message's content as a list of parts, rather than as a string."""
         return takes_parts(self.processor)
@@ -108,8 +126,8 @@ class Backbone:
             images: in the order of the image parts.
 
         Raises:
-            TaskDataError: more or fewer images than image parts, images for a text-only model, or messages that the
-                model's chat template or processor refuses.
+            TaskDataError: more or fewer images than image parts, images for a text-only model, a text that holds what
+                stands for one, or messages that the model's chat template or processor refuses.
         """
         places = sum(part["type"] == "image" for message in messages for part in message["content"])
         if places != len(images):
@@ -120,6 +138,7 @@ class Backbone:
             )
         if places and not self.template_takes_parts:
             raise TaskDataError("the model's chat template takes text alone, so it has no place for images")
+        self._refuse_marks(messages)
         prompt = self.chat_text(messages, generation_prompt=True)
         try:
             # Chat templates contain the special tokens; vLLM adds none either.

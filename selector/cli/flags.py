@@ -56,7 +56,10 @@ def add_flags(
         elif kind is bool:
             parser.add_argument(option, action="store_true", **options)
         elif get_origin(kind) is Literal:
-            parser.add_argument(option, choices=get_args(kind), **options)
+            choices = dict.fromkeys(
+                c for model in models.values() for c in get_args(_plain_type(model.model_fields[name].annotation))
+            )
+            parser.add_argument(option, choices=tuple(choices), **options)
         else:
             parser.add_argument(option, type=kind, metavar=flag.metavar, required=field.is_required(), **options)
         if flag.none_flag:
@@ -109,9 +112,17 @@ def error_line(program: str, error: InduceKVError) -> str:
     return f"{program}: error: {' '.join(str(error).split())}"
 
 
-def require_output(path: Path) -> None:
-    """Raises ConfigError: a file cannot be written at `path`."""
-    if not path.parent.is_dir():
+def require_output(path: Path, *, folder_is_made: bool = False) -> None:
+    """Raises ConfigError: a file cannot be written at `path`.
+
+    Args:
+        folder_is_made: the command makes the folder, so that it may be missing.
+    """
+    if folder_is_made:
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        if not there.is_dir():
+            raise ConfigError(f"--output {path}: the folder {path.parent} cannot be made: {there} is no folder")
+    elif not path.parent.is_dir():
         raise ConfigError(f"--output {path}: the folder {path.parent} does not exist")
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder, expected the name of a file")

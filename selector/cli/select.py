@@ -13,6 +13,7 @@ the validation examples than none, and without --allow-worse only the report is 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,11 +73,14 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     previous = read_bundle(options.previous) if options.previous else None
     recipe = choose_recipe(options, previous)
     settings = recipe_settings(recipe, options, values, previous)
+    if isinstance(settings, RefinedSettings) and "precision" not in values and settings.precision == "float32":
+        _note("this CPU has no bfloat16 instructions: training in float32 (--precision)")
 
     from ..data.anchors import AnchorStore, examples_digest
     from ..runtime.checkpoint import identity_digest
     from ..runtime.distributed import is_main, together, world_size
     from ..update.inputs import TaskInputs
+    from .outputs import sole_writer
 
     training, validation = _split(options, settings.seed)
     base = _read_base(options, recipe, [*training, *validation])
@@ -99,23 +103,25 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     }
     identity |= {name: text for name in ("created", "expires") if (text := getattr(options, name)) is not None}
     run_name = identity_digest(identity)
+    learnt = {example.task for example in training}
     if store:
-        store.require_new([example.task for example in training], run_name)
-    anchors = store.read(except_run=run_name) if store else []
+        store.require_new(learnt, run_name, replace=options.replace)
+    anchors = store.read(except_run=run_name, except_tasks=learnt if options.replace else ()) if store else []
     # Not part of the name: another number of processes rounds differently, but makes the same run.
     identity |= {"anchors": examples_digest(anchors), "processes": world_size()}
     inputs = TaskInputs(training, validation, anchors, previous)
     _check_inputs(inputs, settings, background)
 
-    checkpoint = _finished_checkpoint(options.output, identity)
-    if checkpoint is None:
-        checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
-    if checkpoint is None:
-        return WORSE
-    with together():
-        if is_main() and options.publish:
-            publish(options.publish, options.output)
-    checkpoint.remove()  # only now: if the server refuses, the same command publishes again without computing
+    with sole_writer(options.output):
+        checkpoint = _finished_checkpoint(options.output, identity)
+        if checkpoint is None:
+            checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
+        if checkpoint is None:
+            return WORSE
+        with together():
+            if is_main() and options.publish:
+                publish(options.publish, options.output)
+        checkpoint.remove()  # only now: if the server refuses, the same command publishes again without computing
     return SUCCESS
 
 
@@ -124,7 +130,7 @@ def checkpoint_folder(output: Path) -> Path:
 
 
 def _check_paths(options: SelectOptions) -> None:
-    require_output(options.output)
+    require_output(options.output, folder_is_made=True)
     if options.previous and options.output.resolve() == options.previous.resolve():
         raise ConfigError(f"--output {options.output} is the previous bundle, which stays as it is: name another file")
     if options.publish:
@@ -176,8 +182,10 @@ def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings,
     from ..paper.update import grid
     from ..refined.entries import new_task
     from ..refined.update import check_tasks, own_questions
+    from ..update.inputs import check_answers
 
     if not isinstance(settings, RefinedSettings):
+        check_answers(inputs)
         grid(inputs, settings)
         return
     check_tasks(inputs, settings)
@@ -216,7 +224,7 @@ def _update_and_write(
     from ..runtime.checkpoint import Checkpoint
     from ..runtime.distributed import is_main, together
     from ..update.dates import with_dates
-    from .outputs import write_outputs, write_report
+    from .outputs import KeptAnchors, write_outputs, write_report
 
     _note(f"loading {options.model}")
     backbone = load_backbone(options.model)
@@ -239,7 +247,8 @@ def _update_and_write(
     anchors = _choose_anchors(options, settings, backbone, inputs, result) if store else []
     with together():
         if is_main():
-            write_outputs(options.output, result, store, anchors, options.anchor_policy, settings.seed, run_name)
+            kept = KeptAnchors(store, anchors, options.anchor_policy, run_name, options.replace) if store else None
+            write_outputs(options.output, result, kept, settings.seed)
             checkpoint.finish(result.bundle.digest)
             _summarize(result, options.output)
     return checkpoint
@@ -311,6 +320,19 @@ def _summarize(result: UpdateResult, output: Path) -> None:
     print(f"{output}: {bundle.num_entries} entries, {tasks}, digest {bundle.digest}")
     if gate := result.report.get("gate"):
         print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
+    if accuracy := result.report.get("validation_accuracy"):
+        _print_accuracy(accuracy, result.report["pool"]["validation_examples"])
+
+
+def _print_accuracy(accuracy: dict[str, float], num_questions: int) -> None:
+    """Before and after, and what guessing gets; a warning where the memory may be guessing too."""
+    before, after, guessing = (accuracy[name] for name in ("no_memory", "deployed", "most_frequent_answer"))
+    print(
+        f"validation questions answered right (of {num_questions}): {after:.1%}; {before:.1%} without memory, "
+        f"{guessing:.1%} by always giving the most frequent answer"
+    )
+    if after <= guessing + math.sqrt(guessing * (1 - guessing) / num_questions):
+        _warn("within the error this is no better than guessing: more examples or more steps may help")
 
 
 def _warn(text: str) -> None:

@@ -33,7 +33,7 @@ class SelectOptions(Settings):
 
     model: Annotated[str, Flag("model folder or Hugging Face id")]
     task: Annotated[Path, Flag("the task's training data: .jsonl, or LLaVA's .json")]
-    output: Annotated[Path, Flag("the bundle to write, replaced if it exists")]
+    output: Annotated[Path, Flag("the bundle to write, replaced if it exists; its folder is made")]
     previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
     validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None
     anchors: Annotated[Path | None, Flag("the anchor store: read, and this task's are added", metavar="DIR")] = None
@@ -44,6 +44,7 @@ class SelectOptions(Settings):
     recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
     anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = 64
+    replace: Annotated[bool, Flag("learn a task again: its anchors in the store give way to this run's")] = False
     created: Annotated[
         str | None, Flag("when the new entries count as made: a date (default: the start of the run)", metavar="DATE")
     ] = None

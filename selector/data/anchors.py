@@ -4,8 +4,8 @@
     DIR/0000/examples.jsonl         task data, as `selector.data.examples.read_task` reads it
     DIR/0000/images/SHA256.png      the images' bytes, unchanged
 
-The store is append-only. A task's folder is complete on disk before the manifest names it, and the manifest is replaced
-atomically, so that a killed run leaves the store unchanged.
+Runs append to the store; a task that is learnt again replaces its anchors. A task's folder is complete on disk before
+the manifest names it, and the manifest is replaced atomically, so that a killed run leaves the store unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,7 @@ class AnchorTask(BaseModel):
     count: int = Field(ge=1)
     digest: str  # see `examples_digest`
     bytes: int  # of its folder's files
+    replaced: bool = False  # its folder is gone; the record keeps the numbers of the folders after it
 
 
 class _Manifest(BaseModel):
@@ -57,7 +58,11 @@ class AnchorStore:
     folder: Path
 
     def tasks(self) -> tuple[AnchorTask, ...]:
-        """Raises TaskDataError: the manifest cannot be read."""
+        """Those that are there. Raises TaskDataError: the manifest cannot be read."""
+        return tuple(task for task in self._records() if not task.replaced)
+
+    def _records(self) -> tuple[AnchorTask, ...]:
+        """One for each folder, in order."""
         path = self.folder / MANIFEST
         if not path.exists():
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("[!.]*"))):
@@ -71,55 +76,70 @@ class AnchorStore:
             reason = str(error).splitlines()[0]
             raise TaskDataError(f"{path}: the manifest of the anchors cannot be read: {reason}") from error
 
-    def read(self, *, except_run: str | None = None) -> list[Example]:
+    def read(self, *, except_run: str | None = None, except_tasks: Collection[str] = ()) -> list[Example]:
         """All anchors in the order of the stream, checked against their digests.
 
         Args:
             except_run: leave out what this run has appended.
+            except_tasks: leave out anchors of these tasks.
 
         Raises:
             TaskDataError: a file is missing, damaged or altered, naming it.
         """
         anchors: list[Example] = []
-        for number, task in enumerate(self.tasks()):
+        for number, task in enumerate(self._records()):
+            if task.replaced:
+                continue
             path = self._task_folder(number) / "examples.jsonl"
             examples = read_task(path)
             if examples_digest(examples) != task.digest or len(examples) != task.count:
                 raise TaskDataError(f"{path}: the anchors do not match their digest: damaged or altered")
             if task.run != except_run:
-                anchors += examples
+                anchors += [example for example in examples if example.task not in except_tasks]
         return anchors
 
     def bytes(self) -> int:
         """Of all tasks' files."""
         return sum(task.bytes for task in self.tasks())
 
-    def require_new(self, tasks: Sequence[str], run: str) -> None:
-        """Raises ConfigError: another run has already appended anchors of one of the tasks."""
+    def require_new(self, tasks: Collection[str], run: str, *, replace: bool = False) -> None:
+        """Raises ConfigError: another run has appended anchors of one of the tasks, and they cannot be replaced."""
         for stored in self.tasks():
             for name in sorted(set(tasks) & set(stored.tasks)):
-                if stored.run != run:
+                if stored.run != run and not replace:
                     raise ConfigError(
-                        f"{self.folder} already has anchors of the task {name!r}, made by another run; "
-                        "a store is only ever appended to: use another folder to repeat a task"
+                        f"{self.folder} already has anchors of the task {name!r}, made by another run; --replace puts "
+                        "this run's in their place, and another folder begins another stream"
+                    )
+                if stored.run != run and not set(stored.tasks) <= set(tasks):
+                    raise ConfigError(
+                        f"{self.folder} has anchors of the task {name!r} together with those of other tasks "
+                        f"({', '.join(stored.tasks)}): they can only be replaced together"
                     )
 
-    def append(self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int) -> None:
+    def append(
+        self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int, replace: bool = False
+    ) -> None:
         """Append one task's anchors, durably, unless this run has already done so.
+
+        Args:
+            replace: remove those that other runs have appended of this task.
 
         Raises:
             ConfigError: another run has appended anchors of this task, or the files cannot be written.
         """
-        tasks = self.tasks()
+        tasks = self._records()
         if any(task.run == run for task in tasks):
+            self._remove_replaced(tasks)
             return
-        self.require_new([example.task for example in examples], run)
+        names = {example.task for example in examples}
+        self.require_new(names, run, replace=replace)
         folder = self._task_folder(len(tasks))
         try:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it wrote the manifest
             size = _write_examples(folder, examples)
             added = AnchorTask(
-                tasks=tuple(sorted({example.task for example in examples})),
+                tasks=tuple(sorted(names)),
                 run=run,
                 policy=policy,
                 seed=seed,
@@ -127,12 +147,21 @@ class AnchorStore:
                 digest=examples_digest(examples),
                 bytes=size,
             )
-            manifest = _Manifest(tasks=(*tasks, added)).model_dump_json(indent=1)
+            earlier = tuple(
+                task.model_copy(update={"replaced": True}) if names & {*task.tasks} else task for task in tasks
+            )
+            manifest = _Manifest(tasks=(*earlier, added)).model_dump_json(indent=1)
             replace_file(self.folder / MANIFEST, manifest.encode())
+            self._remove_replaced(earlier)
         except OSError as error:
-            if len(self.tasks()) == len(tasks):
+            if len(self._records()) == len(tasks):
                 shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"{self.folder}: cannot write the anchors: {error}") from error
+
+    def _remove_replaced(self, records: Sequence[AnchorTask]) -> None:
+        for number, task in enumerate(records):
+            if task.replaced:
+                shutil.rmtree(self._task_folder(number), ignore_errors=True)
 
     def _task_folder(self, number: int) -> Path:
         return self.folder / f"{number:04d}"

@@ -20,6 +20,7 @@ import hashlib
 import io
 import itertools
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ def read_task(path: str | Path) -> list[Example]:
     """
     source = Path(path)
     try:
+        require_regular(source)
         file = source.open("rb")
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
@@ -90,6 +92,13 @@ def read_task(path: str | Path) -> list[Example]:
     if not examples:
         raise TaskDataError(f"{source}: the file holds no examples")
     return list(examples.values())
+
+
+def require_regular(path: Path) -> None:
+    """Raises TaskDataError: it is a device, or a pipe, which would wait for its writer; OSError: it is not there."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder has a clear error of its own
+        raise TaskDataError(f"{path}: not a regular file")
 
 
 def decode_image(data: bytes) -> Image.Image:

@@ -14,7 +14,7 @@ from typing import Any
 from inducekv_vllm.errors import TaskDataError
 
 from ..backbone.turns import message
-from ..data.examples import Example, read_task, source_digest_of
+from ..data.examples import Example, read_task, require_regular, source_digest_of
 
 FOLDER = Path(__file__).parent
 FILLINGS = 5
@@ -65,6 +65,7 @@ def read_background(path: str | Path) -> list[Example]:
     if source.suffix != ".txt":
         raise TaskDataError(f"{source}: expected a .txt file with one request a line, or task data (.jsonl, .json)")
     try:
+        require_regular(source)
         lines = [line.strip() for line in source.read_text(encoding="utf-8-sig").splitlines()]
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the background requests: {error.strerror}") from error

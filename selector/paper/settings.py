@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from inducekv_vllm.page_terms import MergedWeighting
 
-from ..runtime.settings import Flag, Settings
+from ..runtime.settings import Flag, Seed, Settings, Size
 
 Coupling = Literal["bilevel", "single-level"]
 Hypergradient = Literal["alternating", "unrolled"]
@@ -21,7 +21,7 @@ ValueGates = Literal["fitted", "one"]
 class SelectionSettings(Settings):
     """The bilevel optimisation (paper, Algorithm 1)."""
 
-    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
+    budget: Annotated[Size, Flag("maximum number of entries; with --previous, its budget")] = 256  # B
     iterations: Annotated[int, Field(ge=0), Flag("outer steps")] = 100  # I
     inner_steps: Annotated[int, Field(ge=0), Flag("calibration steps before each outer step")] = 10  # J
     outer_step: Annotated[float, Field(gt=0)] = 0.1
@@ -43,7 +43,7 @@ class SelectionSettings(Settings):
 class PaperSettings(SelectionSettings):
     """One task's update by the paper's recipe. Raises `ConfigError` for values out of range."""
 
-    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
+    payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 8  # m
     weighting: Annotated[MergedWeighting, Flag("how retrieval weights enter attention")] = "sqrt"
     # None: the value that the previous memory has fixed, else a grid search on the validation examples.
     beta: Annotated[
@@ -62,4 +62,4 @@ class PaperSettings(SelectionSettings):
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 8
     retrieval: Retrieval = "softmax"  # "uniform": every entry has the same weight for every query
     value_gates: ValueGates = "fitted"  # "one": every gate is 1
-    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
+    seed: Seed = 0

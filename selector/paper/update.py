@@ -26,7 +26,7 @@ from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
 from ..update.coverage import Coverage
-from ..update.inputs import TaskInputs, check_previous, require_context
+from ..update.inputs import TaskInputs, check_answers, check_previous, require_context
 from ..update.recipes import PAPER
 from ..update.result import UpdateResult
 from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
@@ -55,12 +55,14 @@ def update_paper(
     The candidates' payloads are kept in the checkpoint's folder.
 
     Raises:
-        TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
+        TaskDataError: an example has no answer, is too long for the model or already in the memory, or a loss is not
+            finite.
         BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, PAPER)
+    check_answers(inputs)
     pairs = grid(inputs, settings)
     with phases.phase("check"):
         require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors), progress)

@@ -5,6 +5,8 @@ better off with it; so the latest activation is kept that is not clearly worse t
 the model knows want a lower learning rate than tasks with new pictures: the latest activation, whose training is the
 cheapest, is trained with each rate, and each earlier one with that of the best training so far. In deep models that may
 be too high: an activation that ends worse than a later one is trained with the next lower rate too.
+
+With a patience, a training that answers every validation question right is the last one.
 """
 
 from __future__ import annotations
@@ -18,17 +20,27 @@ from inducekv_vllm.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
 from ..backbone.injection import Memory
-from ..backbone.scoring import Questions
+from ..backbone.scoring import Questions, batch_rows
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import progress_bar
 from ..update.inputs import TaskInputs
+from .duration import announce
 from .entries import new_task
-from .lr_search import LEARNING_RATES, Trial, own_entries, progress_text, require_storable, search_learning_rate
+from .lr_search import (
+    LEARNING_RATES,
+    Trial,
+    own_entries,
+    progress_text,
+    require_storable,
+    search_learning_rate,
+    validation_loss,
+)
 from .settings import RefinedSettings
 from .training import StepRecord, train
 from .training_problem import TrainingProblem
 
 DECOUPLED_RATES: Final = (0.1, 0.3)
+CHECKED: Final = 64  # validation questions, at most, that a check asks
 
 
 @dataclass(frozen=True)
@@ -60,39 +72,97 @@ def train_candidates(
     """
     candidates: list[Candidate] = []
     failure: InduceKVError | None = None
-    tried: list[list[list[int] | None]] = []
-    for activation in reversed(activations_to_try(settings)):
-        problem, validation = prepare(activation)
-        positions = [_positions(each) for each in (problem.current.questions, validation)]
-        if positions in tried:
-            continue  # without pictures, "text" and "prompt" are the same
-        tried.append(positions)
+    problems = _problems(prepare, settings)
+    most = len(problems) * _rates_each(settings)
+    announce([problem for _, problem, _ in problems], settings, _rates_each(settings), progress)
+    begun = 0
+    for activation, problem, validation in problems:
         for rates in _rates_to_try(settings, candidates):
+            if _is_perfect(candidates) and settings.patience is not None:
+                break  # no other rate can be better
+            begun += 1
+            title = f"Training {begun} of {'at most ' if most > 1 else ''}{most}, {activation}"
             try:
-                trials = search_learning_rate(problem, settings, rates, validation, checkpoint, progress)
-                training = min(trials, key=_loss).training
-                name = f"refinement-{activation}-{training.learning_rate}"
-                with progress_bar("Training", settings.steps, progress) as advance:
-                    train(training, checkpoint, name, after_step=lambda t: advance(t.step, progress_text(t)))
-                memory = training.memory()
-                require_storable(memory)
-                accuracy = loss = None
-                if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
-                    accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
-                    loss = problem.scorer.mean_loss(validation, memory, own_entries(problem))
+                candidates.append(
+                    _trained(activation, problem, validation, settings, rates, checkpoint, title if progress else None)
+                )
             except (TaskDataError, BundleError) as error:
                 failure = error
-                continue
-            tried_in_part = tuple((trial.learning_rate, trial.validation_nll) for trial in trials if len(trials) > 1)
-            history = tuple(training.history)
-            candidates.append(
-                Candidate(activation, training.learning_rate, memory, history, accuracy, loss, tried_in_part)
-            )
-        if candidates and min(candidates, key=_loss).accuracy == 1:
+        if _is_perfect(candidates):
             break  # none is better, and this is the latest
     if failure is not None and not candidates:
         raise failure
     return sorted(candidates, key=lambda candidate: ACTIVATIONS.index(candidate.activation))
+
+
+Problem = tuple[Activation, TrainingProblem, Questions]
+
+
+def _problems(
+    prepare: Callable[[Activation], tuple[TrainingProblem, Questions]], settings: RefinedSettings
+) -> list[Problem]:
+    """What is trained with each activation, the latest first; "text" and "prompt" are the same without pictures."""
+    problems: list[Problem] = []
+    tried: list[list[list[int] | None]] = []
+    for activation in reversed(activations_to_try(settings)):
+        problem, validation = prepare(activation)
+        positions = [_positions(each) for each in (problem.current.questions, validation)]
+        if positions not in tried:
+            tried.append(positions)
+            problems.append((activation, problem, validation))
+    return problems
+
+
+def _trained(
+    activation: Activation,
+    problem: TrainingProblem,
+    validation: Questions,
+    settings: RefinedSettings,
+    rates: Sequence[float],
+    checkpoint: Checkpoint,
+    title: str | None,
+) -> Candidate:
+    """The training with the best of `rates`; `title` is that of its progress, None to show none. Collective.
+
+    Raises:
+        TaskDataError, BundleError: it diverges.
+    """
+    trials = search_learning_rate(problem, settings, rates, validation, checkpoint, title is not None)
+    training = min(trials, key=_loss).training
+    rate = training.learning_rate
+    checked = _checked(validation, settings)
+    measure = (lambda memory: validation_loss(problem, checked, memory)) if settings.patience and len(checked) else None
+    with progress_bar(f"{title}, rate {rate:g}", settings.steps, title is not None) as advance:
+        train(
+            training,
+            checkpoint,
+            f"refinement-{activation}-{rate}",
+            after_step=lambda t: advance(t.step, progress_text(t)),
+            validation_loss=measure,
+        )
+    memory = training.memory()
+    require_storable(memory)
+    accuracy = loss = None
+    if settings.activation == "search" or (settings.form == "decoupled" and settings.learning_rate is None):
+        accuracy = problem.scorer.accuracy(validation, memory, own_entries(problem))
+        loss = validation_loss(problem, validation, memory)
+    tried_in_part = tuple((trial.learning_rate, trial.validation_nll) for trial in trials if len(trials) > 1)
+    return Candidate(activation, rate, memory, tuple(training.history), accuracy, loss, tried_in_part)
+
+
+def _checked(validation: Questions, settings: RefinedSettings) -> Questions:
+    rows = batch_rows(len(validation), CHECKED, settings.seed, (7,))
+    first_active = None if validation.first_active is None else validation.first_active[rows]
+    return Questions([validation.examples[row] for row in rows], validation.keys[rows], first_active)
+
+
+def _is_perfect(candidates: Sequence[Candidate]) -> bool:
+    return bool(candidates) and min(candidates, key=_loss).accuracy == 1
+
+
+def _rates_each(settings: RefinedSettings) -> int:
+    """How many trainings an activation has at most."""
+    return len(DECOUPLED_RATES) if settings.learning_rate is None and settings.form == "decoupled" else 1
 
 
 def _positions(questions: Questions) -> list[int] | None:

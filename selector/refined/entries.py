@@ -116,14 +116,22 @@ def initial_memory(
     return joined, tuple(entries[row] for row in plan.kept.tolist()) + records
 
 
+def check_rank(backbone: Backbone, settings: RefinedSettings) -> None:
+    """Raises ConfigError: the maps would have a higher rank than their width."""
+    if settings.map_rank > (width := _map_width(backbone)):
+        raise ConfigError(f"a map of width {width} has at most that rank, found map_rank {settings.map_rank}")
+
+
+def _map_width(backbone: Backbone) -> int:
+    """G D: the outputs of the query heads that share a KV head."""
+    return backbone.num_heads // backbone.num_kv_heads * backbone.head_dim
+
+
 def initial_maps(backbone: Backbone, settings: RefinedSettings, num_entries: int) -> dict[str, Tensor]:
     """map_in [L, entries, J, r, G D] and map_out [L, entries, J, G D, r] float32, or nothing."""
     if not settings.map_rank:
         return {}
-    J = backbone.num_kv_heads
-    width = backbone.num_heads // J * backbone.head_dim
-    if settings.map_rank > width:
-        raise ConfigError(f"a map of width {width} has at most that rank, found map_rank {settings.map_rank}")
+    J, width = backbone.num_kv_heads, _map_width(backbone)
     generator = torch.Generator().manual_seed(settings.seed)
     shape = (backbone.num_layers, num_entries, J, settings.map_rank, width)
     inner = torch.randn(shape, generator=generator) / math.sqrt(width)

@@ -67,7 +67,7 @@ def search_learning_rate(
                 train(training, checkpoint, f"trial-{rate}", until=steps, after_step=report)
                 memory = training.memory()
                 require_storable(memory)
-                trials.append(Trial(rate, _validation_loss(problem, validation, memory), training))
+                trials.append(Trial(rate, validation_loss(problem, validation, memory), training))
             except (TaskDataError, BundleError) as error:  # this rate diverges
                 failure = error
                 trials.append(Trial(rate, None, training))
@@ -91,11 +91,11 @@ def require_storable(memory: Memory) -> None:
 
 
 def progress_text(training: Training) -> str:
-    return f"NLL {training.history[-1].current:.3f}" if training.history else ""
+    checked = f", {training.checks[-1]:.3f} on validation" if training.checks else ""
+    return f"NLL {training.history[-1].current:.3f}{checked}" if training.history else ""
 
 
-@torch.no_grad()
-def _validation_loss(problem: TrainingProblem, validation: Questions, memory: Memory) -> float:
+def validation_loss(problem: TrainingProblem, validation: Questions, memory: Memory) -> float:
     """Mean NLL of the validation examples with their own task's entries."""
     return problem.scorer.mean_loss(validation, memory, own_entries(problem))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -83,6 +84,8 @@ def report_update(
                 "no_memory": measure(without, inputs.validation, keys.validation),
                 "deployed": measure(with_bundle, inputs.validation, keys.validation),
             }
+        (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
+        report["validation_accuracy"]["most_frequent_answer"] = most / len(inputs.validation)
     return report
 
 

@@ -13,7 +13,8 @@ from inducekv_vllm.page_terms import Form, Weighting
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses
-from ..runtime.settings import Flag, Settings
+from ..runtime.cpu import has_bfloat16
+from ..runtime.settings import Flag, Seed, Settings, Size
 
 Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]
@@ -35,11 +36,16 @@ MERGED: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 
+def usual_precision() -> Precision:
+    """Of training on this machine."""
+    return "bfloat16" if has_bfloat16() else "float32"
+
+
 class RefinedSettings(Settings):
     """One task's update by the refined recipe. Raises `ConfigError` for values out of range."""
 
-    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries; with --previous, its budget")] = 256  # B
-    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 16  # m
+    budget: Annotated[Size, Flag("maximum number of entries; with --previous, its budget")] = 256  # B
+    payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 16  # m
     # Decides the defaults of other settings: see `MERGED`.
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
     weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "uniform"
@@ -50,7 +56,7 @@ class RefinedSettings(Settings):
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
     ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
-    map_rank: Annotated[int, Field(ge=0), Flag("rank of an entry's map of the attention output; 0: none")] = 8
+    map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
     # "none": every question uses the memory, and the entries of all tasks compete.
     gate: Gating = "fitted"
     gate_misses: Misses = DEFAULT_MISSES
@@ -60,8 +66,15 @@ class RefinedSettings(Settings):
     entries_per_task: Annotated[int, Field(ge=1), Flag("halved for all tasks if the budget does not hold as many")] = 1
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
     nested: Annotated[bool, Flag("do not train every half of a task's entries on its own; merge halved quotas")] = True
-    steps: Annotated[int, Field(ge=0), Flag("training steps")] = 400
-    batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 16
+    steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 200
+    batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 4
+    # Every 25 steps the validation loss is measured, and the best state is kept. Nothing more is tried once every
+    # validation question is answered right. None: all steps, every rate, and the last state.
+    patience: Annotated[
+        int | None,
+        Field(ge=1),
+        Flag("end a training after so many checks of 25 steps that gain nothing on validation", none_flag="all-steps"),
+    ] = 3
     # Muon's, of the payloads; it falls along a cosine. None: searched on the validation examples.
     learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
         None
@@ -72,8 +85,12 @@ class RefinedSettings(Settings):
     )
     calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "never"
     # Of the model's matrix products in training; parameters stay float32.
-    precision: Annotated[Precision, Flag("of the model's matrix products in training")] = "bfloat16"
-    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
+    precision: Annotated[
+        Precision,
+        Field(default_factory=usual_precision),
+        Flag("of matrix products in training (default: bfloat16 if the CPU has instructions for it, else float32)"),
+    ]
+    seed: Seed = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from ..backbone.injection import Memory
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.distributed import replicated
 from ..update.parametrization import temperature, value_gates
+from .early_stopping import is_done
 from .losses import Losses, step_losses
 from .muon import Muon
 from .settings import RefinedSettings
@@ -70,10 +71,20 @@ class Training:
             )
         self.step = 0
         self.history: list[StepRecord] = []
+        self.checks: list[float] = []  # validation losses, one for each check
+        self.best: dict[str, Tensor] = {}  # the parameters at the check of the least loss
 
     def memory(self) -> Memory:
-        """The K entries as trained so far."""
-        return _memory(self.problem, {name: parameter.detach() for name, parameter in self.parameters.items()})
+        """The K entries as trained so far; after checks, as the best one found them."""
+        parameters = self.best or {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return _memory(self.problem, parameters)
+
+    def check(self, validation_loss: Callable[[Memory], float]) -> None:
+        """Measure the state as it is now, and keep it if it is the best so far. Collective."""
+        now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.checks.append(validation_loss(_memory(self.problem, now)))
+        if self.checks[-1] == min(self.checks):
+            self.best = now
 
     def take_step(self) -> None:
         """One step on a batch of current questions and one of anchors. Collective.
@@ -105,10 +116,12 @@ class Training:
     def save(self, checkpoint: Checkpoint, name: str) -> None:
         """Collective. Raises ConfigError: the file cannot be written; the previous state stays."""
         tensors = {f"parameters.{key}": parameter.detach() for key, parameter in self.parameters.items()}
+        tensors |= {f"best.{key}": tensor for key, tensor in self.best.items()}
         for key, optimizer in self.optimizers.items():
             for number, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{key}.{number}.{field}": tensor for field, tensor in state.items()}
-        progress = {"step": self.step, "history": [asdict(record) for record in self.history]}
+        history = [asdict(record) for record in self.history]
+        progress = {"step": self.step, "history": history, "checks": self.checks}
         checkpoint.write(name, tensors, progress)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
@@ -131,6 +144,8 @@ class Training:
                 _load_optimizer(key, optimizer, tensors)
             self.history = [StepRecord(**record) for record in progress["history"]]
             self.step = int(progress["step"])
+            self.checks = [float(loss) for loss in progress["checks"]]
+            self.best = {key: tensors[f"best.{key}"] for key in self.parameters} if self.checks else {}
         except (KeyError, TypeError, ValueError) as error:
             raise checkpoint.damaged(name, error) from error
 
@@ -142,8 +157,12 @@ def train(
     *,
     until: int | None = None,
     after_step: Callable[[Training], None] = lambda training: None,
+    validation_loss: Callable[[Memory], float] | None = None,
 ) -> None:
     """Take all steps, or those before step `until`, resuming from the checkpoint under `name`. Collective.
+
+    Args:
+        validation_loss: if given, measured at every save, and training ends early if it no longer falls.
 
     Raises:
         TaskDataError: a loss or a gradient is not finite.
@@ -151,9 +170,11 @@ def train(
     """
     training.load(checkpoint, name)
     last = training.settings.steps if until is None else min(until, training.settings.steps)
-    while training.step < last:
+    while training.step < last and not is_done(training.checks, training.settings.patience):
         training.take_step()
         if training.step % STEPS_BETWEEN_SAVES == 0 or training.step == last:
+            if validation_loss is not None:
+                training.check(validation_loss)
             training.save(checkpoint, name)
         after_step(training)
 

@@ -27,11 +27,11 @@ from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.distributed import together
 from ..runtime.phases import Phases
-from ..update.inputs import TaskInputs, check_previous, require_context
+from ..update.inputs import TaskInputs, check_answers, check_previous, require_context
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
 from .candidates import Candidate, activations_by_task, latest_good, train_candidates
-from .entries import EntryPlan, initial_memory, new_task, plan_entries, quotas
+from .entries import EntryPlan, check_rank, initial_memory, new_task, plan_entries, quotas
 from .report import report_update
 from .settings import RefinedSettings
 from .training_problem import TaskKeys, TrainingProblem, prepare_problem, questions, trained_anchors
@@ -57,12 +57,13 @@ def update_refined(
     Raises:
         TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
         BundleError, FingerprintMismatch: the previous memory does not fit the model, the payload size or the recipe.
-        ConfigError: the settings contradict the previous memory, there is nothing to search with, or no gate can tell
-            the tasks from each other or from everyday requests.
+        ConfigError: the settings contradict the model or the previous memory, there is nothing to search with, or no
+            gate can tell the tasks from each other or from everyday requests.
     """
-    phases, scorer = Phases(), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     check_previous(backbone, inputs, settings.budget, settings.payload_tokens, REFINED)
     check_tasks(inputs, settings)
+    check_rank(backbone, settings)
     with phases.phase("check"):
         examples = (*inputs.training, *inputs.validation, *inputs.anchors, *base, *background)
         require_context(scorer, examples, progress)
@@ -97,16 +98,20 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     """The checks that need no model.
 
     Raises:
-        TaskDataError: the examples belong to several tasks, or to one that the previous bundle holds.
+        TaskDataError: an answer is empty, or the examples belong to several tasks or to one of the previous bundle.
         BundleError: the previous bundle has another form, weighting or rank of maps.
         ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
     """
+    check_answers(inputs)
     task = new_task(inputs.training)
     for example in inputs.validation:
         if example.task != task:
             raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
     if task in inputs.entries_by_task:
-        raise TaskDataError(f"the previous bundle already holds the task {task!r}: a task is refined once")
+        raise TaskDataError(
+            f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
+            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
+        )
     if missing := sorted(inputs.entries_by_task.keys() - {anchor.task for anchor in inputs.anchors}):
         raise ConfigError(
             f"there are no anchors of the task {missing[0]!r}, which the previous bundle holds: "

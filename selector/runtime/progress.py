@@ -17,6 +17,12 @@ LINE_SECONDS = 15.0  # between two lines where there is no terminal
 _T = TypeVar("_T")
 
 
+def note(text: str) -> None:
+    """Print a line, from the main process only."""
+    if is_main():
+        print(text, file=sys.stderr, flush=True)
+
+
 def track(steps: Sequence[_T], title: str, shown: bool) -> Iterable[_T]:
     """The steps, with their progress."""
     with progress_bar(title, len(steps), shown) as advance:

@@ -7,9 +7,9 @@ bounds, the default and the help text from the field.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from inducekv_vllm.errors import ConfigError
@@ -22,6 +22,10 @@ class Flag:
     help: str
     metavar: str | None = None
     none_flag: str | None = None  # a second flag, without a value, that sets the field to None
+
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]  # as much as a bundle can record
+Seed = Annotated[int, Field(ge=0, lt=2**63), Flag("seed of all random choices")]  # as torch takes it
 
 
 class Settings(BaseModel):
@@ -41,11 +45,13 @@ def describe_error(detail: ErrorDetails) -> str:
     name, value, context = ".".join(map(str, detail["loc"])), detail["input"], detail.get("ctx", {})
     match detail["type"]:
         case "greater_than_equal":
-            return f"{name} must be at least {context['ge']:g}, found {value}"
+            return f"{name} must be at least {_bound(context['ge'])}, found {value}"
         case "greater_than":
-            return f"{name} must be above {context['gt']:g}, found {value}"
+            return f"{name} must be above {_bound(context['gt'])}, found {value}"
         case "less_than_equal":
-            return f"{name} must be at most {context['le']:g}, found {value}"
+            return f"{name} must be at most {_bound(context['le'])}, found {value}"
+        case "less_than":
+            return f"{name} must be below {_bound(context['lt'])}, found {value}"
         case "finite_number":
             return f"{name} must be a finite number, found {value}"
         case "literal_error":
@@ -55,3 +61,7 @@ def describe_error(detail: ErrorDetails) -> str:
         case "value_error":
             return str(context["error"])
     return f"{name}: {detail['msg']} (found {value!r})"
+
+
+def _bound(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"

@@ -32,6 +32,13 @@ class TaskInputs:
         return composition(self.previous.metadata.entries) if self.previous is not None else {}
 
 
+def check_answers(inputs: TaskInputs) -> None:
+    """Raises TaskDataError: an answer is empty, and would teach the model to say nothing."""
+    for example in (*inputs.training, *inputs.validation):
+        if not example.answer.strip():
+            raise TaskDataError(f"example {example.id!r} of task {example.task!r} has an empty answer")
+
+
 def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_tokens: int, recipe: str) -> None:
     """Check that the recipe can continue the previous memory.
 

@@ -9,15 +9,15 @@ from pydantic import Field
 from inducekv_vllm.page_terms import MergedWeighting
 
 from ..data.choice import Policy
-from ..runtime.settings import Flag, Settings
+from ..runtime.settings import Flag, Seed, Settings, Size
 
 
 class BuildSettings(Settings):
     """What to build. Raises `ConfigError` for values out of range."""
 
-    budget: Annotated[int, Field(ge=1), Flag("maximum number of entries")]  # B
-    payload_tokens: Annotated[int, Field(ge=1), Flag("tokens per entry and layer")] = 8  # m
+    budget: Annotated[Size, Flag("maximum number of entries")]  # B
+    payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 8  # m
     policy: Annotated[Policy, Flag("how entries are chosen")] = "random"
     weighting: Annotated[MergedWeighting, Flag("how retrieval weights enter attention")] = "sqrt"
-    seed: Annotated[int, Field(ge=0), Flag("seed of the choice")] = 0
+    seed: Seed = 0
     batch_size: Annotated[int, Field(ge=1), Flag("examples extracted at once")] = 8  # affects speed and memory only

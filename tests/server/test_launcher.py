@@ -243,7 +243,16 @@ def test_help_shows_ours_and_points_to_vllms(capsys: pytest.CaptureFixture[str])
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert "--memory NAME=PATH" in shown
-    assert "vllm serve --help=all" in shown
+    assert "see: inducekv-serve --help=all" in shown
+
+
+def test_the_help_that_it_points_to_has_vllms_flags() -> None:
+    """In a process of its own: vLLM reads the process's arguments, and ends it."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "server.launcher", "--help=all"], capture_output=True, text=True, timeout=300
+    )
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert "--max-model-len" in shown.stdout
 
 
 class TestAdminKey:

@@ -193,7 +193,7 @@ def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: 
         (["--gamma", "nan"], "gamma must be a finite number, found nan"),
         (["--seed", "-1"], "seed must be at least 0, found -1"),
         (["--anchors-per-task", "0"], "anchors_per_task must be at least 1"),
-        (["--output", "/nowhere/next.safetensors"], "the folder /nowhere does not exist"),
+        (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
         (["--task", "/nowhere/train.jsonl"], "cannot read the task data"),
         (["--publish", "ftp://host"], "must be an http or https address, found 'ftp://host'"),
@@ -202,6 +202,7 @@ def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: 
         (["--publish", "http://host:x"], "must be an address such as http://127.0.0.1:8000"),
         (["--betta", "1"], "unrecognized arguments: --betta 1"),
         (["--weighting", "cube"], "invalid choice: 'cube'"),
+        (["--weighting", "uniform"], "weighting must be sqrt or prior, found 'uniform'"),  # of the other recipe
     ],
 )
 def test_wrong_arguments_are_refused(stream: Stream, options: list[str], message: str) -> None:

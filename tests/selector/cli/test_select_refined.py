@@ -5,6 +5,7 @@ Most tests are of merged memory, which has more to go wrong: several entries a t
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, write_bundle
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from selector.gate.background import everyday_requests
+from selector.update.forget import without_entries
 from tests.selector import small_select
 from tests.selector.conftest import questions_about, write_task
 from tests.selector.stream import FIXED, PAPER, REFINED, Stream, kill_when
@@ -208,6 +211,56 @@ def test_a_memory_that_does_not_help_has_a_status_of_its_own(
         stream.update("colours", *options)
 
 
+def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of random weights answers nothing right, so that its memory is no better than guessing."""
+    monkeypatch.setattr("selector.refined.settings.has_bfloat16", lambda: False)
+    default = replace(searching(stream), options=searching(stream).options[2:])  # without --form merged
+    default.update("colours", "--weighting", "uniform")
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()
+    assert "inducekv-select: this CPU has no bfloat16 instructions: training in float32 (--precision)" in told
+    estimate = next(number for number, line in enumerate(told) if "at most 6 trainings of 4 steps, about " in line)
+    first = next(number for number, line in enumerate(told) if line.startswith("Training "))
+    assert estimate < first
+    assert told[first].startswith("Training 1 of at most 6, generation, rate 0.1: 1 of 4 after")
+    last = printed.out.splitlines()[-1]
+    guessing = "100.0% by always giving the most frequent answer"
+    assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"
+    assert "no better than guessing" in told[-1]
+    assert default.report("colours")["validation_accuracy"]["most_frequent_answer"] == 1
+
+
+def test_a_missing_output_folder_is_made(stream: Stream, tmp_path: Path) -> None:
+    below = replace(stream, folder=tmp_path / "new" / "folder")
+    below.update("colours")
+    (tmp_path / "file").write_text("")
+    message = replace(stream, folder=tmp_path / "file" / "folder").refuse("counts")
+    assert "cannot be made: " in message
+
+
+def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Path) -> None:
+    """Nothing of the example is left: neither in the bundle nor among the anchors."""
+    anchors = AnchorStore(tmp_path / "anchors")
+    stream.update("colours", "--anchors-per-task", "12")
+    second = stream.update("counts", previous="colours")
+    assert "colours5" in {anchor.id for anchor in anchors.read()}
+    lines = [line for line in stream.tasks["colours"].read_text().splitlines() if '"id": "colours5"' not in line]
+    kept = stream.tasks["colours"].with_name("kept.jsonl")
+    kept.write_text("\n".join(lines))
+    again = replace(stream, tasks=stream.tasks | {"again": kept})
+    assert "made by another run; --replace" in again.refuse("again", previous="counts")
+
+    rest = without_entries(second, [row for row, e in enumerate(second.metadata.entries) if e.task == "colours"])
+    write_bundle(rest, stream.output("rest"))
+    third = again.update("again", "--replace", previous="rest")
+    assert list(dict.fromkeys(e.task for e in third.metadata.entries)) == ["counts", "colours"]
+    assert "colours5" not in {anchor.id for anchor in anchors.read()}
+    assert [task.tasks for task in anchors.tasks()] == [("counts",), ("colours",)]
+    assert not any("colours5" in path.read_text() for path in anchors.folder.rglob("*.jsonl"))
+
+
 def test_bad_input_is_named_and_leaves_everything_as_it_was(stream: Stream, tmp_path: Path) -> None:
     stream.update("colours", *TWO_A_TASK)
     before = stream.output("colours").read_bytes()
@@ -222,6 +275,7 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(stream: Stream, tmp_
         (["--task", str(mixed)], "one task at a time"),
         (["--validation", str(stream.tasks["places"])], "is of the task 'places', expected 'counts'"),
         (["--base", str(stream.tasks["counts"])], "is also a question of"),
+        (["--task", str(stream.tasks["colours"]), "--replace"], "inducekv-bundle forget --task"),
         (["--budget", "1"], "below one entry for each of 2 tasks"),
         (["--entries-per-task", "0"], "at least 1"),
     ]:
@@ -263,7 +317,7 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     prices = report["gate"]["prices"]
     assert [price["misses"] for price in prices] == [0.005, 0.01, 0.02, 0.03, 0.05, 0.1]
     assert "background" in prices[0]["opened"]
-    table = printed[printed.index(" misses") :].splitlines()
+    table = printed[printed.index(" misses") :].splitlines()[:7]
     assert [line.split()[1] == "*" for line in table[1:]] == [False, False, False, True, False, False]
     assert table[4].split()[2:] == [f"{share:.1%}" for share in prices[3]["opened"].values()]
     assert "gate" in [phase["name"] for phase in report["phases"]]
@@ -298,3 +352,52 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
     ):
         assert message in stream.refuse(task, *options, *TWO_A_TASK, previous="colours")
+
+
+def test_what_no_training_can_mend_is_refused_before_any(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether before the model is loaded, or as soon as it is known."""
+
+    def train(*_: object) -> None:
+        raise AssertionError("a training step was taken")
+
+    monkeypatch.setattr("selector.refined.training.Training.take_step", train)
+    pipe, text_pipe = tmp_path / "pipe.jsonl", tmp_path / "pipe.txt"
+    for each in (pipe, text_pipe):
+        os.mkfifo(each)
+    marked, silent = (questions_about("counts", "How many squares?") for _ in range(2))
+    marked[3]["messages"][0]["content"][1]["text"] = "What does <image> stand for?"
+    silent[3]["answer"] = " "
+    files = {name: write_task(tmp_path / name, lines) for name, lines in (("marked", marked), ("silent", silent))}
+    for options, message in (
+        (["--task", str(files["marked"])], "'counts3' of task 'counts': the text holds '<image>'"),
+        (["--task", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
+        (["--validation", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
+        (["--seed", str(2**63)], f"seed must be below {2**63}, found {2**63}"),
+        (["--budget", "99999999999"], f"budget must be below {2**31}, found 99999999999"),
+        (["--payload-tokens", "99999999999"], "payload_tokens must be below"),
+        (["--form", "decoupled", "--map-rank", "99999999999"], "map_rank must be below"),
+        (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
+        (["--task", str(pipe)], f"{pipe}: not a regular file"),
+        (["--base", str(pipe)], f"{pipe}: not a regular file"),
+        (["--background", str(text_pipe)], f"{text_pipe}: not a regular file"),
+    ):
+        assert message in stream.refuse("counts", *options)
+    assert list(stream.folder.iterdir()) == []
+
+
+def test_a_second_run_with_the_same_output_is_refused_before_any_training(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("selector.cli.select.load_backbone", lambda model: second(stream))
+        assert stream.run("colours") == 2
+    assert list(stream.folder.iterdir()) == []  # neither leaves a lock behind
+    stream.update("colours")
+
+
+def second(stream: Stream) -> None:
+    """A run of other settings while another one is at work; ends that one."""
+    assert "another run is writing it" in stream.refuse("colours", "--seed", "1")
+    raise KeyboardInterrupt

@@ -38,6 +38,7 @@ DECOUPLED: dict[str, Any] = {
     "batch_size": 4,
     "learning_rate": 0.3,
     "precision": "float32",
+    "patience": None,
 }
 
 
@@ -275,6 +276,28 @@ def test_nothing_earlier_is_tried_once_all_answers_are_right(
     monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
     result = learn(llava, tmp_path, examples, activation="search")
     assert result.report["activation"] == {"chosen": "generation", "search": []}
+
+
+@pytest.mark.parametrize(("patience", "rates"), [(3, [0.1]), (None, [0.1, 0.3])])
+def test_with_a_patience_a_rate_that_cannot_be_beaten_is_the_last(
+    llava: Backbone,
+    tmp_path: Path,
+    examples: list[Example],
+    monkeypatch: pytest.MonkeyPatch,
+    patience: int | None,
+    rates: list[float],
+) -> None:
+    trained: list[float] = []
+    measured = candidates.train
+
+    def train(training: Any, *arguments: Any, **options: Any) -> None:
+        trained.append(training.learning_rate)
+        measured(training, *arguments, **options)
+
+    monkeypatch.setattr(candidates, "train", train)
+    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
+    learn(llava, tmp_path, examples, activation="search", learning_rate=None, patience=patience)
+    assert trained == rates
 
 
 def test_trainings_that_diverge_are_left_out(

@@ -130,7 +130,7 @@ def test_the_form_decides_the_defaults() -> None:
 
 
 def test_a_memory_refined_for_another_weighting_is_refused() -> None:
-    training: Any = [SimpleNamespace(task="new", id="n0")]
+    training: Any = [SimpleNamespace(task="new", id="n0", answer="yes")]
     anchors: Any = [SimpleNamespace(task="a", id="a9")]
     inputs = TaskInputs(training, (), anchors, bundle_of([0], "a", weighting="sqrt"))
     settings = RefinedSettings(form="merged", learning_rate=0.1)

@@ -17,6 +17,7 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example
+from selector.refined.early_stopping import LEAST_GAIN, is_done
 from selector.refined.losses import restrict, subset_of_step
 from selector.refined.muon import Muon
 from selector.refined.settings import RefinedSettings
@@ -174,6 +175,48 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
         assert other.history == whole.history
         for name, parameter in whole.parameters.items():
             assert torch.equal(other.parameters[name], parameter)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "done"),
+    [
+        ([], 2, False),
+        ([2.0, 1.0, 0.5], 2, False),
+        ([2.0, 1.0, 1.1], 2, False),
+        ([2.0, 1.0, 1.1, 1.0 - LEAST_GAIN / 2], 2, True),
+        ([2.0, 1.0, 1.1, 0.9], 2, False),
+        ([2.0, 1.0, 0.994, 0.988], 2, False),  # small gains add up
+        ([2.0, 1.0, 1.1, 1.2], None, False),
+        ([2.0, LEAST_GAIN], 2, True),  # nothing is left to gain
+        ([math.nan, 2.0, 1.0], 3, False),
+    ],
+)
+def test_when_a_training_is_done(losses: list[float], patience: int | None, done: bool) -> None:
+    assert is_done(losses, patience) is done
+
+
+def test_a_training_that_gains_nothing_ends_with_its_best_state_resumed_or_not(
+    problem: TrainingProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation losses are made up: the second check is the best of five, one after each step."""
+    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_SAVES", 1)
+    settings = changed(EXACT, steps=9, patience=3)
+    losses = [2.0, 1.0, 1.5, 1.4, 1.3, 0.0]
+    best = Training(problem, settings, LEARNING_RATE)
+    train(best, checkpoint(tmp_path / "best"), "one", until=2)
+
+    def ended(folder: Path, stops: tuple[int | None, ...]) -> Training:
+        checks = iter(losses)
+        for until in stops:
+            training = Training(problem, settings, LEARNING_RATE)
+            train(training, checkpoint(folder), "one", until=until, validation_loss=lambda memory: next(checks))
+        return training
+
+    for number, stops in enumerate([(None,), (1, 4, None)]):
+        training = ended(tmp_path / str(number), stops)
+        assert (training.step, training.checks) == (5, losses[:5])
+        for name in ("payload_keys", "payload_values"):
+            assert torch.equal(getattr(training.memory(), name), getattr(best.memory(), name))
 
 
 @pytest.mark.parametrize(

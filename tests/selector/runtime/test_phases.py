@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from selector.runtime import phases as module
+from selector.runtime.checkpoint import Checkpoint
 from selector.runtime.phases import Phases, status_bytes
 
 
@@ -15,6 +18,28 @@ def test_phases_are_timed() -> None:
         pass
     assert phases.records[0]["name"] == "one"
     assert phases.records[0]["peak_bytes"] > 2**20
+
+
+def test_a_resumed_run_counts_the_time_of_the_process_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the last progress that it wrote."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    checkpoint, _ = Checkpoint.open(tmp_path / "run", {})
+    phases = Phases(checkpoint)
+    with phases.phase("extract"):
+        now += 5
+    with phases.phase("refine"):
+        now += 1000
+        checkpoint.write("state", {"x": torch.ones(1)}, {})
+        now += 1  # after which it is killed
+
+    resumed = Phases(Checkpoint.open(tmp_path / "run", {})[0])
+    for name, seconds in (("extract", 4), ("refine", 34), ("measure", 2)):
+        with resumed.phase(name):
+            now += seconds
+    assert {r["name"]: r["seconds"] for r in resumed.records} == {"extract": 9, "refine": 1034, "measure": 2}
 
 
 def test_a_phase_has_its_own_peak_where_the_system_permits_it() -> None:
