@@ -5,7 +5,6 @@
     changes.py    who changes the bundles while requests run, and which contents a name stood for at a time
     crowd.py      the requests, and the verdict on each answer
     leaks.py      what is left in the server afterwards
-    primitives.py what makes vLLM's CPU worker grow, without a server
     gaps.py       the time between tokens, without changes and with them
 
 The server runs the demo model in float32, with so few blocks of KV cache that requests are preempted.

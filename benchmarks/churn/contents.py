@@ -11,12 +11,14 @@ import httpx
 import numpy as np
 
 from benchmarks.chat import Message, user_turn
+from benchmarks.random_bundles import bundle_of, random_entries
 from benchmarks.serving.bundles import build_bundles, decouple
 from benchmarks.serving.methods import decoupled_name
-from benchmarks.versions.contents import make_contents as make_large_contents
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.fingerprint import backbone_fingerprint
 
 BUDGETS = (8, 12)
+PAYLOAD_TOKENS = 8  # of a random entry
 TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
 
@@ -62,7 +64,9 @@ def make_contents(model: Path, tasks: Path, work: Path, large: int) -> Contents:
         built += build_bundles(model, tasks, [budget], "prior", folder).values()
     of_eight, of_twelve = built
     decoupled = decouple(of_twelve, twelve)
-    random = [pair[0].path for pair in make_large_contents(model, large, work)]
+    backbone, random = backbone_fingerprint(model), [work / f"large-{seed}.safetensors" for seed in range(2)]
+    for seed, path in enumerate(random):
+        write_bundle(bundle_of(backbone, random_entries(backbone, large, PAYLOAD_TOKENS, seed)), path)
     found = Contents(
         kept=(known(of_eight), known(decoupled[decoupled_name("prompt")])),
         replaced=(known(of_twelve), known(_changed(of_twelve, 3, twelve / "later.safetensors"))),

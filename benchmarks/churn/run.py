@@ -7,8 +7,7 @@ Four names: one is replaced every second, one is unloaded and loaded again with 
 is compared, token by token, with what the same content answers alone. Then the time between tokens of one of those that
 stay, while a large bundle is swapped again and again and while none is. The command fails if an answer is wrong, if a
 request fails that should not, if something is left in the server, or if swaps cost more than `MOST_P99`. The server's
-cache of oneDNN primitives is small: with its usual size it alone grows by more than what is allowed here
-(`primitives.py`).
+cache of oneDNN primitives is small: with its usual size it alone grows by more than what is allowed here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LARGE_ONE = "large"
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
-# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each: see `primitives.py`.
+# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each.
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **FEW_PRIMITIVES}
 SMALL_ENTRIES = 1024  # more than all bundles but the large ones have, all versions counted
