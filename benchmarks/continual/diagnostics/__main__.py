@@ -79,9 +79,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".png"), picture)
-        replace_file(
-            path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode()
-        )  # last: it has its picture
+        # Last: if it exists, so does its picture.
+        replace_file(path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot write the result: {error}") from error
     return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}
