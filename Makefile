@@ -54,7 +54,7 @@ demo: setup
 
 # Teaches SmolLM2 a memory first, once: minutes on one core.
 demo-real: setup-real
-	$(BIN)/python -m benchmarks.demo_real.run_demo $(DEMO_ARGS)
+	$(BIN)/python -m benchmarks.demo.run_demo --model smollm2 $(DEMO_ARGS)
 
 serve: setup
 	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)

@@ -1,12 +1,8 @@
-"""A server under change: thousands of requests over four bundles, while bundles are replaced, unloaded and loaded.
+"""A soak test of a server under change: requests over four bundles that are replaced and unloaded meanwhile.
 
-    run.py        the command
-    contents.py   the contents of the bundles, and what each answers when it is asked alone
-    changes.py    who changes the bundles while requests run, and which contents a name stood for at a time
-    crowd.py      the requests, and the verdict on each answer
-    leaks.py      what is left in the server afterwards
-    primitives.py what makes vLLM's CPU worker grow, without a server
-    gaps.py       the time between tokens, without changes and with them
-
-The server runs the demo model in float32, with so few blocks of KV cache that requests are preempted.
+run.py        the command
+contents.py   the contents of the bundles, and what each answers when it is asked alone
+changes.py    who changes the bundles, and which contents a name stood for at a time
+crowd.py      the requests, and the verdict on each answer
+leaks.py      what is left in the server afterwards
 """

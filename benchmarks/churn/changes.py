@@ -53,20 +53,17 @@ class Admin:
 
     def __init__(self, client: httpx.AsyncClient, key: str, paths: Mapping[Content, Path]) -> None:
         self.names = Names()
-        self.seconds: list[float] = []  # of every load
+        self.loads = 0
         self._client, self._headers, self._paths = client, {ADMIN_HEADER: key}, paths
 
     async def load(self, name: str, content: Content) -> None:
         """Let the name stand for this content."""
         spans = self.names.spans.setdefault(name, [])
-        begin = time.monotonic()
-        spans.append(Span(content, begin))
-        request = {"name": name, "path": str(self._paths[content]), "replace": True}
-        await self._post("load_memory_bundle", request)
+        spans.append(Span(content, time.monotonic()))
+        await self._post("load_memory_bundle", {"name": name, "path": str(self._paths[content]), "replace": True})
         spans[-1].there = time.monotonic()
-        self.seconds.append(spans[-1].there - begin)
-        for before in spans[:-1]:
-            # A name is never without a bundle while it is replaced.
+        self.loads += 1
+        for before in spans[:-1]:  # a name is never without a bundle while it is replaced
             before.left, before.gone = (min(then, spans[-1].there) for then in (before.left, before.gone))
 
     async def unload(self, name: str) -> None:

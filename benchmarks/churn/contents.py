@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
-from benchmarks.chat import Message, user_turn
-from benchmarks.serving.bundles import build_bundles, decouple
-from benchmarks.serving.methods import decoupled_name
-from benchmarks.versions.contents import make_contents as make_large_contents
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from benchmarks.chat import Message, question_of, user_turn
+from benchmarks.demo.world import examples
+from benchmarks.random_bundles import bundle_of, random_entries
+from inducekv_vllm.activation import Activation
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.fingerprint import backbone_fingerprint
 
-BUDGETS = (8, 12)
+PAYLOAD_TOKENS = 8
 TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
 
@@ -31,71 +31,32 @@ Content = str  # a digest; BASE for the model without memory
 References = Mapping[tuple[Content, int], Answer]  # by content and question
 
 
-@dataclass
-class Contents:
-    """What the names stand for; both of a pair take turns."""
-
-    kept: tuple[Content, Content]  # merged and decoupled memory, of the two names that stay
-    replaced: tuple[Content, Content]  # the later version shares two thirds of the entries
-    reloaded: tuple[Content, Content]  # nothing shared, and another form
-    large: tuple[Content, Content]  # nothing shared; never asked
-    paths: dict[Content, Path]
-
-    @property
-    def asked(self) -> list[Content]:
-        return [*self.kept, *self.replaced, *self.reloaded]
-
-
-def make_contents(model: Path, tasks: Path, work: Path, large: int) -> Contents:
-    """Eight bundles of examples of these tasks, two of them of so many random entries."""
-    paths: dict[Content, Path] = {}
-
-    def known(path: Path) -> Content:
-        digest = read_bundle(path).digest
-        paths[digest] = path
-        return digest
-
-    eight, twelve = (work / f"B{budget}" for budget in BUDGETS)
-    built = []
-    for folder, budget in ((eight, BUDGETS[0]), (twelve, BUDGETS[1])):
-        folder.mkdir()
-        built += build_bundles(model, tasks, [budget], "prior", folder).values()
-    of_eight, of_twelve = built
-    decoupled = decouple(of_twelve, twelve)
-    random = [pair[0].path for pair in make_large_contents(model, large, work)]
-    found = Contents(
-        kept=(known(of_eight), known(decoupled[decoupled_name("prompt")])),
-        replaced=(known(of_twelve), known(_changed(of_twelve, 3, twelve / "later.safetensors"))),
-        reloaded=(
-            known(_changed(of_eight, 1, eight / "other.safetensors")),
-            known(_changed(decoupled[decoupled_name("text")], 1, twelve / "other.safetensors")),
-        ),
-        large=(known(random[0]), known(random[1])),
-        paths=paths,
-    )
-    assert len(paths) == 2 * 4
-    return found
+def make_contents(model: Path, work: Path) -> dict[Content, Path]:
+    """Bundles of random entries: two of both forms, one with its later version, which shares two thirds of the
+    entries, and two more of both forms.
+    """
+    backbone = backbone_fingerprint(model)
+    a, b, c = (random_entries(backbone, count, PAYLOAD_TOKENS, seed=count) for count in (8, 12, 10))
+    for tensors in (a, b, c):
+        tensors["payload_values"] *= 100  # no two contents are to give the same answer
+    later = b | {"payload_values": b["payload_values"].clone()}
+    later["payload_values"][:, ::3] *= 0.75
+    merged, first, second, other = (bundle_of(backbone, tensors) for tensors in (a, b, later, c))
+    bundles = (merged, _decoupled(other, "prompt"), first, second, other, _decoupled(merged, "text"))
+    paths = {bundle.digest: work / f"{bundle.digest:.12}.safetensors" for bundle in bundles}
+    for bundle in bundles:
+        write_bundle(bundle, paths[bundle.digest])
+    return paths
 
 
-def _changed(path: Path, every: int, output: Path) -> Path:
-    """Write the bundle with other values in every so-manieth entry."""
-    bundle = read_bundle(path)
-    values = bundle.payload_values.clone()
-    values[:, ::every] *= 0.75
-    facts = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations")
-    kept = {name: getattr(bundle.metadata, name) for name in facts}
-    write_bundle(Bundle.create(**bundle.tensors() | {"payload_values": values}, **kept), output)
-    return output
+def _decoupled(merged: Bundle, activation: Activation) -> Bundle:
+    facts = {name: getattr(merged.metadata, name) for name in ("backbone", "budget", "entries", "recipe", "settings")}
+    activations = dict.fromkeys(merged.metadata.tasks, activation)
+    return Bundle.create(**merged.tensors(), **facts, weighting="uniform", form="decoupled", activations=activations)
 
 
-def make_questions(count: int, seed: int = 0) -> list[list[Message]]:
-    """Questions about random pictures."""
-    rng = np.random.default_rng(seed)
-    texts = ("What colour is the circle?", "How many squares are there?", "Which guild owns the red circle?")
-    return [
-        [user_turn(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8), f"{texts[i % len(texts)]} ({i})")]
-        for i in range(count)
-    ]
+def make_questions(count: int) -> list[list[Message]]:
+    return [[user_turn(pixels, question_of(record))] for record, pixels in examples("guild", "test", count)]
 
 
 def body(model: str, messages: list[Message]) -> dict[str, Any]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -20,47 +16,22 @@ from benchmarks.server_process import processes_of
 from inducekv_vllm.config import ADMIN_HEADER
 
 DRAIN_SECONDS = 60.0
-REST_SECONDS = 10.0
+REST_SECONDS = 10.0  # clients know that a connection is closed, and bundles that they are unloaded, before the server
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What all processes of a server hold."""
+    """What the server that listens at an address holds, with its children."""
 
     resident_mib: float
-    files: Counter[str]  # open files by what they are: "socket", "pipe", or a path
-
-    @property
-    def open_files(self) -> int:
-        return self.files.total()
+    open_files: int
 
     @classmethod
     def by(cls, url: str) -> Held:
-        """The server that listens at this address, with its children."""
         processes = [psutil.Process(pid) for pid in processes_of(url)]
-        return cls(
-            resident_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
-            files=Counter(kind for process in processes for kind in _open_files(process.pid)),
-        )
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it has been closed
-            yield os.readlink(file).partition(":[")[0]
-
-
-async def held_at_rest(url: str, open_files: int) -> Held:
-    """What the server holds once it has at most so many files open, or after `REST_SECONDS`.
-
-    It hears a moment later than its clients that a connection is closed; a handle that leaks stays. A client that hung
-    up while it connected closes its end when Python collects it.
-    """
-    gc.collect()
-    deadline = time.monotonic() + REST_SECONDS
-    while (held := Held.by(url)).open_files > open_files and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)
-    return held
+        resident = sum(process.memory_info().rss for process in processes) / 2**20
+        return cls(round(resident, 1), sum(process.num_fds() for process in processes))
 
 
 @dataclass(frozen=True)
@@ -75,8 +46,7 @@ class InUse:
     async def on(cls, client: httpx.AsyncClient) -> InUse:
         """By vLLM's route for developers, which needs VLLM_SERVER_DEV_MODE=1."""
         response = await client.post("/collective_rpc", json={"method": "inducekv_stats"})
-        response.raise_for_status()
-        ranks = response.json()["results"]
+        ranks = response.raise_for_status().json()["results"]
         return cls(
             slots=sum(rank["slots_used"] for rank in ranks),
             pool_tokens=sum(rank["pool_tokens"] - rank["pool_tokens_free"] for rank in ranks),
@@ -84,26 +54,34 @@ class InUse:
         )
 
 
-async def in_use_at_rest(client: httpx.AsyncClient, expected: InUse) -> InUse:
-    """What is in use once it is what is expected, or after `REST_SECONDS`: pages are erased in the background."""
-    deadline = time.monotonic() + REST_SECONDS
-    while (found := await InUse.on(client)) != expected and time.monotonic() < deadline:
+async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool], seconds: float) -> T:
+    """What is seen once it is right, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_right(found := await look()) and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
     return found
 
 
-async def follow(url: str, course: list[float], every_s: float) -> None:
-    """Append the server's resident memory (MiB) again and again, until cancelled."""
-    while True:
-        await asyncio.sleep(every_s)
-        course.append(Held.by(url).resident_mib)
+async def held_at_rest(url: str, open_files: int) -> Held:
+    """Once it has at most so many files open; a client that hung up closes its end when Python collects it."""
+
+    async def look() -> Held:
+        return Held.by(url)
+
+    gc.collect()
+    return await settled(look, lambda held: held.open_files <= open_files, REST_SECONDS)
 
 
-async def drained(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
-    """The list of bundles, once no request uses one and none waits for its last request."""
-    for _ in range(int(DRAIN_SECONDS / 0.2)):
-        bundles: dict[str, Any] = (await client.get("/v1/memory_bundles", headers={ADMIN_HEADER: key})).json()
-        if not bundles["draining"] and not any(card["active_requests"] for card in bundles["data"]):
-            return bundles
-        await asyncio.sleep(0.2)
-    raise AssertionError(f"after {DRAIN_SECONDS:.0f} s requests still use bundles: {bundles}")
+async def in_use_at_rest(client: httpx.AsyncClient, expected: InUse) -> InUse:
+    return await settled(lambda: InUse.on(client), lambda found: found == expected, REST_SECONDS)
+
+
+async def drained(client: httpx.AsyncClient, key: str) -> None:
+    """Wait until no request uses a bundle and none waits for its last request."""
+
+    async def busy() -> list[dict[str, Any]]:
+        bundles = (await client.get("/v1/memory_bundles", headers={ADMIN_HEADER: key})).json()
+        return [*bundles["draining"], *(card for card in bundles["data"] if card["active_requests"])]
+
+    left = await settled(busy, lambda found: not found, DRAIN_SECONDS)
+    assert not left, f"after {DRAIN_SECONDS:.0f} s requests still use bundles: {left}"

@@ -5,7 +5,7 @@
     attention.py       each workload against the twin, and against the roofline
     replay.py          one CUDA graph over changing plans, tables and bundles
     layers.py          all layers' attention and projections, with and without memory
-    rivals/            the same work by FlexAttention, concatenation and copies, and LoRA of equal bytes
+    rivals/            the same work by concatenation and by copies
     self_attention.py  what the kernels are added to
     timing.py          times under CUDA graphs, and what the device can do at best
     targets.py         what was asked for and what was found

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from benchmarks.serving import paper_tables
 from benchmarks.serving.load import Block
 from benchmarks.serving.methods import BASE_METHOD, LONGER_PROMPT, SECOND_TURN, decoupled_name
 
@@ -100,8 +99,6 @@ def check_retrieval(milliseconds: dict[str, float]) -> list[dict[str, Any]]:
 def show(result: dict[str, Any], console: Console) -> None:
     for concurrency, rows in result["concurrency"].items():
         console.print(table(concurrency, rows))
-    for paper in paper_tables.tables(result["compute_matched"], result["budget_latency"]):
-        console.print(paper)
     for target in result["targets"]:
         verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
         console.print(f"{target['target']}: {target['reached']:.2f} (at most {target['limit']}) {verdict}")

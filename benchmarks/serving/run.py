@@ -1,7 +1,7 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR | --geometry NAME] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-paper's tables, the targets, where the time of a request with memory goes, and one JSON object as the last line; the
+targets, where the time of a request with memory goes, and one JSON object as the last line; the
 same object goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of
 another length), or to `--output`.
 """
@@ -29,7 +29,7 @@ from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from benchmarks.serving import breakdown, paper_tables, report, retrieval
+from benchmarks.serving import breakdown, report, retrieval
 from benchmarks.serving.bundles import (
     SEED,
     build_bundles,
@@ -107,8 +107,6 @@ def main() -> int:
         "lora_rank": rank,
         "stored_bytes": stored,
         "concurrency": rows,
-        "compute_matched": paper_tables.compute_matched(rows["1"], stored),
-        "budget_latency": paper_tables.budget_latency(rows["1"], stored),
         "machine": describe_machine(),
     }
     targets = report.check_targets(rows["1"])

@@ -1,6 +1,5 @@
 """Diagnostics that follow a stream, on matrices, memories, gates and calibrations that are computed by hand."""
 
-import json
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from benchmarks.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, means, summary
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
+from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run, write_run
 from tests.benchmarks.small_streams import ORDER
 from tests.inducekv_vllm.bundles import random_bundle
 
@@ -39,25 +38,6 @@ def demo(demo_suite, tmp_path):
     """Of a run over two tasks of the demo world, with four training examples each."""
     write_configuration(tmp_path, *demo_suite(4, 1, 1, *ORDER))
     return tmp_path
-
-
-def test_forgetting_is_the_mean_matrix_and_lines_of_all_methods(out):
-    write_finished_run(out, "fixed_calibration", FIXED)
-    write_finished_run(out, "refined", STREAM, seed=0)
-    write_finished_run(out, "refined", [FIXED[0], FIXED[1], {**STREAM[2], "a": [YES, YES]}], seed=1)
-    write_finished_run(out, "no_memory", FIXED, budget=64)
-    write_finished_run(out, "elsewhere", FIXED, budget=64)
-    found = diagnose("forgetting", out)
-    assert found["matrix"] == [[0.75, None, None], [0.5, 1.0, None], [0.5, 0.5, 1.0]]
-    assert list(found["methods"]) == ["fixed_calibration", "no_memory", "refined"]  # of this budget, or of none
-    mine = found["methods"]["refined"]
-    assert mine["base"]["mean"] == [1.0, 0.75, 0.0]
-    assert mine["base"]["standard_error"] == [0.0, 0.25, 0.0]
-    assert mine["seen"]["mean"] == pytest.approx([0.75, 0.75, 2 / 3], abs=1e-5)
-    # Seed 0 forgets all of a and half of b, seed 1 half of b alone.
-    assert mine["AF"] == pytest.approx((0.75 + 0.25) / 2)
-    assert found["methods"]["no_memory"]["base"]["standard_error"] == [None] * 3
-    assert "refined loses 0.500" in found["finding"]
 
 
 def report(temperature: float, gates: list[float], anchors: float | None) -> dict:
@@ -147,59 +127,3 @@ def test_the_whole_pool_is_the_same_whoever_chose(demo, memory):
     found = diagnose("diversity", demo)
     assert [row["task"] for row in found["tasks"]] == ["field"]
     assert found["tasks"][0]["random"]["pool"] == 8.0  # the training examples of both tasks
-
-
-# Rounding
-
-
-def rounded(mass: float, divergence: float, relaxed: float | None, deployed: float | None) -> dict:
-    """As the selector reports it."""
-    nll = None
-    if relaxed is not None and deployed is not None:
-        nll = {"no_memory": 9.0, "relaxed": relaxed, "deployed": deployed, "rounding_gap": deployed - relaxed}
-    kept = {"mass_captured": mass, "retrieval_divergence_nats": divergence, "collapsed": False}
-    return {"rounding": kept, "validation_nll": nll}
-
-
-def test_rounding_is_averaged_over_seeds_by_task_and_over_all(out):
-    first = [rounded(0.9, 0.01, 1.0, 1.5), rounded(0.5, 0.03, 2.0, 2.0)]
-    second = [rounded(0.7, 0.03, 1.0, 1.1), rounded(0.5, 0.05, None, None)]
-    for seed, reports in enumerate((first, second)):
-        write_run(out, "paper", ("a", "b"), seed=seed, reports=reports)
-    found = diagnose("rounding", out)
-    a, b = found["tasks"]
-    assert (a["task"], b["task"]) == ("a", "b")
-    assert a["mass_captured"]["mean"] == pytest.approx(0.8)
-    assert a["nll_gap"]["mean"] == pytest.approx(0.3)
-    assert a["deployed_nll"]["mean"] == pytest.approx(1.3)
-    assert a["retrieval_divergence_nats"]["standard_deviation"] == pytest.approx(0.02 / math.sqrt(2), rel=1e-5)
-    assert b["nll_gap"] == {"mean": 0.0, "standard_deviation": None, "standard_error": None}
-    assert found["overall"]["mass_captured"]["mean"] == pytest.approx(0.65)
-    assert found["overall"]["nll_gap"]["mean"] == pytest.approx(0.2)
-    assert "keep 65.0% of the relaxed weight" in found["finding"]
-    assert (found["updates"], found["collapsed"]) == (4, 0)
-
-
-def test_rounding_without_validation_examples_leaves_the_likelihood_out(out):
-    write_run(out, "paper", ("a",), reports=[rounded(0.9, 0.01, None, None)])
-    found = diagnose("rounding", out)
-    assert found["overall"]["nll_gap"] is None
-    assert "NLL" not in found["finding"]
-
-
-def test_a_method_without_rounding_is_refused(out, capsys):
-    write_run(out, "paper", ("a",), bundles=[random_bundle()])
-    assert "the update of a reports no rounding" in refusal(capsys, "rounding", out, "--method", "paper")
-
-
-def test_what_is_mentioned_is_told_from_what_is_the_whole_answer(out):
-    folder = write_finished_run(out, "no_memory", [{"a": [YES, NO, NO, NO], "base": [YES]}])
-    path = folder / "00-a" / "predictions.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, answer in zip(lines[1:4], ("I say Yes, it is.", "Yesterday.", "no"), strict=True):
-        line["answer"] = answer
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert diagnose("mentions", out)["tasks"] == {
-        "a": {"exact": 0.25, "mentioned": 0.5},
-        "base": {"exact": 1.0, "mentioned": 1.0},
-    }

@@ -25,15 +25,18 @@ from tests.benchmarks.finished_runs import write_configuration, write_finished_r
 
 SIZES = {"train": 4, "validation": 2, "test": 4}
 ORDER = ("guild", "digit")
-PERPLEXITY = {
-    "diagnostic": "perplexity",
+SCORES = ("AP", "AF", "base_final")
+SWEEPS = {
+    "diagnostic": "sweeps",
     "source": "Retrieval Quality",
     "finding": "It opens <often>.",
     "method": "refined",
     "budget": 32,
-    "seeds": [0],
-    "untouched": 9.0,
-    "perplexity": [9.5],
+    "tasks": ["guild", "digit"],
+    "defaults": {"steps": 7},
+    "settings": {
+        "steps": [{"value": n} | {s: {"mean": 0.5, "standard_deviation": None} for s in SCORES} for n in (7, 9)]
+    },
 }
 # Of four questions of each of the two tasks, how many are right after each task; of nine base questions, how many.
 RIGHT = {
@@ -78,7 +81,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, demo_suite: DemoSuite) 
     write_configuration(folder, data, suite, answer={"by": "http", "server": "own"})
     record_command(folder, ["python", "-m", "benchmarks.continual", "run", "--out", str(folder)])
     (folder / "diagnostics").mkdir()
-    (folder / "diagnostics" / "perplexity.json").write_text(json.dumps(PERPLEXITY))
+    (folder / "diagnostics" / "sweeps.json").write_text(json.dumps(SWEEPS))
     write_report(folder)
     return folder
 
@@ -148,7 +151,7 @@ def test_every_section_has_its_content(page):
     assert "335,872" in page.text["what-the-bytes-buy-otherwise"]  # 32 entries of the demo model in float16
     assert "no relevance gate" in page.text["ablations"]
     diagnostics = page.text["diagnostics"]
-    assert "Perplexity, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
+    assert "Sweeps, InduceKV (refined), 32 entries. It opens <often>. (Source: Retrieval Quality)" in diagnostics
     assert "python -m benchmarks.continual run --out out" in page.text["commands"]
     assert "base retention" in page.text["terms"]
     for section in ("results", "task-by-task", "learning-and-forgetting", "cost", "settings"):
@@ -225,7 +228,7 @@ def test_the_json_file_holds_rows_differences_and_runs(content):
     assert "composition" not in lora
     (untouched, *_) = [run for run in content["runs"] if run["method"] == "no_memory"]
     assert not {"tried", "composition"} & set(untouched)
-    assert content["diagnostics"] == [PERPLEXITY]
+    assert content["diagnostics"] == [SWEEPS]
 
 
 def test_accuracies_of_the_json_file_get_their_digits_back(content):
@@ -278,10 +281,10 @@ def test_searched_settings_are_listed(out, tmp_path):
 
 
 def test_a_diagnostic_that_cannot_be_drawn(content):
-    broken = content | {"diagnostics": [{name: value for name, value in PERPLEXITY.items() if name != "untouched"}]}
-    with pytest.raises(ConfigError, match="diagnostic 'perplexity' cannot be drawn"):
+    broken = content | {"diagnostics": [{name: value for name, value in SWEEPS.items() if name != "defaults"}]}
+    with pytest.raises(ConfigError, match="diagnostic 'sweeps' cannot be drawn"):
         render_html(broken)
-    unknown = content | {"diagnostics": [PERPLEXITY | {"diagnostic": "of_another_version"}]}
+    unknown = content | {"diagnostics": [SWEEPS | {"diagnostic": "of_another_version"}]}
     assert "Of another version, InduceKV (refined)" in Page(render_html(unknown)).text["diagnostics"]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.server_process import ServerFailed, serving
-from benchmarks.serving import load, methods, paper_tables, report, retrieval
+from benchmarks.serving import load, methods, report, retrieval
 from benchmarks.serving.bundles import decouple, random_bundles, save_adapter, stored_bytes
 from benchmarks.serving.checkpoints import config_of, save_without_weights
 from benchmarks.serving.load import Block, Timing
@@ -166,10 +166,6 @@ def test_a_second_turn_continues_the_first(prompts: PromptMaker) -> None:
     assert words == methods.SECOND_TURN_TOKENS
 
 
-def row(ttft_ms: float, tpot_ms: float, prompt: float = 256.0) -> dict[str, float]:
-    return {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_s": 1.0, "prompt_tokens": prompt}
-
-
 @pytest.mark.parametrize(
     ("on_gpu", "flags", "dtype", "backend"),
     [
@@ -199,37 +195,6 @@ def test_a_dtype_that_a_gpu_cannot_serve_memory_with_is_refused(
     with pytest.raises(SystemExit):
         parse_arguments()
     assert "--dtype float32 cannot be measured on a GPU" in capsys.readouterr().err
-
-
-def test_the_papers_tables_have_what_was_measured_and_nothing_else() -> None:
-    rows = {
-        "none": row(100, 10),
-        "memory_B64_all": row(200, 12),
-        "memory_B64_top8": row(150, 11),
-        "memory_B512_all": row(400, 20),
-        "decoupled_B64_text": row(150, 11),
-        "decoupled_B64_text_turn2": row(80, 11),
-        "longer_prompt": row(900, 15, 2304),
-        "lora": row(300, 30),
-    }
-    stored = {"memory_B64_all": 2**20, "memory_B512_all": 2**23, "lora": 2**20}
-    budgets = paper_tables.budget_latency(rows, stored)
-    assert [(row["tier"], row["entries"], row["kv_tokens"]) for row in budgets] == [("S", 64, 512), ("XL", 512, 4096)]
-    assert budgets[1]["bytes"] == 2**23
-    assert budgets[1]["decode_tokens_per_s"] == pytest.approx(50)
-    matched = {row["method"]: row for row in paper_tables.compute_matched(rows, stored)}
-    assert list(matched) == [
-        "no memory",
-        "LoRA",
-        "longer prompt",
-        "InduceKV, merged, 64 entries",
-        "InduceKV, merged, 512 entries",
-        "InduceKV, decoupled, 64 entries, text",
-    ]
-    assert matched["longer prompt"]["added_prompt_tokens"] == 2048
-    assert matched["InduceKV, merged, 512 entries"]["added_kv_tokens"] == 4096
-    assert matched["LoRA"]["extra_bytes"] == 2**20
-    assert [table.title for table in paper_tables.tables([*matched.values()], [])] == ["Compute-Matched"]
 
 
 def test_a_4b_geometry_has_the_papers_footprint() -> None:

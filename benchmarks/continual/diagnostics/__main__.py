@@ -13,21 +13,9 @@ from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics import (
-    anchors,
-    calibration,
-    diversity,
-    forgetting,
-    memory_attention,
-    mentions,
-    parts,
-    perplexity,
-    rounding,
-)
-from benchmarks.continual.diagnostics.comparison import Order, Seeds, Sweeps
+from benchmarks.continual.diagnostics import calibration, diversity, memory_attention, order, sweeps
 from benchmarks.continual.diagnostics.drawing import png
 from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
-from benchmarks.continual.diagnostics.speed import OperatingPoints, Pareto
 from benchmarks.continual.results import Finished
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
@@ -55,21 +43,12 @@ class Diagnostic(Protocol):
 
 DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "ambiguity": Ambiguity(),
-    "anchors": anchors,
     "calibration": calibration,
     "diversity": diversity,
-    "forgetting": forgetting,
     "hit_rate": HitRate(),
     "memory_attention": memory_attention,
-    "mentions": mentions,
-    "operating_points": OperatingPoints(),
-    "order": Order(),
-    "pareto": Pareto(),
-    "parts": parts,
-    "perplexity": perplexity,
-    "rounding": rounding,
-    "seeds": Seeds(),
-    "sweeps": Sweeps(),
+    "order": order,
+    "sweeps": sweeps,
 }
 
 
@@ -84,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, plots and writes; returns the finding and the paths of the files."""
+    """Measures, plots and writes; returns finding and paths. Raises ConfigError: the folder cannot be written."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -96,18 +75,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     finished = Finished.read(options.out, options.model, options.data)
     measured = as_json(head | diagnostic.measure(finished, options) | {"machine": describe_machine()})
     path = options.out / "diagnostics" / f"{options.name or options.diagnostic}.json"
-    write(path, measured, png(diagnostic.plot, measured))
-    return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}
-
-
-def write(path: Path, measured: dict[str, Any], picture: bytes) -> None:
-    """Writes the JSON last: if it exists, so does its picture. Raises ConfigError: the folder cannot be written."""
+    picture = png(diagnostic.plot, measured)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".png"), picture)
+        # Last: if it exists, so does its picture.
         replace_file(path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot write the result: {error}") from error
+    return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}
 
 
 def as_json(value: Any) -> Any:

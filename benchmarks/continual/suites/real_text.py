@@ -10,8 +10,6 @@ from pathlib import Path
 
 from benchmarks.continual.suites.suite import Suite, TaskData
 from benchmarks.data_folder import data_folder
-from benchmarks.real.items import SPLITS
-from benchmarks.real.passages import write_held_out
 from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
 from benchmarks.real.stream import BASE_SIZES, NAME, SEED, SIZES, Sizes, write_task
@@ -25,14 +23,11 @@ def load(data: Path, sizes: Sizes = SIZES, base_sizes: Sizes = BASE_SIZES, packa
     Raises ConfigError: a package is missing or holds too little, or the folder cannot be used: see `data_folder`.
     """
     packages = packages or Packages()
-    names, tasks = (BASE, *TASKS), {}
+    tasks = {}
     with data_folder(data, NAME, SEED):
-        whole = all((data / task / f"{split}.jsonl").exists() for task in names for split in SPLITS)
-        for task in names:
+        for task in (BASE, *TASKS):
             folder, splits = data / task, base_sizes if task == BASE else sizes
             write_task(folder, task, packages, splits)
             tasks[task] = TaskData(task, **{split: tuple(read_task(folder / f"{split}.jsonl")) for split in splits})
-        if not whole:
-            write_held_out(data, packages)  # for the perplexity
     base = tasks.pop(BASE)
     return Suite(NAME, tuple(tasks.values()), base)

@@ -1,17 +1,14 @@
 """Who else does the work of a step with memory, and how fast: self-attention included in all of them.
 
     kernels        self-attention, then this repository's kernels over one resident copy of the pages
-    flex           FlexAttention over [pages ; keys] with a block mask, compiled (flex.py)
     concatenated   the pages copied in front of each request's keys, step by step, then FlashAttention (copies.py)
     copied         the copies are made once and kept: FlashAttention over longer caches, and bytes for each request
-    lora           no memory: self-attention, and one LoRA adapter a memory, of at most its bytes, beside the four
-                   attention projections (lora.py)
 
 Decoupled memory has a softmax of its own, so its rivals attend a second time, to the pages and a null token, and add
 the result; `copied` keeps what that reads.
 
-`flex` knows no scale for a value, and `concatenated` and `copied` no weight for a token. So `flex` does `prior`
-weighting, the copies the paper's `sqrt`, and each is compared with the kernels' result for the same weighting.
+Copies have no place for a weight of a token, so they do the paper's `sqrt` weighting, and are compared with the
+kernels' result for it.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import FORMS, TOLERANCE, Case, deviation
 
 from .copies import concatenated, copied
-from .flex import flex
 from .inputs import Inputs, Rival, draw_inputs
-from .lora import lora
 
 CONTEXT, SMALL_CONTEXT = 1024, 16  # tokens in the KV cache of each request that decodes
 LAYERS = 8  # whose pages and caches a graph goes through
@@ -70,7 +65,7 @@ def measure(
 
 
 def measure_rival(rival: Rival, inputs: Inputs, dtype: torch.dtype, timed: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"bytes_for_each_request": rival.bytes_for_each_request, **rival.more, "right": True}
+    result: dict[str, Any] = {"bytes_for_each_request": rival.bytes_for_each_request, "right": True}
     if rival.expected is not None:
         error = deviation(rival.run(0), rival.expected(0))
         # Both round, each in its own order.
@@ -91,8 +86,6 @@ def kernels(inputs: Inputs) -> Rival:
 RIVALS: dict[str, Callable[[Inputs], Rival]] = {
     "no memory": without_memory,
     "kernels": kernels,
-    "flex": flex,
     "concatenated": concatenated,
     "copied": copied,
-    "lora": lora,
 }

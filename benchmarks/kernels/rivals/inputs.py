@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ class Rival:
     run: Callable[[int], Tensor]  # a layer to its output
     expected: Callable[[int], Tensor] | None = None  # the same output by another way
     bytes_for_each_request: int = 0  # of a layer, beside what is shared
-    more: Mapping[str, Any] = field(default_factory=dict)  # for the result
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +35,6 @@ class Inputs:
     @property
     def geometry(self) -> Geometry:
         return self.prior.geometry
-
-    @property
-    def memories(self) -> int:
-        """Different ones."""
-        return min(self.case.page_sets, self.case.slots)
-
-    @property
-    def token_index(self) -> Tensor:
-        """[memories, S], each memory's places in the pool: those of the first slots."""
-        return self.prior.tables.token_index[1 : self.memories + 1].long()
-
-    @property
-    def memory_of_row(self) -> Tensor:
-        """[R], from 0."""
-        return torch.from_numpy(self.case.memory_rows.page_sets - 1).to(self.prior.query.device)
 
     @property
     def page_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Tiled attention and plain concatenation against `injection.attend`, in outputs and in every gradient."""
+"""Tiled attention against `injection.attend`, in outputs and in every gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as module
-from benchmarks.selector.tiled_attention import attend_concatenated
 from inducekv_vllm.page_terms import Weighting
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend
@@ -100,14 +99,6 @@ def test_tiles_give_the_outputs_and_gradients_of_the_reference(
     found = gradients(attend_tiled, case(dtype), weighting, **settings)
     assert set(expected) == {"output", *VARIABLES}
     assert_near(found, expected, tolerance)
-
-
-@all_settings
-def test_concatenation_gives_the_outputs_and_gradients_of_the_reference(
-    weighting: Weighting, settings: dict[str, Any]
-) -> None:
-    expected = gradients(attend, case(torch.float64), weighting, **settings)
-    assert_near(gradients(attend_concatenated, case(torch.float64), weighting, **settings), expected, 1e-12)
 
 
 @pytest.mark.parametrize("weighting", ["sqrt", "prior"])
