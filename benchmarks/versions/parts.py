@@ -69,10 +69,7 @@ def _load(content: Content, pool: PagePool, watch: Stopwatch) -> ResidentBundle:
     with watch.time("index"):
         MemoryIndex.from_bundle(bundle, str(content.path))
     with watch.time("copy_into_pool"):
-        resident = pool.store(bundle, slice(0, pool.shape.num_kv_heads), region)
-    with watch.time("erase_what_was_read"):
-        bundle.erase()
-    return resident
+        return pool.store(bundle, slice(0, pool.shape.num_kv_heads), region)
 
 
 def _pool(bundle: Bundle, entries: int) -> PagePool:

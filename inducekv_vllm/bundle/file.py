@@ -159,13 +159,9 @@ def read_bundle(
             rows = None if known is None else _unknown_rows(metadata.payload_digests, known)
         tensors = _read_tensors(file, starts, metadata, rows, source)
     bundle = Bundle(**tensors, metadata=metadata, signature=signature, rows=rows)
-    try:
-        check_shapes(bundle, source)  # the metadata was checked with the header
-        if verify:
-            check_values(bundle, source)
-    except BaseException:
-        bundle.erase()
-        raise
+    check_shapes(bundle, source)  # the metadata was checked with the header
+    if verify:
+        check_values(bundle, source)
     return bundle
 
 
@@ -212,23 +208,17 @@ def _unknown_rows(digests: Sequence[str], known: Callable[[Sequence[str]], Conta
 def _read_tensors(
     file: io.FileIO, starts: Mapping[str, int], metadata: BundleMetadata, rows: IntArray | None, source: str
 ) -> dict[str, Tensor]:
-    """Read each tensor into its own memory and nowhere else, so that `Bundle.erase` leaves nothing of it."""
     shapes = expected_shapes(metadata, rows)
     try:
         tensors = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in shapes.items()}
     except (MemoryError, RuntimeError) as error:
         raise BundleError(f"{source}: there is not enough memory to read the bundle") from error
-    try:
-        for name, tensor in tensors.items():
-            content = tensor.reshape(-1).view(torch.uint8).numpy().data
-            if rows is None or name not in PAYLOADS:
-                read_spans(file, [(starts[name], content)], source)
-            elif len(rows):
-                _read_rows(file, starts[name], content, rows, len(tensor), len(metadata.entries), source)
-    except BaseException:
-        for tensor in tensors.values():
-            tensor.zero_()
-        raise
+    for name, tensor in tensors.items():
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        if rows is None or name not in PAYLOADS:
+            read_spans(file, [(starts[name], content)], source)
+        elif len(rows):
+            _read_rows(file, starts[name], content, rows, len(tensor), len(metadata.entries), source)
     return tensors
 
 

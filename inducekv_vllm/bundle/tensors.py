@@ -228,12 +228,6 @@ class Bundle:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
         return {name: tensor for name in DTYPES if (tensor := getattr(self, name)) is not None}
 
-    def erase(self) -> None:
-        """Overwrite the tensors with zeros: freed memory keeps its content. The bundle cannot be used afterwards."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
-            rest()
-
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
 
