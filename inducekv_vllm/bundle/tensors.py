@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..activation import Activation
-from ..bounded_json import without_collections
 from ..errors import BundleError, FingerprintMismatch
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
@@ -269,7 +268,6 @@ def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     return bundle
 
 
-@without_collections()
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
