@@ -98,8 +98,6 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 def save_tensors(tensors: Mapping[str, Tensor], header: bytes, path: Path) -> None:
     """Write a safetensors file [https://github.com/huggingface/safetensors#format], from the tensors' own memory.
 
-    The library's writer has buffers, and leaves what went through them in freed memory.
-
     Raises:
         OSError: it cannot be written.
     """

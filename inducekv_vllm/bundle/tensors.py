@@ -313,7 +313,6 @@ def payload_digests(bundle: Bundle) -> tuple[str, ...]:
         sha.update(joined.data)
         digests.append(sha.hexdigest())
         rest()
-    joined.fill(0)  # freed memory keeps its content
     return tuple(digests)
 
 
@@ -391,9 +390,7 @@ def check_values(bundle: Bundle, name: str) -> None:
             if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
                 raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
             rest()
-    keys = bundle.retrieval_keys.float()  # [B, d]
-    norms = keys.norm(dim=1)  # [B]
-    keys.zero_()  # freed memory keeps its content
+    norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
     rest()
     if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
         worst = int(wrong[0])
@@ -412,9 +409,7 @@ def check_values(bundle: Bundle, name: str) -> None:
 
 
 def _check_gate_values(gate: Gate, name: str) -> None:
-    prototypes = gate.prototypes.float()  # [S, P, F]
-    norms = prototypes.norm(dim=2)  # [S, P]
-    prototypes.zero_()  # freed memory keeps its content
+    norms = gate.prototypes.float().norm(dim=2)  # [S, P]
     farthest = norms.flatten()[(norms - 1).abs().argmax()]
     if abs(float(farthest) - 1) > UNIT_NORM_TOLERANCE:
         raise BundleError(f"{name}: gate_prototypes must have norm 1, found {float(farthest):.6g}")
