@@ -36,13 +36,6 @@ class Device(Protocol):
         """The tensor on the device, after the work that is queued now."""
         ...
 
-    def uploaded(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        """The tensor on the device, for work that is queued within this context.
-
-        Behind that work the copies that were made on the way are overwritten: freed memory keeps its content.
-        """
-        ...
-
     def write(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of the host to one of the device, after the work that is queued now."""
         ...
@@ -81,9 +74,6 @@ class CpuDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def uploaded(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        return nullcontext(tensor)
-
     def write(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
@@ -120,21 +110,6 @@ class CudaDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         # A fresh pinned buffer each time: one that is used again could change before the copy has run.
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
-
-    @contextmanager
-    def uploaded(self, tensor: Tensor) -> Iterator[Tensor]:
-        # Both are dense, so that no copy between them needs another buffer.
-        pinned = self._pinned(tensor)
-        copy = torch.empty_like(pinned, device=self.torch_device).copy_(pinned, non_blocking=True)
-        try:
-            yield copy
-        finally:
-            # In the order of the stream: the host need not wait before it overwrites its own buffer.
-            copy.zero_()
-            pinned.copy_(copy, non_blocking=True)
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
     def write(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source.pin_memory(), non_blocking=True)

@@ -251,19 +251,16 @@ class MemoryWorker(Worker):
         region = self.pool.allocator.region()
         try:
             bundle = read_bundle(path, backbone=self._backbone, known=region.share)
-            try:
-                self._check(bundle, path, digest)
-                rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-                kv_heads = bundle.metadata.backbone.num_kv_heads
-                heads = kv_heads_of_rank(kv_heads, rank, ranks)
-                resident = self.pool.store(bundle, heads, region)
-                if (gate := bundle.gate) is None:
-                    return resident
-                is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
-                size = bundle.metadata.backbone.head_dim
-                return replace(resident, gate=ResidentGate.load(gate, heads, size, is_first, self._device))
-            finally:
-                bundle.erase()
+            self._check(bundle, path, digest)
+            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            kv_heads = bundle.metadata.backbone.num_kv_heads
+            heads = kv_heads_of_rank(kv_heads, rank, ranks)
+            resident = self.pool.store(bundle, heads, region)
+            if (gate := bundle.gate) is None:
+                return resident
+            is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
+            size = bundle.metadata.backbone.head_dim
+            return replace(resident, gate=ResidentGate.load(gate, heads, size, is_first, self._device))
         except BaseException:
             region.release()
             raise

@@ -126,6 +126,4 @@ def _has_left(future: Future[ResidentBundle]) -> bool:
 
 def _release(future: Future[ResidentBundle]) -> None:
     if not future.cancelled() and future.exception() is None:
-        if (gate := future.result().gate) is not None:
-            gate.erase()
         future.result().region.release()

@@ -5,7 +5,7 @@ Shapes: S layers, P prototypes of a layer, J KV heads, D head size, F = J D.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ class ResidentGate:
     layers: tuple[int, ...]  # [S]
     marks: TurnMarks
     scores: TokenScores  # float32
-    device: Device
 
     @classmethod
     def load(cls, gate: Gate, heads: slice, head_size: int, is_counted: bool, device: Device) -> ResidentGate:
@@ -35,18 +34,11 @@ class ResidentGate:
         features = slice(heads.start * head_size, heads.stop * head_size)
 
         def copied(stored: Tensor) -> Tensor:
-            with device.uploaded(stored) as uploaded:
-                return uploaded.to(torch.float32, copy=True)
+            return device.upload(stored).to(torch.float32, copy=True)
 
         with torch.inference_mode(), device.beside_steps():
             center, scale = copied(gate.center[:, features]), copied(gate.scale[:, features])
             prototypes = copied(gate.prototypes[:, :, features])
             if not is_counted:  # every token is 0 then, and so are the sums
                 scale.zero_()
-            return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)), device)
-
-    def erase(self) -> None:
-        """Overwrite it with zeros: freed memory keeps its content. Any thread may call it."""
-        with torch.inference_mode(), self.device.beside_steps():
-            for field in fields(TokenScores):
-                getattr(self.scores, field.name).zero_()
+            return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)))

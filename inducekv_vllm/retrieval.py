@@ -24,17 +24,12 @@ class PrefixIndex:
         Raises:
             ConfigError: `keys` is not a matrix of finite numbers with at least one row.
         """
-        matrix = np.array(np.asarray(keys), dtype=np.float32, order="C")  # [B, d]
+        matrix = np.ascontiguousarray(keys, dtype=np.float32)  # [B, d]
         if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
             raise ConfigError(f"retrieval keys must be finite, of shape [B, d] with B, d >= 1; found {matrix.shape}")
         self.num_entries, self.hidden_size = matrix.shape
         self._index = faiss.IndexFlatIP(self.hidden_size)
         self._index.add(matrix)
-        matrix.fill(0)  # freed memory keeps its content
-
-    def erase(self) -> None:
-        """Overwrite the keys with zeros. Nothing is found afterwards."""
-        faiss.rev_swig_ptr(self._index.get_xb(), self.num_entries * self.hidden_size).fill(0)
 
     def search(
         self, query: npt.ArrayLike, temperature: float, top_k: int | None = None, among: IntArray | None = None

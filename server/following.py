@@ -89,18 +89,15 @@ class FollowingRegistry:
         memory = await read_in_thread(self._client, self._read, name, path)
         if memory.digest != digest:
             self._wanted.discard(digest)
-            memory.erase()
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {memory.digest}")
         if digest not in self._wanted:
-            memory.erase()
             raise ConfigError(f"bundle {name!r}: its load was given up")
         requests = {
             task: LoRARequest(lora_name=lora_name, lora_int_id=number, lora_path=folder)
             for task, (lora_name, number, folder) in adapters.items()
         }
-        version = Version(memory, Resident.from_facts(resident), requests)
-        if self._names.versions.setdefault(digest, version) is not version:
-            memory.erase()  # it was given up, and asked for again before it was read
+        # It may be there already: given up, and asked for again before it was read.
+        self._names.versions.setdefault(digest, Version(memory, Resident.from_facts(resident), requests))
 
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Runs in a thread. The first process has checked all but what the file is now."""
@@ -109,8 +106,6 @@ class FollowingRegistry:
             return MemoryIndex.from_bundle(bundle, path)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
-        finally:
-            bundle.erase()
 
     async def _discard(self, digest: str) -> None:
         self._wanted.discard(digest)
@@ -148,7 +143,6 @@ class FollowingRegistry:
         if not version.is_unused or digest in self._wanted:
             return
         del self._names.versions[digest]
-        version.memory.erase()
         self._first.tell("released", digest=digest)
 
     # ---- requests ----------------------------------------------------------------------------------------------

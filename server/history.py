@@ -233,7 +233,6 @@ def _problem(path: Path, digest: str) -> str | None:
         bundle = read_bundle(path)
     except BundleError as error:
         return str(error)
-    bundle.erase()
     return None if bundle.digest == digest else f"{path}: it holds the bundle of digest {bundle.digest}"
 
 
@@ -248,11 +247,9 @@ def _is_copy(copy: Path, bundle: Bundle) -> bool:
 def _claimed_digest(path: Path) -> str | None:
     """The digest in a bundle's header, of a file that may be damaged; None if it is no bundle."""
     try:
-        bundle = read_bundle(path, verify=False)
+        return read_bundle(path, verify=False).digest
     except BundleError:
         return None
-    bundle.erase()
-    return bundle.digest
 
 
 def _locked(folder: Path) -> int:

@@ -253,7 +253,6 @@ def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
 
     try:
         bundle = read_bundle(path)
-        bundle.erase()
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, path)
     except BundleError as error:

@@ -14,23 +14,10 @@ from inducekv_vllm.pace import beside_requests
 
 
 async def read_in_thread(client: EngineClient, read: Callable[..., MemoryIndex], *arguments: object) -> MemoryIndex:
-    """What `read` returns, a function that leaves the cores to the client's requests.
-
-    A thread cannot be cancelled: what it reads for nobody is erased when it is there.
-    """
+    """What `read` returns, a function that leaves the cores to the client's requests."""
 
     def run() -> MemoryIndex:
         with beside_requests(lambda: cast(AsyncLLM, client).get_num_unfinished_requests() > 0):
             return read(*arguments)
 
-    reading = asyncio.ensure_future(asyncio.to_thread(run))
-    try:
-        return await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        reading.add_done_callback(_erase)
-        raise
-
-
-def _erase(reading: asyncio.Future[MemoryIndex]) -> None:
-    if not reading.cancelled() and reading.exception() is None:
-        reading.result().erase()
+    return await asyncio.to_thread(run)

@@ -285,17 +285,12 @@ class BundleRegistry:
         return self._card(name, is_admin=True)
 
     async def _resident(self, name: str, memory: MemoryIndex) -> Version:
-        """The version of this content, made resident if it is not. If it has an index already, `memory` is erased."""
-        try:
-            self._check_adapter(name, memory)
-            version = self._names.versions.get(memory.digest)
-            if version is None:
-                resident = await self._engine.load(memory)
-                return Version(memory, resident, await self._engine.load_adapters(name, memory))
-        except BaseException:
-            memory.erase()
-            raise
-        memory.erase()
+        """The version of this content, made resident if it is not."""
+        self._check_adapter(name, memory)
+        version = self._names.versions.get(memory.digest)
+        if version is None:
+            resident = await self._engine.load(memory)
+            version = Version(memory, resident, await self._engine.load_adapters(name, memory))
         return version
 
     @contextlib.asynccontextmanager
@@ -433,7 +428,6 @@ class BundleRegistry:
         path = str(self._history.path(record))
         memory = self._read_checked(name, path, None)
         if memory.digest != record.digest:
-            memory.erase()
             raise BundleError(
                 f"bundle {name!r} ({path}): the file has changed: expected digest {record.digest}, found "
                 f"{memory.digest}; a server with a state folder keeps copies"
@@ -463,8 +457,6 @@ class BundleRegistry:
             return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
-        finally:
-            bundle.erase()
 
     def _resident_payloads(self, digests: Sequence[str]) -> set[str]:
         """Those of the payloads that were read and checked with a version that is resident.
@@ -478,12 +470,8 @@ class BundleRegistry:
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
         memory = self._read(name, path, access)
-        try:
-            for record in memory.metadata.task_adapters:
-                _check_adapter_files(name, adapter_folder(memory, record), record, access)
-        except BaseException:
-            memory.erase()
-            raise
+        for record in memory.metadata.task_adapters:
+            _check_adapter_files(name, adapter_folder(memory, record), record, access)
         return memory
 
     # ---- checks ------------------------------------------------------------------------------------------------
@@ -570,7 +558,6 @@ class BundleRegistry:
             if not version.is_unused or self._names.versions.get(digest) is not version:
                 return  # loaded again in the meantime, or released by another task
             del self._names.versions[digest]
-            version.memory.erase()
             self._metrics.holds(self._names.versions.values())
             self._drop_what_is_gone()
             try:

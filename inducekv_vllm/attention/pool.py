@@ -185,19 +185,15 @@ class PagePool:
 
         def write(target: Tensor, places: IntArray, source: Tensor) -> None:  # [J, x, y], [n, k], [n, J, k, y]
             where = span_of(places.reshape(-1))
-            with self._device.uploaded(source[:, heads]) as uploaded:
-                own = uploaded.transpose(0, 1)  # [J, n, k, y]
-                if isinstance(where, slice):
-                    target[:, where].view(own.shape).copy_(own)
-                else:
-                    scattered = torch.empty(own.shape, dtype=target.dtype, device=target.device).copy_(own)
-                    target.index_copy_(1, self._device.upload(where), scattered.flatten(1, 2))
-                    scattered.zero_()  # freed memory keeps its content, so there is no other copy
+            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, n, k, y]
+            if isinstance(where, slice):
+                target[:, where].view(own.shape).copy_(own)
+            else:
+                target.index_copy_(1, self._device.upload(where), own.flatten(1, 2).to(target.dtype))
             rest()
 
-        sources = placement.sources(bundle)  # [N]
-        for first, end in runs_of(sources):  # a copy of what is not adjacent would remain in freed memory
-            read, new = slice(int(sources[first]), int(sources[end - 1]) + 1), placement.new[first:end]
+        if len(new := placement.new):
+            read = placement.sources(bundle)  # [N]
             write(pages.keys, placement.tokens[new], bundle.payload_keys[layer, read])
             write(pages.values, placement.tokens[new], bundle.payload_values[layer, read])
             if bundle.map_in is not None and bundle.map_out is not None:

@@ -1,4 +1,4 @@
-"""Spans of bytes of a file, read into memory of the caller's. Nothing of the file stays elsewhere."""
+"""Spans of bytes of a file, read into memory of the caller's."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ Span = tuple[int, memoryview]  # a byte of the file, and the memory to fill from
 def read_spans(file: io.FileIO, spans: Iterable[Span], source: str) -> None:
     """Fill each memory from its byte of the file on. The spans are in order.
 
-    What lies between two spans is read along if it is little, and overwritten: that takes less time than another call.
+    What lies between two spans is read along if it is little: that takes less time than another call.
 
     Raises:
         BundleError: the file ends before; `source` is its name.
     """
     gap = memoryview(bytearray(GAP_BYTES))
-    try:
-        for group in _groups(spans):
-            if len(group) == 1 or not _read_at_once(file, group, gap):
-                for start, content in group:
-                    _read_span(file, start, content, source)
-            rest()
-    finally:
-        gap[:] = bytes(GAP_BYTES)
+    for group in _groups(spans):
+        if len(group) == 1 or not _read_at_once(file, group, gap):
+            for start, content in group:
+                _read_span(file, start, content, source)
+        rest()
 
 
 def _read_at_once(file: io.FileIO, spans: Sequence[Span], gap: memoryview) -> bool:

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..activation import Activation
-from ..bounded_json import without_collections
 from ..errors import BundleError, FingerprintMismatch
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
@@ -228,12 +227,6 @@ class Bundle:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
         return {name: tensor for name in DTYPES if (tensor := getattr(self, name)) is not None}
 
-    def erase(self) -> None:
-        """Overwrite the tensors with zeros: freed memory keeps its content. The bundle cannot be used afterwards."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
-            rest()
-
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
 
@@ -275,7 +268,6 @@ def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     return bundle
 
 
-@without_collections()
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
@@ -321,7 +313,6 @@ def payload_digests(bundle: Bundle) -> tuple[str, ...]:
         sha.update(joined.data)
         digests.append(sha.hexdigest())
         rest()
-    joined.fill(0)  # freed memory keeps its content
     return tuple(digests)
 
 
@@ -399,9 +390,7 @@ def check_values(bundle: Bundle, name: str) -> None:
             if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
                 raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
             rest()
-    keys = bundle.retrieval_keys.float()  # [B, d]
-    norms = keys.norm(dim=1)  # [B]
-    keys.zero_()  # freed memory keeps its content
+    norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
     rest()
     if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
         worst = int(wrong[0])
@@ -420,9 +409,7 @@ def check_values(bundle: Bundle, name: str) -> None:
 
 
 def _check_gate_values(gate: Gate, name: str) -> None:
-    prototypes = gate.prototypes.float()  # [S, P, F]
-    norms = prototypes.norm(dim=2)  # [S, P]
-    prototypes.zero_()  # freed memory keeps its content
+    norms = gate.prototypes.float().norm(dim=2)  # [S, P]
     farthest = norms.flatten()[(norms - 1).abs().argmax()]
     if abs(float(farthest) - 1) > UNIT_NORM_TOLERANCE:
         raise BundleError(f"{name}: gate_prototypes must have norm 1, found {float(farthest):.6g}")

@@ -145,10 +145,3 @@ class MemoryIndex:
         assert self.index is not None
         assert key is not None
         return self.index.search(key, self.temperature, top_k, None if len(entries) == self.num_entries else entries)
-
-    def erase(self) -> None:
-        """Overwrite the keys with zeros: freed memory keeps its content. The index cannot be used afterwards."""
-        if self.index is not None:
-            self.index.erase()
-        if self.gate is not None:
-            self.gate.weights.fill(0)

@@ -29,7 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from ..bundle import Bundle, read_bundle, read_public_key, require_signature
+from ..bundle import read_bundle, read_public_key, require_signature
 from ..config import InduceKVConfig
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..fingerprint import backbone_fingerprint
@@ -96,12 +96,6 @@ class MemoryLLM:
         """
         absolute = os.path.abspath(path)
         bundle = read_bundle(absolute, backbone=self._backbone, name=str(path))
-        try:
-            return self._load(bundle, path, absolute)
-        finally:
-            bundle.erase()
-
-    def _load(self, bundle: Bundle, path: str | os.PathLike[str], absolute: str) -> MemoryIndex:
         if self._signers:
             require_signature(bundle.signature, bundle.digest, self._signers, str(path))
         if bundle.metadata.task_adapters:
@@ -119,10 +113,9 @@ class MemoryLLM:
         return self._loaded[bundle.digest]
 
     def unload_bundle(self, memory: MemoryIndex) -> None:
-        """Drop the workers' copy and the keys of `memory`. Raises UnknownBundle if it is not loaded."""
-        if (loaded := self._loaded.pop(memory.digest, None)) is None:
+        """Drop `memory` here and in the workers. Raises UnknownBundle if it is not loaded."""
+        if self._loaded.pop(memory.digest, None) is None:
             raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
-        loaded.erase()
         self.llm.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
 
     def chat(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Final
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor
 
-from inducekv_vllm.bounded_json import parse_json, shown
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import TaskDataError
 
@@ -45,7 +46,7 @@ def read_traffic(path: Path, gate: Gate) -> Tensor:
 
 def _evidence(line: bytes, digest: str, size: int, place: str) -> list[float]:
     try:
-        record: Any = parse_json(line)
+        record: Any = from_json(line)
     except ValueError as error:
         raise TaskDataError(f"{place}: malformed JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("gate"), str):

@@ -384,25 +384,14 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
     assert time.process_time() - began < 1
 
 
-def test_more_values_than_can_be_read_are_neither_read_nor_written(path: Path) -> None:
-    """16 MiB of small values would take seconds, and more memory than any bundle."""
-    settings = {"x": [[]] * 60_000}
-    with pytest.raises(BundleError, match="the metadata is too large: it holds more than 100000 values"):
-        write_bundle(random_bundle(settings=settings), path)
+def test_a_header_that_is_too_long_to_be_read_is_not_written(path: Path) -> None:
     with pytest.raises(BundleError, match="the metadata is too large: a header of"):
         write_bundle(random_bundle(settings={"x": "x" * MAX_HEADER_BYTES}), path)
     assert not path.exists()
-    tensors, good = raw(PLAIN)
-    save_raw(path, tensors, good | {"settings": settings})
-    with pytest.raises(BundleError, match="metadata is too large: it holds more than 100000 values"):
-        read_bundle(path)
-    save_raw(path, tensors, good | {"settings": {"x": "[," * 200_000 + '\\"['}})  # no values: all in a string
-    with pytest.raises(BundleError, match="does not match its digest"):
-        read_bundle(path)
 
 
 def test_what_a_message_quotes_can_be_printed(path: Path) -> None:
-    for name in ("\ud800", "a\0b", "\x1b[2J", "x" * 70_000):
+    for name in ("a\0b", "\x1b[2J", "x" * 70_000):
         text = json.dumps(
             {"__metadata__": {METADATA_KEY: PLAIN.metadata.model_dump_json()}, name: {}}
             | dict.fromkeys(PLAIN.tensors(), 0)
@@ -487,7 +476,7 @@ def test_a_lone_surrogate_in_the_metadata_is_refused(path: Path) -> None:
     assert content.count(b"abcdef") == 1
     path.write_bytes(content.replace(b"abcdef", rb"\ud800"))
     for read in (read_bundle, read_signature):
-        with pytest.raises(BundleError, match="metadata is not JSON"):
+        with pytest.raises(BundleError, match="header is not JSON"):
             read(path)
 
 

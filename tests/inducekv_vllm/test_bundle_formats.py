@@ -223,7 +223,6 @@ class TestPayloadDigests:
         assert part.rows.tolist() == rows
         assert torch.equal(part.payload_keys, bundle.payload_keys[:, rows])
         assert torch.equal(part.payload_values, bundle.payload_values[:, rows])
-        assert not any(map(any, scratch))
         if calls is not None:
             assert len(scratch) == calls
 

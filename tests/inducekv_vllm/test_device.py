@@ -39,43 +39,6 @@ def test_uploads(device: Device) -> None:
     assert torch.equal(device.upload(torch.arange(5.0)).cpu(), torch.arange(5.0))
 
 
-def test_what_an_upload_leaves_is_overwritten(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = torch.randn(3, 4, 5)[:, 1:3].transpose(1, 2)
-    expected, buffers = source.clone(), []
-    original = CudaDevice._pinned
-    monkeypatch.setattr(CudaDevice, "_pinned", lambda *arguments: buffers.append(original(*arguments)) or buffers[-1])
-    with device.beside_steps(), device.uploaded(source) as uploaded:
-        kept = uploaded.clone()
-    assert torch.equal(kept.cpu(), expected)
-    assert torch.equal(source, expected)  # it is its owner's to overwrite
-    if device.torch_device.type == "cuda":
-        assert not uploaded.any()
-        assert not buffers[0].any()
-
-
-def test_the_gpus_way_to_upload_overwrites_both_copies() -> None:
-    """On the CPU, without pinned memory: what is copied and overwritten, and in which order."""
-    buffers = []
-
-    class Unpinned(CudaDevice):
-        def __init__(self) -> None:
-            self.torch_device = torch.device("cpu")
-
-        def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-            buffers.append(torch.empty(tensor.shape).copy_(tensor))
-            return buffers[-1]
-
-    source = torch.randn(3, 4, 5)[:, 1:3].transpose(1, 2)
-    expected = source.clone()
-    with Unpinned().uploaded(source) as uploaded:
-        assert torch.equal(uploaded, expected)
-        assert uploaded.data_ptr() != buffers[0].data_ptr()
-        assert uploaded.is_contiguous()
-    assert not uploaded.any()
-    assert not buffers[0].any()
-    assert torch.equal(source, expected)
-
-
 def test_work_beside_the_steps_is_done_at_the_end_of_its_context(device: Device) -> None:
     target = torch.zeros(1 << 20, device=device.torch_device)
     with device.beside_steps():

@@ -243,11 +243,3 @@ def test_ranks_add_up(shared: bool) -> None:
     for gate, (own, _) in zip(gates, heads, strict=True):
         found = gate.scores.evidence(values[:, :, own].flatten(2), lambda part: total)
         torch.testing.assert_close(found, GATE.token_scores.evidence(values.flatten(2)), rtol=0, atol=1e-6)
-
-
-def test_an_erased_gate_is_zeros_and_the_bundles_is_not() -> None:
-    gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
-    gate.erase()
-    assert not any(tensor.any() for tensor in vars(gate.scores).values())
-    assert GATE.prototypes.any()
-    assert GATE.center.any()

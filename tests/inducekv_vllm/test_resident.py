@@ -236,21 +236,3 @@ def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.Monke
     bundles.unload("A")
     bundles.close()
     assert asked == ["inducekv-load_0"] * 2
-
-
-def test_a_gate_is_erased_before_its_bundle_counts_as_gone() -> None:
-    allocator = PageAllocator(8)
-    gone: list[bool] = []
-
-    def load(path: str, digest: str) -> Any:
-        region = allocator.region()
-        region.allocate(2)
-        return SimpleNamespace(region=region, gate=SimpleNamespace(erase=lambda: gone.append(region.is_free)))
-
-    bundles = ResidentBundles(load, lambda: False)
-    bundles.begin("a", "A")
-    wait(bundles, "A")
-    bundles.unload("A")
-    bundles.close()
-    assert gone == [False]
-    assert bundles.is_erased("A")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,10 +14,9 @@ from inducekv_vllm.attention.pages import ResidentBundle
 from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.device import CpuDevice
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.page_terms import Retrieval, page_terms
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, scatter, store
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 from tests.inducekv_vllm.bundles import random_gate
 
 SHAPE = PoolShape(entries=20, num_layers=3, num_kv_heads=2, heads_per_kv_head=3, head_size=8)  # 54 pages of 3 tokens
@@ -163,24 +160,6 @@ def check_contents(resident: ResidentBundle, bundle: Bundle) -> None:
                 assert torch.equal(
                     tensor[:, torch.from_numpy(resident.map_rows.reshape(-1))], expected.to(tensor.dtype)
                 )
-
-
-def test_copies_on_the_way_to_the_pool_are_overwritten_behind_their_use() -> None:
-    """Into scattered pages, and into adjacent ones."""
-
-    class Staging(CpuDevice):
-        @contextmanager
-        def uploaded(self, tensor: Tensor) -> Iterator[Tensor]:
-            copy = tensor.clone()
-            yield copy
-            copy.zero_()
-
-    for prepare in (scatter, lambda _: None):
-        pool = poisoned_pool(SHAPE)
-        pool._device = Staging(torch.device("cpu"))
-        prepare(pool)
-        bundle = fitting_bundle(SHAPE, 3, 5, map_rank=2)
-        check_contents(store(pool, bundle), bundle)
 
 
 def addresses(pool: PagePool, resident: ResidentBundle) -> list[int]:
