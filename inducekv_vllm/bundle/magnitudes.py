@@ -79,6 +79,4 @@ def _of_maps(bundle: Bundle, limit: float) -> Iterator[float]:
     for map_in, map_out in zip(bundle.map_in, bundle.map_out, strict=True):  # [N, J, r, G D], [N, J, G D, r]
         inner, outer = map_in.float().abs_(), map_out.float().abs_()
         yield float((outer @ inner.sum(-1, keepdim=True)).amax())
-        inner.zero_()  # freed memory keeps its content
-        outer.zero_()
         rest()
