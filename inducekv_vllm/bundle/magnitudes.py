@@ -77,6 +77,6 @@ def _of_maps(bundle: Bundle, limit: float) -> Iterator[float]:
     if r * width * torch.finfo(bundle.map_in.dtype).max ** 2 <= limit:
         return
     for map_in, map_out in zip(bundle.map_in, bundle.map_out, strict=True):  # [N, J, r, G D], [N, J, G D, r]
-        inner, outer = map_in.float().abs_(), map_out.float().abs_()
+        inner, outer = map_in.float().abs(), map_out.float().abs()
         yield float((outer @ inner.sum(-1, keepdim=True)).amax())
         rest()
