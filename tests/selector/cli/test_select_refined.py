@@ -315,7 +315,7 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     assert with_some.metadata.settings.items() >= recorded.items()
     assert report["pool"]["background_requests"] == 5
     prices = report["gate"]["prices"]
-    assert [price["misses"] for price in prices] == [0.005, 0.01, 0.02, 0.03, 0.05, 0.1]
+    assert [price["misses"] for price in prices] == [0.0, 0.01, 0.02, 0.03, 0.05, 0.1]
     assert "background" in prices[0]["opened"]
     table = printed[printed.index(" misses") :].splitlines()[:7]
     assert [line.split()[1] == "*" for line in table[1:]] == [False, False, False, True, False, False]
