@@ -29,7 +29,7 @@ from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
 from .demo import BUNDLE, CHECKPOINT
 
 if TYPE_CHECKING:
-    from inducekv_vllm.bundle import PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PLUGIN = "inducekv"
 SIMILAR = 0.8  # no flag of vLLM 0.32 is as similar to one of ours
@@ -235,7 +235,7 @@ def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace
     environment[ADMIN_KEY_VARIABLE] = key
 
 
-def public_keys(paths: Sequence[str]) -> list[PublicKey]:
+def public_keys(paths: Sequence[str]) -> list[Ed25519PublicKey]:
     """Raises UsageError: one of the files is not an Ed25519 public key."""
     if not paths:
         return []
@@ -247,7 +247,7 @@ def public_keys(paths: Sequence[str]) -> list[PublicKey]:
         raise UsageError(f"--require-signature: {error}") from error
 
 
-def check_bundle(name: str, path: str, signers: Sequence[PublicKey]) -> None:
+def check_bundle(name: str, path: str, signers: Sequence[Ed25519PublicKey]) -> None:
     """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
     from inducekv_vllm.bundle import read_bundle, require_signature
 

@@ -18,7 +18,7 @@ from .metadata import (
     GateRecord,
     OutputMap,
 )
-from .signature import PublicKey, Signature, read_private_key, read_public_key, require_signature, sign_digest
+from .signature import Signature, read_private_key, read_public_key, require_signature, sign_digest
 from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "GateRecord",
     "MagnitudeLimits",
     "OutputMap",
-    "PublicKey",
     "Signature",
     "bundle_digest",
     "check_bundle",

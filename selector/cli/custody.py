@@ -106,12 +106,12 @@ def audit_verify(options: argparse.Namespace) -> int:
 
     Exit status 2: a record is broken. Exit status 3: the last line has no end, because the server was killed.
     """
-    chain = audit_chain.verify(options.path, options.head)
-    print(f"{options.path}: {chain.records} records, head {chain.head}")
-    if not chain.torn:
+    records, head, torn = audit_chain.verify(options.path, options.head)
+    print(f"{options.path}: {records} records, head {head}")
+    if not torn:
         return SUCCESS
     print(
-        f"the last line has no end ({chain.torn} bytes): its writer was killed, and what it says was never "
+        f"the last line has no end ({torn} bytes): its writer was killed, and what it says was never "
         "acknowledged; a server that starts with this log goes on behind it"
     )
     return TORN

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.audit_chain import NO_RECORD, AuditWriter, Chain, verify
+from inducekv_vllm.audit_chain import NO_RECORD, AuditWriter, verify
 from inducekv_vllm.errors import ConfigError
 
 
@@ -39,19 +39,19 @@ def test_each_record_names_the_line_before(path: Path) -> None:
     assert json.loads(second)["previous"] == hashlib.sha256(first).hexdigest()
     assert head == hashlib.sha256(second).hexdigest()
     assert [json.loads(line)["n"] for line in (first, second)] == [0, 1]
-    assert verify(path) == Chain(2, head, 0)
+    assert verify(path) == (2, head, 0)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_restart_goes_on(path: Path) -> None:
     before = write(path, "start", "load")
     head = write(path, "start", "unload")
-    assert verify(path, before) == Chain(4, head, 0)
+    assert verify(path, before) == (4, head, 0)
 
 
 def test_an_empty_log_is_whole(path: Path) -> None:
     path.touch()
-    assert verify(path) == Chain(0, NO_RECORD, 0)
+    assert verify(path) == (0, NO_RECORD, 0)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -95,10 +95,10 @@ def test_every_truncation_is_a_cut_and_the_next_writer_goes_on(path: Path) -> No
         path.write_bytes(content[:size])
         whole = content[:size].count(b"\n")
         torn = size - (content[:size].rfind(b"\n") + 1)
-        assert (verify(path).records, verify(path).torn) == (whole, torn)
+        assert verify(path)[::2] == (whole, torn)
         lacks_its_newline = content[size : size + 1] == b"\n"
         head = write(path, "start")
-        assert verify(path) == Chain(whole + 1 + lacks_its_newline, head, 0)
+        assert verify(path) == (whole + 1 + lacks_its_newline, head, 0)
         assert path.read_bytes().startswith(content[:size])  # nothing was removed
 
 
@@ -120,9 +120,8 @@ def test_two_lines_that_are_no_records(path: Path) -> None:
         verify(path)
 
 
-def test_a_damaged_end_is_not_written_behind(path: Path) -> None:
-    write(path, "start")
-    content = path.read_bytes() + b"something else\n"
+def test_a_file_that_is_no_log_is_not_written_to(path: Path) -> None:
+    content = b"something else\n"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"audit.jsonl: its last line is not a record"):
         AuditWriter(path)
@@ -151,8 +150,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         ((0,), 2),  # nothing of the record is there
         ((10,), 2),  # a part, which the next record names
         ((10, 0, 0), 2),
-        ((10, 20), 3),  # two parts in a row: the second record is completed
-        ((10, 0, 20, 5), 3),
+        ((10, 20), 2),  # two parts in a row
+        ((10, 0, 20, 5), 2),
     ],
 )
 def test_records_that_could_be_written_in_part(
@@ -167,7 +166,7 @@ def test_records_that_could_be_written_in_part(
             with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
                 writer.append("load", {})
     writer.append("unload", {})
-    assert verify(path) == Chain(records, writer.head, 0)
+    assert verify(path) == (records, writer.head, 0)
     assert path.read_bytes().count(b'"unload"') == 1
 
 
@@ -202,9 +201,9 @@ def test_kill_while_it_writes(path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     found = verify(path)
-    assert found.records > 300
+    assert found[0] > 300
     head = write(path, "start")
-    assert verify(path) == Chain(found.records + 1, head, 0)
+    assert verify(path) == (found[0] + 1, head, 0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from inducekv_vllm.bundle import (
     METADATA_KEY,
-    PublicKey,
     Signature,
     read_bundle,
     read_private_key,
@@ -31,10 +30,6 @@ from tests.inducekv_vllm.bundles import random_bundle
 OURS, THEIRS = Ed25519PrivateKey.from_private_bytes(b"o" * 32), Ed25519PrivateKey.from_private_bytes(b"t" * 32)
 
 
-def public(key: Ed25519PrivateKey) -> PublicKey:
-    return PublicKey(key.public_key(), key_name(key.public_key()))
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A bundle that we have signed."""
@@ -46,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 def refusal(path: Path, *keys: Ed25519PrivateKey) -> str:
     bundle = read_bundle(path)
     with pytest.raises(BundleError) as error:
-        require_signature(bundle.signature, bundle.digest, [public(key) for key in keys], str(path))
+        require_signature(bundle.signature, bundle.digest, [key.public_key() for key in keys], str(path))
     assert str(path) in str(error.value)
     return str(error.value)
 
@@ -55,14 +50,14 @@ def test_a_signature_travels_with_the_file_and_does_not_change_the_digest(path: 
     bundle = read_bundle(path)
     assert bundle.digest == random_bundle().digest
     for keys in ([OURS], [THEIRS, OURS]):
-        require_signature(bundle.signature, bundle.digest, [public(key) for key in keys], "b")
+        require_signature(bundle.signature, bundle.digest, [key.public_key() for key in keys], "b")
     write_bundle(bundle, tmp_path / "copy.safetensors")
     assert read_bundle(tmp_path / "copy.safetensors").signature == bundle.signature
 
 
 def test_unsigned_and_by_another_key(path: Path, tmp_path: Path) -> None:
     write_bundle(random_bundle(), tmp_path / "plain.safetensors")
-    ours, theirs = public(OURS).name[:16], public(THEIRS).name[:16]
+    ours, theirs = key_name(OURS.public_key())[:16], key_name(THEIRS.public_key())[:16]
     assert f"is not signed; expected a signature by the key {ours}" in refusal(tmp_path / "plain.safetensors", OURS)
     assert f"is signed by the key {ours}, expected {theirs}" in refusal(path, THEIRS)
 
@@ -134,7 +129,7 @@ def test_keys_that_cannot_be_used(tmp_path: Path) -> None:
         ("none", "cannot read the key: No such file"),
         ("text", "not a private key in PEM"),
         ("rsa", "expected an Ed25519 private key, found RSAPrivateKey"),
-        ("secret", "has a password"),
+        ("secret", "not a private key in PEM, without a password"),
     ):
         with pytest.raises(ConfigError, match=f"{name}: .*{problem}"):
             read_private_key(tmp_path / name)

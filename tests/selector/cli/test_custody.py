@@ -162,7 +162,7 @@ def test_audit_verify(tmp_path: Path) -> None:
     assert "its writer was killed" in command("audit", "verify", path, status=3)
     assert "no record has the SHA-256" in refuse("audit", "verify", path, "--head", writer.head)
     path.write_bytes(good.replace(b'"load"', b'"lord"'))
-    assert f"{path}: line 3: it must follow the record of SHA-256" in refuse("audit", "verify", path)
+    assert f"{path}: line 3: it must follow record 1" in refuse("audit", "verify", path)
 
 
 def test_dates_on_the_command_line() -> None:
