@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,37 +17,22 @@ from .flags import require_output
 from .gate_questions import BACKGROUND, read_background_of
 from .gate_tables import print_prices_of
 from .loading import load_backbone
-from .moments import moment_before
 
 if TYPE_CHECKING:
     from ..gate.fit import FittedGate
 
-SUCCESS, NOTHING, TORN = 0, 3, 3
+SUCCESS, TORN = 0, 3
 Command = Callable[[argparse.Namespace], int]
 
 
 def forget(options: argparse.Namespace) -> int:
-    """Write the next version of a bundle without some of its entries.
-
-    Exit status 3: no entry is that old or has expired, and nothing was written.
-    """
+    """Write the next version of a bundle without some of its entries."""
     from ..update.forget import Forgotten, rows_to_forget, without_entries
 
     _check_forget(options)
-    now = datetime.now(UTC)
-    forgotten = Forgotten(
-        ids=options.entry,
-        source_digests=options.source_digest,
-        tasks=options.forget_task,
-        created_before=options.older_than and moment_before(options.older_than, now, "--older-than"),
-        undated=None if options.undated is None else options.undated == "forget",
-        expired_at=now if options.expired else None,
-    )
+    forgotten = Forgotten(ids=options.entry, source_digests=options.source_digest, tasks=options.forget_task)
     bundle = read_bundle(options.path)
     rows = rows_to_forget(bundle, forgotten, str(options.path))
-    if not rows:
-        print(f"{options.path}: none of its {bundle.num_entries} entries is to be forgotten; nothing was written")
-        return NOTHING
     fitted = _refitted(options, bundle, rows) if options.model else None
     after = without_entries(bundle, rows, None if fitted is None else fitted.gate)
     write_bundle(after, options.output)
@@ -63,10 +47,8 @@ def forget(options: argparse.Namespace) -> int:
 
 
 def _check_forget(options: argparse.Namespace) -> None:
-    if not (options.entry or options.source_digest or options.forget_task or options.older_than or options.expired):
-        raise ConfigError("say what to forget: --entry, --source-digest, --task, --older-than or --expired")
-    if options.undated and not options.older_than:
-        raise ConfigError("--undated says what becomes of entries without a date with --older-than")
+    if not (options.entry or options.source_digest or options.forget_task):
+        raise ConfigError("say what to forget: --entry, --source-digest or --task")
     if bool(options.model) != bool(options.anchors) or ((options.base or options.background) and not options.model):
         raise ConfigError(
             "to fit the gate again, give --model and --anchors, and --base and --background if it had such questions"
@@ -126,11 +108,6 @@ def add_commands(
     added.add_argument("path", metavar="PATH", help="a bundle file; it is not changed")
     for flag, dest, metavar, text in FORGET_FLAGS:
         added.add_argument(flag, dest=dest, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
-    added.add_argument("--older-than", metavar="T", help="entries made before a date, or longer ago than an age (90d)")
-    added.add_argument(
-        "--undated", choices=("keep", "forget"), help="with --older-than: what becomes of entries without a date"
-    )
-    added.add_argument("--expired", action="store_true", help="entries whose date has passed")
     added.add_argument("--model", help="fit the gate again, with this model")
     added.add_argument("--anchors", type=Path, metavar="DIR", help="with --model: the anchor store of the stream")
     added.add_argument("--base", type=Path, help="with --model: the questions that the model answers well by itself")

@@ -43,12 +43,3 @@ def moment_after(text: str, begin: datetime, flag: str) -> datetime:
     if when <= begin:
         raise ConfigError(f"{flag} {text} is not after {begin:%Y-%m-%dT%H:%M:%SZ}, when the entries are made")
     return when
-
-
-def moment_before(text: str, now: datetime, flag: str) -> datetime:
-    """A date, or an age before `now`. Raises ConfigError: it is neither."""
-    before = age(text)
-    try:
-        return moment(text, flag) if before is None else now - before
-    except OverflowError as error:
-        raise ConfigError(f"{flag} {text} is too far away") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 
 import torch
 from torch import Tensor
@@ -31,30 +30,16 @@ class Forgotten:
     ids: Collection[str] = ()
     source_digests: Collection[str] = ()
     tasks: Collection[str] = ()
-    created_before: datetime | None = None
-    undated: bool | None = None  # with `created_before`: whether it names entries without a date; None: refused
-    expired_at: datetime | None = None
 
     def names(self, entry: EntryRecord) -> bool:
-        return (
-            entry.id in self.ids
-            or entry.source_digest in self.source_digests
-            or entry.task in self.tasks
-            or self._is_old(entry)
-            or (self.expired_at is not None and entry.has_expired(self.expired_at))
-        )
-
-    def _is_old(self, entry: EntryRecord) -> bool:
-        if self.created_before is None:
-            return False
-        return bool(self.undated) if entry.created_at is None else entry.created_at < self.created_before
+        return entry.id in self.ids or entry.source_digest in self.source_digests or entry.task in self.tasks
 
 
 def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[int]:
-    """The entries that are named; maybe none, if they are named by their dates alone.
+    """The entries that are named.
 
     Raises:
-        BundleError: an id, digest or task is not in the bundle, an entry's age is not known, or none would be left.
+        BundleError: an id, digest or task is not in the bundle, or no entry would be left.
     """
     entries = bundle.metadata.entries
     for kind, wanted, found in (
@@ -65,13 +50,6 @@ def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[in
         if missing := [each for each in wanted if each not in found]:
             raise BundleError(f"{source}: there is no {kind} {missing[0]!r}")
     rows = [row for row, entry in enumerate(entries) if forgotten.names(entry)]
-    if forgotten.created_before is not None and forgotten.undated is None:
-        undated = [entry.id for entry in entries if entry.created_at is None and not forgotten.names(entry)]
-        if undated:
-            raise BundleError(
-                f"{source}: when {len(undated)} entries were made is not recorded, the first is {undated[0]!r}: say "
-                "what becomes of them by --undated keep or --undated forget"
-            )
     if len(rows) == len(entries) and not bundle.metadata.task_adapters:
         raise BundleError(
             f"{source}: all {len(entries)} entries would be forgotten, and a bundle needs one: unload the bundle and "

@@ -11,7 +11,7 @@ import torch
 
 from inducekv_vllm.audit_chain import AuditWriter
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
-from selector.cli.moments import moment, moment_after, moment_before
+from selector.cli.moments import moment, moment_after
 from tests.inducekv_vllm.bundles import older, random_bundle, random_gated_bundle
 from tests.selector.cli.test_bundle import command, refuse, written
 
@@ -46,9 +46,7 @@ def ids(path: Path) -> list[str]:
     [
         (("--entry", "e1", "--entry", "e3"), ["e0", "e2", "e4"]),
         (("--task", "b"), ["e0", "e1", "e3"]),
-        (("--older-than", "2d"), ["e0", "e1"]),
-        (("--expired",), ["e1", "e2", "e3", "e4"]),
-        (("--expired", "--task", "b"), ["e1", "e3"]),
+        (("--entry", "e0", "--task", "b"), ["e1", "e3"]),
     ],
 )
 def test_forget(old: Path, tmp_path: Path, flags: tuple[str, ...], left: list[str]) -> None:
@@ -80,12 +78,6 @@ def test_forget_one_of_10_002_entries_with_both_dates(tmp_path: Path) -> None:
     assert torch.equal(after.payload_values[:, 5000], bundle.payload_values[:, 5001])
 
 
-def test_nothing_to_forget(old: Path, tmp_path: Path) -> None:
-    for flags in (("--older-than", "30d"), ("--older-than", "2020-01-01")):
-        assert "nothing was written" in command("forget", old, *flags, "--output", tmp_path / "new", status=3)
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -93,8 +85,6 @@ def test_nothing_to_forget(old: Path, tmp_path: Path) -> None:
         (("--entry", "e9"), "there is no entry 'e9'"),
         (("--source-digest", "cd"), "there is no entry of the source digest 'cd'"),
         (("--source-digest", "ab"), "all 5 entries would be forgotten"),
-        (("--older-than", "yesterday"), "--older-than must be a date such as 2027-01-31"),
-        (("--entry", "e0", "--undated", "keep"), "with --older-than"),
         (("--entry", "e0", "--model", "m"), "give --model and --anchors"),
         (("--entry", "e0", "--model", "m", "--anchors", "no"), "m"),
     ],
@@ -169,7 +159,7 @@ def test_dates_on_the_command_line() -> None:
     begin = datetime(2026, 1, 31, 12, tzinfo=UTC)
     assert moment("2026-02-01", "--x") == datetime(2026, 2, 1, tzinfo=UTC)
     assert moment("2026-02-01T02:00+02:00", "--x") == datetime(2026, 2, 1, tzinfo=UTC)
-    assert moment_after("90d", begin, "--x") - begin == begin - moment_before("90d", begin, "--x") == timedelta(days=90)
+    assert moment_after("90d", begin, "--x") - begin == timedelta(days=90)
     assert moment_after("2w", begin, "--x") - begin == timedelta(weeks=2)
     for text, problem in (
         ("2026-01-31", "is not after 2026-01-31T12:00:00Z"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,6 @@ from selector.update.forget import Forgotten, refitted_gate, rows_to_forget, wit
 from tests.gates import bundle_behind
 from tests.inducekv_vllm.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps, remade
 from tests.selector.conftest import record, write_task
-
-NOW = datetime(2026, 11, 1, tzinfo=UTC)
-
-
-def dated(bundle: Bundle, ages: list[int | None]) -> Bundle:
-    """The entries were made so many days before NOW."""
-    entries = [
-        entry.model_copy(update={"created_at": None if age is None else NOW - timedelta(days=age)})
-        for entry, age in zip(bundle.metadata.entries, ages, strict=True)
-    ]
-    return with_entries(bundle, tuple(entries))
 
 
 def decoupled() -> Bundle:
@@ -98,29 +86,6 @@ class TestNamed:
         assert self.rows(bundle, source_digests=["s1"]) == [2, 3]
         assert self.rows(bundle, tasks=["b"]) == [2, 4]
         assert self.rows(bundle, ids=["e0"], tasks=["b"]) == [0, 2, 4]
-
-    def test_by_age(self) -> None:
-        bundle = dated(random_bundle(), [10, 20, 30, 40, 50])
-        limit = NOW - timedelta(days=30)
-        assert self.rows(bundle, created_before=limit) == [3, 4]
-        assert self.rows(bundle, created_before=NOW - timedelta(days=60)) == []
-
-    def test_entries_of_unknown_age(self) -> None:
-        bundle = dated(random_bundle(), [10, None, None, 40, 50])
-        limit = NOW - timedelta(days=30)
-        with pytest.raises(BundleError, match=r"when 2 entries were made is not recorded, the first is 'e1': say .*"):
-            self.rows(bundle, created_before=limit)
-        assert self.rows(bundle, created_before=limit, undated=True) == [1, 2, 3, 4]
-        assert self.rows(bundle, created_before=limit, undated=False) == [3, 4]
-        assert self.rows(bundle, created_before=limit, ids=["e1", "e2"]) == [1, 2, 3, 4]
-
-    def test_expired(self) -> None:
-        bundle = random_bundle()
-        entries = [
-            e.model_copy(update={"expires_at": NOW + timedelta(days=i)}) for i, e in enumerate(bundle.metadata.entries)
-        ]
-        assert self.rows(with_entries(bundle, tuple(entries)), expired_at=NOW + timedelta(days=1)) == [0, 1]
-        assert self.rows(bundle, expired_at=NOW) == []
 
     @pytest.mark.parametrize(
         ("named", "problem"),
