@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -83,12 +82,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _has_k_norm(text: PretrainedConfig) -> bool:
     """Check for key normalisation on a one-layer model built on the meta device."""
-    return _has_k_norm_by(type(text).from_dict, text.to_json_string(use_diff=False))
+    return _has_k_norm_by(type(text), text.to_json_string(use_diff=False))
 
 
 @lru_cache(maxsize=16)
-def _has_k_norm_by(make_config: Callable[[dict[str, Any]], Any], settings: str) -> bool:
-    one_layer = make_config(json.loads(settings))
+def _has_k_norm_by(kind: type[PretrainedConfig], settings: str) -> bool:
+    one_layer = kind.from_dict(json.loads(settings))
     one_layer.num_hidden_layers = 1
     if getattr(one_layer, "layer_types", None):
         one_layer.layer_types = one_layer.layer_types[:1]

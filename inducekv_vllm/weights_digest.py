@@ -7,7 +7,6 @@ divided into files. Training moves all of a tensor; a change of single numbers m
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -44,18 +43,23 @@ def weights_digest(model: str | Path, revision: str | None = None) -> str:
     """
     folder = Path(str(cached_file(str(model), "config.json", revision=revision, local_files_only=True))).parent
     sha = hashlib.sha256()
+    file = current = None
     try:
         stored = _stored(folder, model)
         if not stored:
             return NO_WEIGHTS
         spans: dict[str, bytes] = {}
-        in_place = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
-        for path, names in itertools.groupby(in_place, key=lambda name: stored[name].file):
-            with path.open("rb") as file:
-                for name in names:
-                    spans[name] = b"".join(os.pread(file.fileno(), size, at) for at, size in _sampled(stored[name]))
+        for name, tensor in sorted(stored.items(), key=lambda item: (item[1].file, item[1].begin)):
+            if current != tensor.file:
+                if file is not None:
+                    os.close(file)
+                file, current = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC), tensor.file
+            spans[name] = b"".join(os.pread(file, size, at) for at, size in _sampled(tensor))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"{model}: cannot read the weights: {type(error).__name__}: {error}") from error
+    finally:
+        if file is not None:
+            os.close(file)
     for name in sorted(stored):
         sha.update(json.dumps([name, stored[name].kind, spans[name].hex()]).encode() + b"\n")
     return sha.hexdigest()
