@@ -1,14 +1,14 @@
-"""The fingerprint of a backbone, computed from the files of a checkpoint without remote code.
+"""The fingerprint of a backbone, computed from its configuration and tokenizer without remote code.
 
-The selector stores it in a bundle; the server computes it again and compares. Of the weights, headers and samples are
-read.
+The selector stores it in a bundle; the server computes it again and compares. Of the weights only the headers are read:
+quantised ones are refused.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,21 @@ from .bundle import BackboneFingerprint
 from .bundle.metadata import first_problem
 from .checkpoints import load_config, load_tokenizer, summary
 from .errors import UnsupportedModel
-from .weights_digest import weights_digest
 
 
 def backbone_fingerprint(model: str | Path, revision: str | None = None) -> BackboneFingerprint:
     """Compute the fingerprint of a model folder or Hugging Face id.
 
     Raises:
-        UnsupportedModel: the configuration or tokenizer cannot be loaded, the model is of a kind that cannot have a
-            memory, or its weights are no safetensors files.
+        UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
+            memory.
     """
     config, _ = load_config(model, revision)
-    fingerprint = fingerprint_of(config, load_tokenizer(model, revision))
-    return fingerprint.model_copy(update={"weights_digest": weights_digest(model, revision)})
+    return fingerprint_of(config, load_tokenizer(model, revision))
 
 
 def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneFingerprint:
-    """Compute the fingerprint, but for the weights, from a loaded configuration and tokenizer.
-
-    It makes a model of one layer. vLLM's Transformers backend changes the model's class, which cannot be made then:
-    call this before such a model is loaded, and later calls of the process find what is remembered.
+    """Compute the fingerprint from a loaded configuration and tokenizer.
 
     Raises:
         UnsupportedModel: a required setting is missing, or has a value of which no model can be made.
@@ -82,12 +77,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _has_k_norm(text: PretrainedConfig) -> bool:
     """Check for key normalisation on a one-layer model built on the meta device."""
-    return _has_k_norm_by(type(text), text.to_json_string(use_diff=False))
-
-
-@lru_cache(maxsize=16)
-def _has_k_norm_by(kind: type[PretrainedConfig], settings: str) -> bool:
-    one_layer = kind.from_dict(json.loads(settings))
+    one_layer = copy.deepcopy(text)
     one_layer.num_hidden_layers = 1
     if getattr(one_layer, "layer_types", None):
         one_layer.layer_types = one_layer.layer_types[:1]

@@ -6,7 +6,6 @@ The API process talks to a worker through the RPC methods `inducekv_*` and throu
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -31,12 +30,11 @@ from .attention.request_table import MemoryOfRequests
 from .attention.term_tables import TermTables
 from .bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from .cached_values import CachedValues
-from .checkpoints import load_config, load_tokenizer
 from .config import CONFIG_KEY, InduceKVConfig
 from .device import Device, device_of
 from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
-from .errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
-from .fingerprint import backbone_fingerprint, fingerprint_of
+from .errors import BundleError, CapacityError, InduceKVError
+from .fingerprint import backbone_fingerprint
 from .gate_passes import GatePasses
 from .logs import logger_of
 from .page_terms import PageTerms, Retrieval, page_terms
@@ -87,9 +85,6 @@ class MemoryWorker(Worker):
     # ---- start -------------------------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(UnsupportedModel):  # told when a bundle is loaded
-            name, revision = self.model_config.model, self.model_config.revision
-            fingerprint_of(load_config(name, revision)[0], load_tokenizer(name, revision))  # remembered, see there
         super().load_model(*args, **kwargs)
         assert self.device is not None  # set before the model is loaded
         self._device = device_of(self.device)
@@ -244,7 +239,7 @@ class MemoryWorker(Worker):
     @cached_property
     def _backbone(self) -> BackboneFingerprint:
         """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
-        return backbone_fingerprint(self.model_config.model, self.model_config.revision)
+        return backbone_fingerprint(self.model_config.model)
 
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check what the pool does not have of a bundle, and copy it there; runs in a thread."""
@@ -269,8 +264,6 @@ class MemoryWorker(Worker):
         """Refuse another content than the API process has read, and what this engine cannot do."""
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
-        if bundle.metadata.backbone.weights_digest is None:
-            logger.warning("%s does not say for which weights it was made: another fine-tune's answers are wrong", path)
         check_magnitudes(bundle, dtype_of(self.model_config), path)
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
             raise self.attention.merged_refusal

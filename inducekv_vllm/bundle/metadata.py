@@ -112,15 +112,13 @@ class BackboneFingerprint(BaseModel):
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
-    # See `inducekv_vllm.weights_digest`. None: a bundle of before it was recorded, which fits any weights.
-    weights_digest: str | None = Field(default=None, exclude_if=_is_missing)
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
         """List every field in which a model differs as "field: own value, the model has another"."""
         return [
             f"{name}: {getattr(self, name)!r}, the model has {getattr(model, name)!r}"
             for name in type(self).model_fields
-            if getattr(self, name) != getattr(model, name) and (name != "weights_digest" or self.weights_digest)
+            if getattr(self, name) != getattr(model, name)
         ]
 
 

@@ -15,7 +15,6 @@ from inducekv_vllm.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.fingerprint import fingerprint_of
 from inducekv_vllm.plain_weights import require_plain_names, require_plain_weights
-from inducekv_vllm.weights_digest import weights_digest
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
@@ -53,7 +52,6 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     _require_no_further_layers(loading["unexpected_keys"], model)
     require_full_attention(network, str(model))
-    weights_digest(model)  # a bundle needs one
     return network.eval().requires_grad_(False), processor
 
 

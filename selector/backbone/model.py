@@ -20,7 +20,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.checkpoints import Kind, kind_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.fingerprint import fingerprint_of
 from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
@@ -110,9 +110,9 @@ class Backbone:
         device: torch.device = self.model.device
         return device
 
-    @cached_property
+    @property
     def fingerprint(self) -> BackboneFingerprint:
-        return backbone_fingerprint(self.model.config.name_or_path)
+        return fingerprint_of(self.model.config, self.tokenizer)
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""
