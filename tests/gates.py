@@ -15,7 +15,7 @@ from selector.data.examples import Example, entry_records
 from tests.inducekv_vllm.bundles import random_bundle
 
 FITTING_SET = {"OWN": 10, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
-TRAINING = {"EPOCHS": 6}
+TRAINING = {"EPOCHS": 12}
 
 
 @contextmanager
