@@ -29,6 +29,7 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.activation import ACTIVATIONS, Activation, first_active_position
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.engine.offline import MemoryLLM
+from inducekv_vllm.gate import last_averaged
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.injection import Memory, attend_decoupled, mapped
@@ -180,7 +181,8 @@ def check_gates(case: Case, offline: MemoryLLM, path: Path) -> None:
         with torch.no_grad():
             model(input_ids=torch.tensor([prompt]), use_cache=False)
         hook.remove()
-        expected = gate.token_scores.evidence(values[0][0][:, None])  # [t, S, F]: all tokens decide
+        looked_at = last_averaged(values[0][0][:, None], len(prompt))  # [t, S, F]: all tokens decide
+            expected = gate.token_scores.evidence(looked_at)
         assert expected.any()
         torch.testing.assert_close(torch.tensor(answer.query.evidence), expected, rtol=0, atol=TOLERANCE)
 
