@@ -182,7 +182,7 @@ def check_gates(case: Case, offline: MemoryLLM, path: Path) -> None:
             model(input_ids=torch.tensor([prompt]), use_cache=False)
         hook.remove()
         looked_at = last_averaged(values[0][0][:, None], len(prompt))  # [t, S, F]: all tokens decide
-            expected = gate.token_scores.evidence(looked_at)
+        expected = gate.token_scores.evidence(looked_at)
         assert expected.any()
         torch.testing.assert_close(torch.tensor(answer.query.evidence), expected, rtol=0, atol=TOLERANCE)
 
