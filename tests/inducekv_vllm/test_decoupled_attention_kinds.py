@@ -29,9 +29,9 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.activation import ACTIVATIONS, Activation, first_active_position
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.engine.offline import MemoryLLM
-from inducekv_vllm.gate import last_averaged
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.gate import last_averaged
 from selector.backbone.injection import Memory, attend_decoupled, mapped
 from tests.inducekv_vllm.bundles import decided_gate, random_gate, random_maps, remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, engine, greedy, served_logprobs
