@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,7 +32,7 @@ class FittedGate:
 
     gate: Gate  # as a bundle stores it
     prices: tuple[Price, ...]
-    seconds: Mapping[str, float]  # of what it took
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of a whole fit, by what it took them for
 
 
 def fit_gate(

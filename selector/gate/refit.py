@@ -5,7 +5,6 @@ Shapes: C tasks, H evidence of a question, n questions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,9 +42,7 @@ def refit_gate(
     """
     check_questions(own, background)
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
-    began = time.monotonic()
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
-    looked = time.monotonic()
     seen = len(traffic)
     weights, thresholds, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]
@@ -57,5 +54,4 @@ def refit_gate(
         num_prototypes=gate.prototypes.shape[1],
         misses=misses,
     )
-    seconds = {"features": looked - began, "training": time.monotonic() - looked}
-    return FittedGate(replace(gate, weights=weights, thresholds=thresholds), prices, seconds)
+    return FittedGate(replace(gate, weights=weights, thresholds=thresholds), prices)

@@ -114,24 +114,27 @@ def train_gate(
         ]
     finally:
         torch.random.set_rng_state(generator_state)
-    shares = _shares(len(parts))
-    thresholds, prices = _priced(
-        _weighted([part.margins for part in parts], shares),
-        _weighted([part.offsets for part in parts], shares),
-        target,
-        torch.tensor(held_out),
-        kinds,
-        misses,
+    weights, thresholds, prices = _together(
+        [part.odds for part in parts], target, torch.tensor(held_out), kinds, misses
     )
     return TrainedGate(
         center=torch.cat([part.center for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
         prototypes=torch.cat([part.prototypes for part in parts]),
         floors=torch.cat([part.floors for part in parts]),
-        weights=torch.cat([share * part.weights for part, share in zip(parts, shares, strict=True)], dim=1),
+        weights=weights,
         thresholds=thresholds,
         prices=prices,
     )
+
+
+@dataclass(frozen=True)
+class _Odds:
+    """The log-odds of every question, by a part of the evidence."""
+
+    weights: Tensor  # [C, of the part's evidence]
+    offsets: Tensor  # [C]
+    margins: Tensor  # [n, C]: weighted evidence less offsets
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,7 @@ class _Part:
     scale: Tensor
     prototypes: Tensor
     floors: Tensor
-    weights: Tensor
-    margins: Tensor  # [n, C], log-odds of every question
-    offsets: Tensor  # [C], what they have subtracted
+    odds: _Odds
 
 
 def _parts_of(values: Sequence[Tensor]) -> list[tuple[list[Tensor], float]]:
@@ -159,13 +160,19 @@ def _parts_of(values: Sequence[Tensor]) -> list[tuple[list[Tensor], float]]:
     return [([v[:, :-1].float() for v in values], DROPPED), (means, 0.0)]
 
 
-def _shares(num_parts: int) -> list[float]:
-    """Of the log-odds, by part."""
-    return [1.0] if num_parts == 1 else [TOKENS_SHARE, 1 - TOKENS_SHARE]
+def _together(
+    parts: Sequence[_Odds], labels: Tensor, held_out: Tensor, kinds: Sequence[str], misses: float
+) -> tuple[Tensor, Tensor, tuple[Price, ...]]:
+    """Weights [C, H], thresholds [C] and prices of the parts' weighted mean: tokens and means, or the means alone."""
+    shares = [1.0] if len(parts) == 1 else [TOKENS_SHARE, 1 - TOKENS_SHARE]
 
+    def weighted(of_parts: Sequence[Tensor]) -> list[Tensor]:
+        return [share * of_part for share, of_part in zip(shares, of_parts, strict=True)]
 
-def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    return torch.stack([share * part for part, share in zip(parts, shares, strict=True)]).sum(dim=0)
+    margins = torch.stack(weighted([part.margins for part in parts])).sum(dim=0)
+    offsets = torch.stack(weighted([part.offsets for part in parts])).sum(dim=0)
+    weights = torch.cat(weighted([part.weights for part in parts]), dim=1)
+    return weights.float(), *_priced(margins, offsets, labels, held_out, kinds, misses)
 
 
 def _train_part(
@@ -180,10 +187,8 @@ def _train_part(
             center=center,
             scale=scale,
             prototypes=normalize(scores.directions, dim=2),
-            floors=scores.floors.clone(),
-            weights=SHARPNESS * scores.weights.clone(),
-            margins=_all_scores(scores, tokens),
-            offsets=softplus(scores.threshold),
+            floors=scores.floors,
+            odds=_Odds(SHARPNESS * scores.weights, softplus(scores.threshold), _all_scores(scores, tokens)),
         )
 
 
@@ -206,23 +211,11 @@ def refit_rule(
     target, out, found = torch.tensor(labels), torch.tensor(held_out), evidence.double()
     cut = found.shape[1] - num_prototypes
     parts = [part for part in (found[:, :cut], found[:, cut:]) if part.shape[1]]
-    rules = [_rule(part, target, ~out, num_tasks) for part in parts]
-    margins = [part @ weights.T - offsets for part, (weights, offsets) in zip(parts, rules, strict=True)]
-    shares = _shares(len(parts))
-    thresholds, prices = _priced(
-        _weighted(margins, shares),
-        _weighted([offsets for _, offsets in rules], shares),
-        target,
-        out,
-        kinds,
-        misses,
-    )
-    weights = torch.cat([share * of_part for (of_part, _), share in zip(rules, shares, strict=True)], dim=1)
-    return weights.float(), thresholds, prices
+    return _together([_fitted(part, target, ~out, num_tasks) for part in parts], target, out, kinds, misses)
 
 
-def _rule(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> tuple[Tensor, Tensor]:
-    """Weights [C, part of H] and offsets [C] for a part of the evidence; `fitted` [n] bool."""
+def _fitted(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> _Odds:
+    """The rule for a part of the evidence [n, part of H], from the questions that are `fitted`, bool [n]."""
     weights = torch.zeros(num_tasks, found.shape[1], dtype=torch.float64, requires_grad=True)
     threshold = torch.full((num_tasks,), -1.0, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights, threshold], max_iter=200, line_search_fn="strong_wolfe")
@@ -236,7 +229,9 @@ def _rule(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> tupl
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return SHARPNESS * weights.detach(), softplus(threshold).detach()
+    with torch.no_grad():
+        scaled, offsets = SHARPNESS * weights, softplus(threshold)
+        return _Odds(scaled, offsets, found @ scaled.T - offsets)
 
 
 def _priced(

@@ -446,7 +446,7 @@ def test_anchors_are_those_that_the_selector_would_keep(learned, suite):
 def test_a_gate_is_fitted_to_what_is_known_of_every_task(suite, backbone, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        gated, "fit_gate", lambda *args, **options: asked.append((args, options)) or FittedGate("gate", (), {})
+        gated, "fit_gate", lambda *args, **options: asked.append((args, options)) or FittedGate("gate", ())
     )
     first, second = suite.tasks
     assert gate_of(backbone, second, first.train[:5], suite.base.train, seed=7) == "gate"
