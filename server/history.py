@@ -22,7 +22,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inducekv_vllm.bundle import Bundle, read_bundle, read_signature, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 from inducekv_vllm.files import replacing
 from inducekv_vllm.logs import logger_of
@@ -98,7 +98,11 @@ class History:
 
     def is_whole(self, record: VersionRecord) -> bool:
         """Whether the file of a version holds what it held when it was loaded."""
-        return _problem(self.path(record), record.digest) is None
+        try:
+            _whole(self.path(record), record.digest)
+        except BundleError:
+            return False
+        return True
 
     @property
     def keeps_copies(self) -> bool:
@@ -227,21 +231,22 @@ def _left_behind(folder: Path, used: Collection[str]) -> set[str]:
     return found
 
 
-def _problem(path: Path, digest: str) -> str | None:
-    """Why a file is not the bundle of this digest, or None if it is."""
-    try:
-        bundle = read_bundle(path)
-    except BundleError as error:
-        return str(error)
-    return None if bundle.digest == digest else f"{path}: it holds the bundle of digest {bundle.digest}"
+def _whole(path: Path, digest: str) -> Bundle:
+    """The bundle of this digest in a file. Raises BundleError: the file does not hold it."""
+    bundle = read_bundle(path)
+    if bundle.digest != digest:
+        raise BundleError(f"{path}: it holds the bundle of digest {bundle.digest}")
+    return bundle
 
 
 def _is_copy(copy: Path, bundle: Bundle) -> bool:
     """Whether a file holds this bundle, and its signature: the same content may come with another one."""
-    if problem := _problem(copy, bundle.digest):
-        logger.warning("the copy of digest %s is damaged, and is written again: %s", bundle.digest, problem)
+    try:
+        found = _whole(copy, bundle.digest)
+    except BundleError as error:
+        logger.warning("the copy of digest %s is damaged, and is written again: %s", bundle.digest, error)
         return False
-    return bundle.signature in (None, read_signature(copy))
+    return bundle.signature in (None, found.signature)
 
 
 def _claimed_digest(path: Path) -> str | None:

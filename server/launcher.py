@@ -10,7 +10,8 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,21 +199,30 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_state).absolute().parent.is_dir():
             raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
         settings["state"] = str(Path(own.memory_state).absolute())
-        check_state(settings["state"])
+        from .history import require_state_folder
+
+        with refused_for("--memory-state"):
+            require_state_folder(Path(settings["state"]))
     if own.require_signature:
         settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
     if own.memory_audit_log:
         if not Path(own.memory_audit_log).absolute().parent.is_dir():
             raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
         settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
-        check_audit_log(settings["audit_log"])
+        from inducekv_vllm.audit_chain import AuditWriter
+
+        with refused_for("--memory-audit-log"):
+            AuditWriter(settings["audit_log"]).close()
     if own.memory_audit_answers:
         if not own.memory_audit_log:
             raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
         settings["audit_answers"] = True
     if own.gate_log:
         settings["gate_log"] = str(Path(own.gate_log).absolute())
-        check_gate_log(settings["gate_log"])
+        from inducekv_vllm.engine.gate_log import open_log
+
+        with refused_for("--gate-log"):
+            os.close(open_log(settings["gate_log"]))
     return settings
 
 
@@ -241,52 +251,27 @@ def public_keys(paths: Sequence[str]) -> list[Ed25519PublicKey]:
         return []
     from inducekv_vllm.bundle import read_public_key
 
-    try:
+    with refused_for("--require-signature"):
         return [read_public_key(path) for path in paths]
-    except ConfigError as error:
-        raise UsageError(f"--require-signature: {error}") from error
 
 
 def check_bundle(name: str, path: str, signers: Sequence[Ed25519PublicKey]) -> None:
     """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
     from inducekv_vllm.bundle import read_bundle, require_signature
 
-    try:
+    with refused_for(f"--memory {name}"):
         bundle = read_bundle(path)
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, path)
-    except BundleError as error:
-        raise UsageError(f"--memory {name}: {error}") from error
 
 
-def check_audit_log(path: str) -> None:
-    """Open it before the engine starts, which takes minutes."""
-    from inducekv_vllm.audit_chain import AuditWriter
-
+@contextmanager
+def refused_for(flag: str) -> Iterator[None]:
+    """What is refused inside is a UsageError of the flag: the engine, which refuses it too, takes minutes to start."""
     try:
-        AuditWriter(path).close()
-    except ConfigError as error:
-        raise UsageError(f"--memory-audit-log: {error}") from error
-
-
-def check_gate_log(path: str) -> None:
-    """Open it before the engine starts, which takes minutes."""
-    from inducekv_vllm.engine.gate_log import open_log
-
-    try:
-        os.close(open_log(path))
-    except ConfigError as error:
-        raise UsageError(f"--gate-log: {error}") from error
-
-
-def check_state(folder: str) -> None:
-    """Look at it before the engine starts, which takes minutes."""
-    from .history import require_state_folder
-
-    try:
-        require_state_folder(Path(folder))
-    except ConfigError as error:
-        raise UsageError(f"--memory-state: {error}") from error
+        yield
+    except (BundleError, ConfigError) as error:
+        raise UsageError(f"{flag}: {error}") from error
 
 
 def check_model(model: str) -> None:

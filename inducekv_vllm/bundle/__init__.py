@@ -7,7 +7,7 @@ signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
 """
 
-from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, read_signature, write_bundle
+from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
 from .magnitudes import MagnitudeLimits, check_magnitudes, magnitude_limits
 from .metadata import (
     FORMAT_VERSIONS,
@@ -44,7 +44,6 @@ __all__ = [
     "read_bundle",
     "read_private_key",
     "read_public_key",
-    "read_signature",
     "require_signature",
     "sign_digest",
     "with_entries",

@@ -158,14 +158,6 @@ def read_bundle(
     return bundle
 
 
-def read_signature(path: str | os.PathLike[str]) -> Signature | None:
-    """The signature in a bundle's header; nothing is checked. Raises BundleError: the header cannot be read."""
-    with _opened(path, str(path)) as file:
-        header, _ = _read_header(file, os.fstat(file.fileno()).st_size, str(path))
-    _parse_metadata(header, str(path))
-    return _parse_signature(header, str(path))
-
-
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str], source: str) -> Iterator[io.FileIO]:
     """Open a regular file for reading. The open file is the one that is checked and read, whatever its name becomes."""
