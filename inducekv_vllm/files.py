@@ -1,8 +1,9 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, and files that one process at a time has."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -22,6 +23,23 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _fsync(target.parent)  # the rename itself
+
+
+def lock_file(path: Path) -> int | None:
+    """Lock a file, which is made if it is missing, until the descriptor is closed or the process ends.
+
+    Returns the descriptor, or None if another process has the lock.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _fsync(path: Path) -> None:

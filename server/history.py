@@ -12,7 +12,6 @@ A folder with anything else in it, and without a registry, is refused. Nothing i
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
-from inducekv_vllm.files import replacing
+from inducekv_vllm.files import lock_file, replacing
 from inducekv_vllm.logs import logger_of
 
 logger = logger_of(__name__)
@@ -260,14 +259,11 @@ def _claimed_digest(path: Path) -> str | None:
 def _locked(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = lock_file(folder / LOCK)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be used as a state folder: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"{folder}: another server uses this state folder") from error
+    if lock is None:
+        raise ConfigError(f"{folder}: another server uses this state folder")
     return lock
 
 

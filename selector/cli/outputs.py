@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.files import lock_file
 
 from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy
@@ -45,16 +45,14 @@ def sole_writer(output: Path) -> Iterator[None]:
 def _locked(path: Path, output: Path) -> int:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = lock_file(path)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_ino == path.stat().st_ino:  # not one that a run which has just ended has removed
-            return lock
-    except OSError:
-        pass
-    os.close(lock)
+    if lock is not None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):  # not of a file that a run has removed at its end
+                return lock
+        os.close(lock)
     raise ConfigError(f"--output {output}: another run is writing it: wait for its end, or name another file")
 
 

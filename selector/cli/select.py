@@ -340,11 +340,10 @@ def _warn(text: str) -> None:
 
 
 def _note(text: str) -> None:
-    """Print on standard error, from the main process only."""
-    from ..runtime.distributed import is_main
+    """A line that begins with the command's name."""
+    from ..runtime.progress import note
 
-    if is_main():
-        print(f"{PROGRAM}: {text}", file=sys.stderr)
+    note(f"{PROGRAM}: {text}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.page_terms import MergedWeighting
 
-from ..runtime.settings import Flag, Seed, Settings, Size
+from ..runtime.settings import Flag, Seed, Settings
 
 Coupling = Literal["bilevel", "single-level"]
 Hypergradient = Literal["alternating", "unrolled"]

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from inducekv_vllm.activation import Activation
+from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.page_terms import Form, Weighting
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses
 from ..runtime.cpu import has_bfloat16
-from ..runtime.settings import Flag, Seed, Settings, Size
+from ..runtime.settings import Flag, Seed, Settings
 
 Allocation = Literal["quotas", "joint"]
 Calibrate = Literal["first", "every", "never"]

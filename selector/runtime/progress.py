@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def note(text: str) -> None:
-    """Print a line, from the main process only."""
+    """Print a line on standard error, from the main process only."""
     if is_main():
         print(text, file=sys.stderr, flush=True)
 

@@ -24,7 +24,6 @@ class Flag:
     none_flag: str | None = None  # a second flag, without a value, that sets the field to None
 
 
-Size = Annotated[int, Field(ge=1, lt=2**31)]  # as much as a bundle can record
 Seed = Annotated[int, Field(ge=0, lt=2**63), Flag("seed of all random choices")]  # as torch takes it
 
 

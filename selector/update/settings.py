@@ -6,10 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.page_terms import MergedWeighting
 
 from ..data.choice import Policy
-from ..runtime.settings import Flag, Seed, Settings, Size
+from ..runtime.settings import Flag, Seed, Settings
 
 
 class BuildSettings(Settings):
