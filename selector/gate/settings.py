@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from ..runtime.settings import Flag, Settings
+from ..runtime.settings import Flag, Seed, Settings
 
 DEFAULT_MISSES: Final = 0.0
 Misses = Annotated[
@@ -18,4 +18,4 @@ class GateSettings(Settings):
     """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
 
     gate_misses: Misses = DEFAULT_MISSES
-    seed: Annotated[int, Field(ge=0), Flag("seed of all random choices")] = 0
+    seed: Seed = 0
