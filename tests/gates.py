@@ -14,9 +14,8 @@ from selector.backbone.model import Backbone
 from selector.data.examples import Example, entry_records
 from tests.inducekv_vllm.bundles import random_bundle
 
-# Of a random model: what is so little fitted is seldom sure.
 FITTING_SET = {"OWN": 10, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
-TRAINING = {"EPOCHS": 12, "LEAST_ODDS": -2.0}
+TRAINING = {"EPOCHS": 6}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from .variations import LONG, OTHERS, STYLES, Messages, Vary, plain, text_of, wi
 from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
-OWN: Final = 64  # examples of a task, at most; each is asked in several ways
+OWN: Final = 64  # examples of a task; each is asked in several ways
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
 REQUESTS: Final = 1500  # everyday requests
@@ -92,8 +92,8 @@ class _FittingSet:
 
     def questions(self) -> Iterator[GateQuestion]:
         for task, examples in self._own.items():
-            for number, example in enumerate(examples):
-                yield from self._asked(example, task, _part(number))
+            for number in range(OWN):  # the fewer examples, the more often is each asked: all tasks count alike
+                yield from self._asked(examples[number % len(examples)], task, _part(number % len(examples)))
         for number, example in enumerate(self._base):
             yield from self._asked(example, None, _part(number))
         for number, example in enumerate(self._background):

@@ -73,6 +73,15 @@ def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> No
         assert parts["held_out"] * 4 == parts["fit"]
 
 
+def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
+    few = fitting_set({"guild": guild()[:4]}, base(), pictures=False, seed=0)
+    own = Counter(q.kind for q in few if q.task == "guild")
+    assert (own["plain"], own["wrapped"], own["other"]) == (10, 10, 20)
+    assert {text_of(q.messages) for q in few if (q.task, q.kind) == ("guild", "plain")} == {
+        text_of(example.messages) for example in guild()[:4]
+    }
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_question_of_a_task_is_among_those_of_none(seed: int) -> None:
     """Nor one that the user asks and the package has too."""
