@@ -19,7 +19,8 @@ from server.demo import CHECKPOINT
 from tests.inducekv_vllm.bundles import as_decoupled, random_bundle, random_maps, remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, MemoryEngine, engine, greedy, make_world, prompts
 
-DTYPES = ("float32",)  # bfloat16 carries what float32 does; float16 takes minutes on a CPU
+# bfloat16 carries what float32 does; float16 takes minutes on a CPU.
+DTYPES = ("float32", pytest.param("float16", marks=pytest.mark.slow))
 FORMS = ("sqrt", "prior", "prompt-uniform", "prompt-prior", "generation-uniform")
 SIGNS = st.sampled_from(("plus", "minus", "mixed"))
 BEFORE: dict[str, list[Any]] = {}  # by dtype, what the base answered before anything else was served
