@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import layers_of_gate
 from selector.runtime.files import replace_file

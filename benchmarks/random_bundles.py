@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.retrieval.page_terms import Weighting
 
 TEMPERATURE = 0.07  # the paper's start
 

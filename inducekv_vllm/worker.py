@@ -13,18 +13,18 @@ from vllm.platforms import current_platform
 from .errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from .memory_worker import MemoryWorker
+    from .workers.memory_worker import MemoryWorker
 
 
 def worker_class() -> type[MemoryWorker]:
     """Raises UnsupportedModel on a platform without memory attention."""
     # Each platform's modules import only there: on others they can fail with an unrelated message.
     if current_platform.is_cpu():
-        from .worker_cpu import InduceKVCPUWorker
+        from .workers.cpu import InduceKVCPUWorker
 
         return InduceKVCPUWorker
     if current_platform.is_cuda():
-        from .worker_cuda import InduceKVCUDAWorker
+        from .workers.cuda import InduceKVCUDAWorker
 
         return InduceKVCUDAWorker
     raise UnsupportedModel(f"InduceKV serves on CPUs and NVIDIA GPUs, found {current_platform.device_name}")

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import BundleError, InduceKVError
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 SAGEMAKER_ROUTE: Final = "/invocations"
 SAGEMAKER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"

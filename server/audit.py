@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from inducekv_vllm import __version__
-from inducekv_vllm.audit_chain import AuditWriter
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.files.audit_chain import AuditWriter
+from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.host.logs import logger_of
 
 from .access import key_digest
 

@@ -21,15 +21,15 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE, NO_DATA_PARALLEL, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import (
     InduceKVError,
     UnsupportedModel,
 )
-from inducekv_vllm.fingerprint import backbone_fingerprint
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE, NO_DATA_PARALLEL, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.host.logs import logger_of
 
 from . import inspection
 from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware

@@ -26,7 +26,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.errors import LoadTimeout
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.logs import logger_of
 
 from .peers import Handler, Link, Meeting
 from .version import Version

@@ -17,11 +17,11 @@ from vllm.exceptions import RetryableRequestError
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease
 from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.host.config import InduceKVConfig
 
 from .access import Access
 from .metrics import RegistryMetrics

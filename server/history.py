@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
-from inducekv_vllm.files import lock_file, replacing
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.files.whole import lock_file, replacing
+from inducekv_vllm.host.logs import logger_of
 
 logger = logger_of(__name__)
 START: Final = "start"  # who loads the bundles of the command line

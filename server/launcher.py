@@ -16,7 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inducekv_vllm.config import (
+from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
+from inducekv_vllm.host.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,
@@ -25,7 +26,6 @@ from inducekv_vllm.config import (
     WORKER_CLS,
     InduceKVConfig,
 )
-from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
 
 from .demo import BUNDLE, CHECKPOINT
 
@@ -209,7 +209,7 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_audit_log).absolute().parent.is_dir():
             raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
         settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
-        from inducekv_vllm.audit_chain import AuditWriter
+        from inducekv_vllm.files.audit_chain import AuditWriter
 
         with refused_for("--memory-audit-log"):
             AuditWriter(settings["audit_log"]).close()
@@ -279,8 +279,8 @@ def check_model(model: str) -> None:
 
     An id of the hub is left to the engine, which fetches it.
     """
-    from inducekv_vllm.checkpoints import require_model_folder
-    from inducekv_vllm.fingerprint import backbone_fingerprint
+    from inducekv_vllm.backbone.checkpoints import require_model_folder
+    from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 
     try:
         require_model_folder(model)

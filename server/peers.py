@@ -20,7 +20,7 @@ from typing import Any, Final
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import errors
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.logs import logger_of
 
 from .access import ChangeRefused
 

@@ -22,10 +22,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
-from inducekv_vllm.adapters import read_adapter
 from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle, read_public_key, require_signature
-from inducekv_vllm.config import InduceKVConfig
-from inducekv_vllm.cpu_lora import groups_adapters
+from inducekv_vllm.bundle.adapters import read_adapter
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.engine.two_pass import Lease
@@ -39,7 +37,9 @@ from inducekv_vllm.errors import (
     UnsupportedModel,
     VersionConflict,
 )
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from .access import Access, opened
 from .audit import AuditLog

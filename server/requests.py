@@ -12,9 +12,9 @@ from fastapi.security import APIKeyHeader
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
-from inducekv_vllm.config import ADMIN_HEADER
 from inducekv_vllm.errors import CapacityError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.host.logs import logger_of
 
 from .access import Access, ChangeRefused, who
 from .audit import AuditLog

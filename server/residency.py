@@ -17,7 +17,7 @@ from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.wire import pauses
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
-from inducekv_vllm.logs import logger_of
+from inducekv_vllm.host.logs import logger_of
 
 logger = logger_of(__name__)
 

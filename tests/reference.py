@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inducekv_vllm.activation import first_active_position
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Bundle, Gate
-from inducekv_vllm.page_terms import PageTerms
-from inducekv_vllm.placeholders import placeholder_ids
+from inducekv_vllm.bundle.activation import first_active_position
+from inducekv_vllm.retrieval.page_terms import PageTerms
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone, Inputs

@@ -32,8 +32,8 @@ from benchmarks.real.tasks import TASKS
 from benchmarks.real_pictures.icons import PACKAGES
 from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from inducekv_vllm.bundle import Bundle, BundleMetadata
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.host.config import InduceKVConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from prometheus_client import Counter, Gauge, Histogram
 
 from inducekv_vllm import SUPPORTED_VLLM
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"

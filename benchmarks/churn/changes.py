@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.host.config import ADMIN_HEADER
 
 from .contents import Content
 

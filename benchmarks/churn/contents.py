@@ -12,9 +12,9 @@ import httpx
 from benchmarks.chat import Message, question_of, user_turn
 from benchmarks.demo.world import examples
 from benchmarks.random_bundles import bundle_of, random_entries
-from inducekv_vllm.activation import Activation
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, write_bundle
-from inducekv_vllm.fingerprint import backbone_fingerprint
+from inducekv_vllm.bundle.activation import Activation
 
 PAYLOAD_TOKENS = 8
 TOKENS = 24  # of an answer

@@ -27,7 +27,7 @@ import httpx
 
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from server.demo import CHECKPOINT
 
 from .changes import Admin, meanwhile

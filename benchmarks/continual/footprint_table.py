@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from benchmarks.continual.suites import load_suite
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, TextGeometry, plan, read_config, text_geometry
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.footprint import FLOAT16_BYTES, TextGeometry, plan, read_config, text_geometry
 from selector.data.examples import Example
 
 INT32_BYTES = 4

@@ -22,7 +22,7 @@ from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect
 from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
 from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
-from inducekv_vllm.checkpoints import require_model_folder
+from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from server.demo import CHECKPOINT
 

@@ -37,7 +37,7 @@ from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_s
 from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
 from benchmarks.continual.tuned import TUNED, Settings, apply_settings, trials_of, unsearched_digest, write_tuned
 from benchmarks.machine import describe_machine
-from inducekv_vllm.checkpoints import require_model_folder
+from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
 CRITERION = "AP"

@@ -21,8 +21,8 @@ from benchmarks.continual.suites import Suite
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save, served_rank
 from benchmarks.server_process import starting
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from selector.backbone.model import Backbone
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings

@@ -28,7 +28,7 @@ from benchmarks.real_pictures.model import LOG, model_folder
 from benchmarks.real_pictures.probe import read_out
 from benchmarks.real_pictures.stream import examples, installed_concepts
 from benchmarks.real_pictures.tasks import TASKS
-from inducekv_vllm.checkpoints import require_model_folder
+from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import InduceKVError
 
 

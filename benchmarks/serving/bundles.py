@@ -14,10 +14,10 @@ from benchmarks.geometries import Geometry
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
 from benchmarks.random_bundles import bundle_of, random_entries
 from benchmarks.serving.methods import DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
-from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from inducekv_vllm.fingerprint import backbone_fingerprint
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from inducekv_vllm.retrieval.page_terms import Weighting
 from selector.backbone.model import Backbone
 from selector.update.measures import entry_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.chat import Message
 from benchmarks.serving.prompts import PromptMaker
-from inducekv_vllm.activation import ACTIVATIONS, Activation
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 
 BASE_METHOD = "none"
 LORA_BASE, LORA = "lora_none", "lora"  # on the server with the adapter

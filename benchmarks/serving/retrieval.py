@@ -8,8 +8,8 @@ from statistics import median
 import numpy as np
 
 from benchmarks.random_bundles import TEMPERATURE
-from inducekv_vllm.page_terms import page_terms
-from inducekv_vllm.retrieval import PrefixIndex
+from inducekv_vllm.retrieval.index import PrefixIndex
+from inducekv_vllm.retrieval.page_terms import page_terms
 
 ENTRIES = 512
 WIDTHS = (256, 768, 4096)  # hidden sizes: the demo model's, the 80M model's, an 8B model's

@@ -52,7 +52,7 @@ from benchmarks.serving.methods import (
     make_methods,
 )
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
-from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 
 FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured

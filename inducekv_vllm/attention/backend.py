@@ -24,8 +24,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..config import InduceKVConfig
 from ..errors import UnsupportedModel
+from ..host.config import InduceKVConfig
 from . import cpu
 from .merge import finite_or, merge_memory
 from .pages import LayerPages, RequestMemory

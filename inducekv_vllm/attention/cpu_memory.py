@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from ..logs import logger_of
-from ..requirements import check_merged
+from ..host.logs import logger_of
+from ..host.requirements import check_merged
 from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
 from .cpu import packed_values
 from .decoupled import DecoupledStep, active_rows
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..runner import StepRows
+    from ..host.runner import StepRows
 
 logger = logger_of(__name__)
 

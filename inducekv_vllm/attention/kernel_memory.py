@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from triton import OutOfResources
 
-from ..device import Device
 from ..errors import UnsupportedModel
-from ..logs import logger_of
-from ..requirements import check_merged
+from ..host.device import Device
+from ..host.logs import logger_of
+from ..host.requirements import check_merged
 from .attach import KeepsLse
 from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
 from .kernels import launch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..runner import StepRows
+    from ..host.runner import StepRows
 
 logger = logger_of(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..device import Device
+from ..host.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ..errors import UnsupportedModel
-    from ..runner import StepRows
+    from ..host.runner import StepRows
 
 
 class MemoryAttention(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CapacityError
-from ..page_terms import IntArray
+from ..retrieval.page_terms import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UnsupportedModel
-from ..page_terms import Form, IntArray, Weighting
-from ..resident_gate import ResidentGate
+from ..retrieval.page_terms import Form, IntArray, Weighting
 from .page_allocator import Region
+from .resident_gate import ResidentGate
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from ..bundle import Bundle
-from ..page_terms import IntArray
+from ..retrieval.page_terms import IntArray
 from .page_allocator import Content, Region, places
 
 

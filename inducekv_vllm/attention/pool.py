@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..bundle import Bundle
-from ..device import Device
+from ..bundle.runs import runs_of
 from ..errors import CapacityError, UnsupportedModel
+from ..host.device import Device
 from ..pace import rest
-from ..page_terms import IntArray
-from ..runs import runs_of
+from ..retrieval.page_terms import IntArray
 from .page_allocator import PageAllocator, Region
 from .pages import LayerPages, ResidentBundle, span_of
 from .placement import Placement, map_rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..page_terms import Form, PageTerms
+from ..retrieval.page_terms import Form, PageTerms
 from .page_allocator import Region
 from .pages import RequestMemory, ResidentBundle
 from .slots import NO_MEMORY, SlotTable

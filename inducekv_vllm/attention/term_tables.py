@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..device import CpuDevice, Device
-from ..page_terms import FloatArray, PageTerms
+from ..host.device import CpuDevice, Device
+from ..retrieval.page_terms import FloatArray, PageTerms
 from .pages import RequestMemory, ResidentBundle, span_of
 from .pool import PoolShape
 

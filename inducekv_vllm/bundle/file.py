@@ -24,11 +24,11 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from ..errors import BundleError
-from ..files import replacing
+from ..files.whole import replacing
 from ..pace import rest
-from ..page_terms import IntArray
-from ..runs import runs_of
+from ..retrieval.page_terms import IntArray
 from .metadata import FORMAT_VERSIONS, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
+from .runs import runs_of
 from .signature import SIGNATURE_KEY, Signature
 from .spans import Span, read_spans
 from .tensors import (

@@ -24,9 +24,9 @@ from pydantic import (
     model_serializer,
 )
 
-from ..activation import Activation, earliest
 from ..errors import BundleError
-from ..page_terms import Form, Weighting
+from ..retrieval.page_terms import Form, Weighting
+from .activation import Activation, earliest
 
 FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6, 7)
 MAX_ID: Final = 256  # characters; traces and audit logs repeat the ids of the entries that each answer has used
@@ -75,7 +75,7 @@ class AdapterRecord(BaseModel):
 
     task: str = Field(min_length=1)
     path: str = Field(min_length=1)  # its folder, absolute or relative to the bundle's
-    digest: str = Field(min_length=1)  # see `inducekv_vllm.adapters`
+    digest: str = Field(min_length=1)  # see `inducekv_vllm.bundle.adapters`
     rank: Size
 
 

@@ -17,11 +17,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ..activation import Activation
 from ..errors import BundleError, FingerprintMismatch
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
-from ..page_terms import Form, IntArray, Weighting
+from ..retrieval.page_terms import Form, IntArray, Weighting
+from .activation import Activation
 from .metadata import (
     AdapterRecord,
     BackboneFingerprint,

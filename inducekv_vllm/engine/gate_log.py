@@ -15,9 +15,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from ..config import InduceKVConfig
 from ..errors import ConfigError
-from ..logs import logger_of
+from ..host.config import InduceKVConfig
+from ..host.logs import logger_of
 from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 
 logger = logger_of(__name__)

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..bundle import Bundle, BundleMetadata, EntryRecord
 from ..gate import GateDecision, RelevanceGate
-from ..page_terms import FloatArray, IntArray, Retrieval, Weighting
-from ..retrieval import PrefixIndex
+from ..retrieval.index import PrefixIndex
+from ..retrieval.page_terms import FloatArray, IntArray, Retrieval, Weighting
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from ..backbone.fingerprint import backbone_fingerprint
+from ..backbone.placeholders import placeholder_ids
 from ..bundle import read_bundle, read_public_key, require_signature
-from ..config import InduceKVConfig
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from ..fingerprint import backbone_fingerprint
 from ..gate import GateDecision
-from ..page_terms import Retrieval
-from ..placeholders import placeholder_ids
+from ..host.config import InduceKVConfig
+from ..retrieval.page_terms import Retrieval
 from .gate_log import GateLog
 from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 from .passes import (

@@ -17,8 +17,8 @@ from vllm.inputs import EngineInput
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ..activation import first_active_position
-from ..page_terms import FloatArray
+from ..bundle.activation import first_active_position
+from ..retrieval.page_terms import FloatArray
 from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 from .wire import EXTRA_ARGS_KEY, InjectionSpec, KeyPassSpec
 

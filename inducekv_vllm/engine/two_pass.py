@@ -30,11 +30,11 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from ..config import InduceKVConfig
+from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, UnknownBundle
 from ..gate import GateDecision
-from ..logs import logger_of
-from ..placeholders import placeholder_ids
+from ..host.config import InduceKVConfig
+from ..host.logs import logger_of
 from .gate_log import GateLog
 from .key_cache import KeyCache, KeyLookup
 from .memory_index import MemoryIndex, QueryFeatures

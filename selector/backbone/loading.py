@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from inducekv_vllm.checkpoints import Kind, load_config, load_tokenizer, summary
+from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
+from inducekv_vllm.backbone.fingerprint import fingerprint_of
+from inducekv_vllm.backbone.plain_weights import require_plain_names, require_plain_weights
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.fingerprint import fingerprint_of
-from inducekv_vllm.plain_weights import require_plain_names, require_plain_weights
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 

@@ -17,11 +17,11 @@ from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 
+from inducekv_vllm.backbone.checkpoints import Kind, kind_of
+from inducekv_vllm.backbone.fingerprint import fingerprint_of
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
-from inducekv_vllm.checkpoints import Kind, kind_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.fingerprint import fingerprint_of
-from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from .chat import takes_parts, with_text_content

@@ -16,9 +16,9 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from inducekv_vllm.activation import Activation, first_active_position
+from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.bundle.activation import Activation, first_active_position
 from inducekv_vllm.errors import TaskDataError
-from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from ..runtime.distributed import all_reduce_sum, in_step, shard, summed, together

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import TurnMarks, deciding_tokens, last_averaged
-from inducekv_vllm.placeholders import placeholder_ids
 
 from ..data.examples import Example
 from .model import Backbone, Inputs

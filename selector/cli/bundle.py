@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from inducekv_vllm.backbone.footprint import PAPER_BUDGETS, plan, read_config, text_geometry
 from inducekv_vllm.bundle import (
     Bundle,
     BundleMetadata,
@@ -30,7 +31,6 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.errors import ConfigError, InduceKVError
-from inducekv_vllm.footprint import PAPER_BUDGETS, plan, read_config, text_geometry
 
 from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
@@ -85,7 +85,7 @@ def verify(options: argparse.Namespace) -> int:
             bundle.signature, bundle.digest, [read_public_key(p) for p in options.public_key], options.path
         )
     if options.model:
-        from inducekv_vllm.fingerprint import backbone_fingerprint
+        from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 
         bundle.require_backbone(backbone_fingerprint(options.model), options.path)
     print(f"{options.path}: good, {bundle.num_entries} entries, digest {bundle.digest}")

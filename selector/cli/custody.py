@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from inducekv_vllm import audit_chain
 from inducekv_vllm.bundle import Bundle, read_bundle, read_private_key, sign_digest, write_bundle
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.files import audit_chain
 
 from ..gate.settings import DEFAULT_MISSES
 from .flags import require_output

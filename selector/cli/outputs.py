@@ -12,7 +12,7 @@ from typing import Any
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.files import lock_file
+from inducekv_vllm.files.whole import lock_file
 
 from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy

@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
-from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 API_KEY_VARIABLE: Final = "INDUCEKV_API_KEY"
 

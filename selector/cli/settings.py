@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 
 from ..data.choice import AnchorPolicy
 from ..paper.settings import PaperSettings

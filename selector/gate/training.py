@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
-from inducekv_vllm.footprint import prototypes_of
+from inducekv_vllm.backbone.footprint import prototypes_of
 from inducekv_vllm.gate import above_floors
 
 LEARNING_RATE: Final = 1e-2

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.page_terms import MergedWeighting
+from inducekv_vllm.retrieval.page_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Seed, Settings
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from inducekv_vllm.activation import ACTIVATIONS, Activation
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
 from ..backbone.injection import Memory

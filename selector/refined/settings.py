@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inducekv_vllm.activation import Activation
+from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.page_terms import Form, Weighting
+from inducekv_vllm.retrieval.page_terms import Form, Weighting
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses

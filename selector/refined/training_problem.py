@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.bundle.activation import Activation
 
 from ..backbone.injection import Memory
 from ..backbone.scoring import Questions, Scorer

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
 from ..backbone.extraction import extract_keys

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inducekv_vllm.backbone.footprint import footprint_bytes, map_bytes
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.footprint import footprint_bytes, map_bytes
 
 from .coverage import Coverage
 

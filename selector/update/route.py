@@ -13,8 +13,8 @@ from pathlib import Path
 import safetensors
 import torch
 
-from inducekv_vllm.adapters import WEIGHTS, read_adapter
 from inducekv_vllm.bundle import AdapterRecord, Bundle
+from inducekv_vllm.bundle.adapters import WEIGHTS, read_adapter
 from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone

@@ -19,7 +19,7 @@ from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryLLM
-from inducekv_vllm.page_terms import page_terms
+from inducekv_vllm.retrieval.page_terms import page_terms
 from selector.backbone import injection, routing
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract, extract_keys

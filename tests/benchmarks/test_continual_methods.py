@@ -24,9 +24,9 @@ from benchmarks.continual.methods.lwf import Lwf, divergence, record
 from benchmarks.continual.methods.neighbours import Neighbours, drawn
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes
+from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle.tensors import DTYPES
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.footprint import footprint_bytes
 from inducekv_vllm.gate import TurnMarks
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer

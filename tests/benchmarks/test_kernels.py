@@ -31,7 +31,7 @@ from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.term_tables import TermTables
-from inducekv_vllm.config import DEFAULT_POOL_ENTRIES
+from inducekv_vllm.host.config import DEFAULT_POOL_ENTRIES
 from tests.inducekv_vllm.attention.pools import CPU, full_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

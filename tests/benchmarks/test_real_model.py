@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.real import model as real
 from benchmarks.server_process import serving
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone

@@ -23,7 +23,7 @@ from benchmarks.serving.checkpoints import config_of, save_without_weights
 from benchmarks.serving.load import Block, Timing
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from benchmarks.serving.run import chosen, parse_arguments, server_arguments, write_exemplars
-from inducekv_vllm.footprint import footprint_bytes
+from inducekv_vllm.backbone.footprint import footprint_bytes
 from server.demo import CHECKPOINT
 
 BODY = load.chat_body("m", [], 3, {})

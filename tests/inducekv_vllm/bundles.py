@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from inducekv_vllm.activation import Activation
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate, with_entries
+from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.gate import TurnMarks
 
 L, J, G, D, d = 3, 2, 2, 8, 16

@@ -25,9 +25,9 @@ from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTe
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
 from inducekv_vllm.attention.term_tables import TermTables
+from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.plugin import FLASH_BACKEND
-from inducekv_vllm.runner import StepRows
-from inducekv_vllm.worker_cuda import InduceKVCUDAWorker
+from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 
 GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated
 

@@ -24,10 +24,10 @@ from torch.nn.functional import normalize
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
-from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.engine.memory_index import QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.retrieval.page_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.audit_chain import NO_RECORD, AuditWriter, verify
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.files.audit_chain import NO_RECORD, AuditWriter, verify
 
 
 @pytest.fixture

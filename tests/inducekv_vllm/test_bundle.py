@@ -20,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
@@ -30,7 +31,6 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
-from inducekv_vllm.footprint import footprint_bytes
 from inducekv_vllm.gate import TurnMarks
 from tests.inducekv_vllm.bundles import FINGERPRINT, D, J, L, d, older, random_bundle, random_gate, random_gated_bundle
 

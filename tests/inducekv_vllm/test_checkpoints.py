@@ -26,10 +26,10 @@ from transformers import (
     T5Config,
 )
 
+from inducekv_vllm.backbone.checkpoints import kind_of, load_tokenizer
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.checkpoints import kind_of, load_tokenizer
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main as bundle_command
 from selector.cli.select import main as select

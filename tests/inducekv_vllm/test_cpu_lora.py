@@ -9,7 +9,7 @@ from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from inducekv_vllm.cpu_lora import GroupedPunica
+from inducekv_vllm.workers.cpu_lora import GroupedPunica
 
 RANK, IN, SLICES = 4, 12, (10, 6)
 SLOTS: list[int | None] = [7, 9]  # adapters by their place in the stacked matrices

@@ -26,11 +26,11 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from vllm.inputs import TokensPrompt
 
-from inducekv_vllm.activation import ACTIVATIONS, Activation, first_active_position
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
 from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.fingerprint import backbone_fingerprint
 from inducekv_vllm.gate import last_averaged
 from selector.backbone.injection import Memory, attend_decoupled, mapped
 from tests.inducekv_vllm.bundles import decided_gate, random_gate, random_maps, remade

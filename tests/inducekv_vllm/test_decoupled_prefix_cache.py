@@ -13,8 +13,8 @@ import pytest
 import torch
 from vllm.inputs import TokensPrompt
 
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from selector.backbone.generation import score

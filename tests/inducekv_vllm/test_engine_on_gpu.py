@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 from tests.inducekv_vllm.bundles import as_decoupled
 from tests.inducekv_vllm.parity import MemoryEngine, deviation, engine, greedy, make_world, prompts

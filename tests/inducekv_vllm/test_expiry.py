@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle, EntryRecord, check_bundle, read_bundle,
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.passes import make_injection_spec
 from inducekv_vllm.errors import BundleError
-from inducekv_vllm.page_terms import Retrieval, page_terms
+from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from tests.inducekv_vllm.bundles import as_decoupled
 from tests.inducekv_vllm.parity import (
     FEWER_PROCESSES,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.fingerprint import backbone_fingerprint
 from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from inducekv_vllm.backbone.footprint import TextGeometry, plan, read_config, text_geometry
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.footprint import TextGeometry, plan, read_config, text_geometry
 
 
 def qwen3_text(hidden_size: int) -> dict[str, Any]:

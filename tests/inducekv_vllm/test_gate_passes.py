@@ -13,13 +13,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 
 from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
+from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.cached_values import CachedValues
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.gate import TurnMarks, last_averaged
-from inducekv_vllm.gate_passes import GatePasses
-from inducekv_vllm.resident_gate import ResidentGate
-from inducekv_vllm.runner import StepRows
+from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.workers.cached_values import CachedValues
+from inducekv_vllm.workers.gate_passes import GatePasses
 from tests.inducekv_vllm.attention.pools import CPU
 from tests.inducekv_vllm.bundles import D, J, random_gate
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from inducekv_vllm import memory_worker
 from inducekv_vllm.bundle import Bundle, MagnitudeLimits, check_magnitudes, magnitude_limits, write_bundle
 from inducekv_vllm.errors import BundleError, CapacityError
+from inducekv_vllm.workers import memory_worker
 from server.demo import CHECKPOINT
 from tests.inducekv_vllm.bundles import as_decoupled, random_bundle, random_maps, remade
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, MemoryEngine, engine, greedy, make_world, prompts

@@ -17,16 +17,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
-from inducekv_vllm.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.plugin import check_vllm_version, register
-from inducekv_vllm.requirements import (
+from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.host.requirements import (
     check_engine,
     check_gpu_runner,
     check_late_activation,
     check_merged,
 )
+from inducekv_vllm.plugin import check_vllm_version, register
 from server.demo import CHECKPOINT
 
 

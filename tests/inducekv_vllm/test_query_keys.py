@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.device import device_of
-from inducekv_vllm.query_keys import KeyPassResult, QueryKeyAccumulator
+from inducekv_vllm.host.device import device_of
+from inducekv_vllm.workers.query_keys import KeyPassResult, QueryKeyAccumulator
 
 CPU = torch.device("cpu")
 

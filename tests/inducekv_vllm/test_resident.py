@@ -14,8 +14,8 @@ import pytest
 from inducekv_vllm.attention.page_allocator import PageAllocator, Region
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.pace import rest
-from inducekv_vllm.page_terms import IntArray
-from inducekv_vllm.resident import ResidentBundles
+from inducekv_vllm.retrieval.page_terms import IntArray
+from inducekv_vllm.workers.resident import ResidentBundles
 
 
 class Loader:

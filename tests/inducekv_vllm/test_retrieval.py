@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.page_terms import PageTerms, Retrieval, page_terms
-from inducekv_vllm.retrieval import PrefixIndex
+from inducekv_vllm.retrieval.index import PrefixIndex
+from inducekv_vllm.retrieval.page_terms import PageTerms, Retrieval, page_terms
 
 
 def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:

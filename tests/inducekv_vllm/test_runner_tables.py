@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm.config import CUDAGraphMode
 
-from inducekv_vllm.runner import StepRows, follow_runner
+from inducekv_vllm.host.runner import StepRows, follow_runner
 
 SCHEDULED = SimpleNamespace(num_scheduled_tokens={"b": 1, "a": 3})
 ROWS = StepRows(["a", "b"], [5, 9], [3, 1])

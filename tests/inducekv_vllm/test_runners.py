@@ -16,8 +16,8 @@ import pytest
 import torch
 from vllm.inputs import TokensPrompt
 
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import CapacityError
 from selector.backbone.generation import score
 from server.demo import CHECKPOINT

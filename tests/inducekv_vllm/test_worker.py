@@ -18,11 +18,11 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.page_terms import Retrieval, page_terms
-from inducekv_vllm.query_keys import QueryKeyAccumulator
-from inducekv_vllm.resident import ResidentBundles
-from inducekv_vllm.worker_cpu import InduceKVCPUWorker
-from inducekv_vllm.worker_cuda import InduceKVCUDAWorker
+from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
+from inducekv_vllm.workers.cpu import InduceKVCPUWorker
+from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
+from inducekv_vllm.workers.query_keys import QueryKeyAccumulator
+from inducekv_vllm.workers.resident import ResidentBundles
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
 from tests.inducekv_vllm.attention.test_kernel_memory import SHAPE
 

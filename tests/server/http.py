@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.host.config import ADMIN_HEADER
 from tests.inducekv_vllm.parity import Prompt, World, largest_deviation
 from tests.server.launch import ADMIN_KEY
 

@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import ADMIN_HEADER, InduceKVConfig
 from inducekv_vllm.engine.passes import prompt_identity
 from inducekv_vllm.engine.trace import TraceLog
 from inducekv_vllm.errors import BundleError
+from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access, ChangeRefused, SagemakerMiddleware, opened
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import World, prompts

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.audit_chain import AuditWriter, verify
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import BundleError, ConfigError, LoadTimeout, UnknownBundle, VersionConflict
+from inducekv_vllm.files.audit_chain import AuditWriter, verify
+from inducekv_vllm.host.config import InduceKVConfig
 from server.audit import WRONG_KEYS, AuditLog
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import random_bundle
@@ -124,7 +124,7 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("inducekv_vllm.audit_chain.os.write", full)
+        patch.setattr("inducekv_vllm.files.audit_chain.os.write", full)
         for change in (
             server.load("b"),
             server.registry.unload("m"),

@@ -11,9 +11,9 @@ import openai
 import pytest
 import torch
 
-from inducekv_vllm.audit_chain import verify
 from inducekv_vllm.bundle import Bundle, write_bundle
-from inducekv_vllm.config import ADMIN_HEADER
+from inducekv_vllm.files.audit_chain import verify
+from inducekv_vllm.host.config import ADMIN_HEADER
 from selector.update.forget import without_entries
 from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import World, prompts

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import BundleError, UnknownBundle
+from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import Prompt, World, gated_bundle, prompts
 from tests.server.collector import Collector

@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from inducekv_vllm.config import ADMIN_HEADER
 from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges
+from inducekv_vllm.host.config import ADMIN_HEADER
 from server.endpoint import InduceKVEndpoint
 from server.openapi import API_KEY_SCHEME, TAG
 from server.requests import ADMIN_SCHEME, refused

@@ -20,7 +20,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import AdapterRecord, write_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.errors import (
@@ -33,6 +32,7 @@ from inducekv_vllm.errors import (
     UnknownBundle,
     UnsupportedModel,
 )
+from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry

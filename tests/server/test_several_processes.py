@@ -17,8 +17,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.errors import BundleError, CapacityError, LoadTimeout, UnknownBundle, VersionConflict
+from inducekv_vllm.host.config import InduceKVConfig
 from server import followers as followers_module
 from server.access import Access, ChangeRefused
 from server.audit import AuditLog
@@ -215,7 +215,7 @@ async def test_a_change_that_cannot_be_recorded_reaches_nobody(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("inducekv_vllm.audit_chain.os.write", full)
+        patch.setattr("inducekv_vllm.files.audit_chain.os.write", full)
         for change in (processes.load("b", 2), processes.all[1].unload("m", who="admin")):
             with pytest.raises(ValueError, match="No space left"):
                 await change

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.server_process import processes_of, starting
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from selector.cli.bundle import main
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World
 from tests.server.http import Bundles, wait_until

@@ -13,9 +13,9 @@ from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
+from inducekv_vllm.host.config import InduceKVConfig
 from server.history import History
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import httpx
 
 from benchmarks.continual.methods.method import Kind
-from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 Loadable = Literal["bundle", "adapter"]
 LOAD_ROUTES: Mapping[Loadable, str] = {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}

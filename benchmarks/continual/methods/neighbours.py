@@ -24,8 +24,8 @@ from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Tria
 from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.footprint import FLOAT16_BYTES
 from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore

@@ -8,7 +8,7 @@ from typing import ClassVar
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext, Trials
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.page_terms import Form, Weighting
+from inducekv_vllm.retrieval.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
 from selector.refined.lr_search import LEARNING_RATES

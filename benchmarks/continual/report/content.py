@@ -17,8 +17,8 @@ from benchmarks.continual.report.names import RECIPES, RIVALS, ablations, place
 from benchmarks.continual.report.ranking import AP, BASE, rivals, summary, verdict
 from benchmarks.continual.results import WHERE, Finished, read_json
 from benchmarks.continual.suites import TaskData
+from inducekv_vllm.backbone.footprint import read_config, text_geometry
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.footprint import read_config, text_geometry
 
 KEPT = ("method", "budget", "seed", "settings", "complete", "accuracy", "base", "stored_bytes", "seconds", "metrics")
 TRIED = ("activation", "rates_tried")  # of a task's report

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.continual.suites import demo, files, real_pictures, real_text
 from benchmarks.continual.suites.suite import Suite, TaskData
-from inducekv_vllm.checkpoints import load_config
+from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from server.demo import CHECKPOINT
 

@@ -13,8 +13,8 @@ from inducekv_vllm.attention.pages import RequestMemory, ResidentBundle
 from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.device import device_of
-from inducekv_vllm.page_terms import Retrieval, page_terms
+from inducekv_vllm.host.device import device_of
+from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle, random_maps
 
 CPU = device_of(torch.device("cpu"))

@@ -22,7 +22,7 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.page_terms import Weighting
+from inducekv_vllm.retrieval.page_terms import Weighting
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, scatter, store
 
 current_platform.import_kernels()

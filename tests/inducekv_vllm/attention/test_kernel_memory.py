@@ -28,8 +28,8 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.page_terms import Retrieval, page_terms
-from inducekv_vllm.runner import StepRows
+from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool, random_memory, store
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)

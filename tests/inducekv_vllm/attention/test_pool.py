@@ -15,7 +15,7 @@ from inducekv_vllm.attention.pool import PagePool, PoolShape
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
-from inducekv_vllm.page_terms import Retrieval, page_terms
+from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 from tests.inducekv_vllm.bundles import random_gate
 

@@ -12,7 +12,7 @@ from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.slots import NO_MEMORY, SlotTable
 from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.page_terms import Form, Retrieval, page_terms
+from inducekv_vllm.retrieval.page_terms import Form, Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
 
 

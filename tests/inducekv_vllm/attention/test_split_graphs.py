@@ -15,7 +15,7 @@ from inducekv_vllm.attention.kernel_step import GraphBuffers, StepLaunch
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.tiles import SMALL_MEMORY, Processors
-from inducekv_vllm.device import device_of
+from inducekv_vllm.host.device import device_of
 
 from .kernels.problems import SCALE, TOLERANCE, Memory, Problem, by_loops, deviation, make, same_bits
 

@@ -13,11 +13,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.config import WORKER_CLS, InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
 from inducekv_vllm.engine.wire import pauses
 from inducekv_vllm.errors import UnknownBundle
+from inducekv_vllm.host.config import WORKER_CLS, InduceKVConfig
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, prompts
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWER_PROCESSES}

@@ -14,10 +14,10 @@ from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import KeyPassSpec, parse_spec
+from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import d, decided_gate, random_bundle, random_gated_bundle
 from tests.inducekv_vllm.engine.served import Memories, handle, last
 

@@ -17,7 +17,7 @@ from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
 from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
 from inducekv_vllm.engine.observation import observing
 from inducekv_vllm.gate import GateDecision
-from inducekv_vllm.page_terms import Retrieval
+from inducekv_vllm.retrieval.page_terms import Retrieval
 from tests.inducekv_vllm.bundles import random_bundle
 
 MEMORY = MemoryIndex.from_bundle(random_bundle(), __file__)

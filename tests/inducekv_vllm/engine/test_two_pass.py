@@ -18,12 +18,12 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from inducekv_vllm.config import InduceKVConfig
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.passes import answer_pass_prompt, prompt_identity
 from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.engine.wire import InjectionSpec
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.engine.served import Memories, Served, handle, last
 

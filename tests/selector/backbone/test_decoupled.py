@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as tiled
-from inducekv_vllm.activation import ACTIVATIONS, first_active_position
+from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs

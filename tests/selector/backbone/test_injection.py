@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
-from inducekv_vllm.page_terms import Weighting, page_terms
-from inducekv_vllm.retrieval import PrefixIndex
+from inducekv_vllm.retrieval.index import PrefixIndex
+from inducekv_vllm.retrieval.page_terms import Weighting, page_terms
 from selector.backbone.extraction import extract
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
-from inducekv_vllm.fingerprint import backbone_fingerprint
 from selector.backbone.model import Backbone
 from selector.data.examples import Example
 from tests.tiny_models import picture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.activation import ACTIVATIONS
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone import scoring, tails
 from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import Memory, Terms

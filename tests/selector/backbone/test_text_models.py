@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from inducekv_vllm.activation import ACTIVATIONS, first_active_position
+from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from inducekv_vllm.errors import TaskDataError
 from selector.backbone.chat import takes_parts
 from selector.backbone.extraction import extract

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.gate import deciding_tokens, last_averaged
-from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.bundled_model import BundledModel, openings
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.gate import TurnMarks, deciding_tokens, turn_starts
-from inducekv_vllm.placeholders import placeholder_ids
 from selector.backbone.model import Backbone
 from selector.backbone.turns import message, turn_marks
 from selector.data.examples import Example

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inducekv_vllm.audit_chain import AuditWriter
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
+from inducekv_vllm.files.audit_chain import AuditWriter
 from selector.cli.moments import moment, moment_after
 from tests.inducekv_vllm.bundles import older, random_bundle, random_gated_bundle
 from tests.selector.cli.test_bundle import command, refuse, written

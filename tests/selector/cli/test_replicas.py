@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from selector.cli.bundle import main
 from tests.inducekv_vllm.bundles import random_bundle
 

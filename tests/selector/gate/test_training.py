@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from inducekv_vllm.backbone.footprint import prototypes_of
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.footprint import prototypes_of
 from inducekv_vllm.gate import TurnMarks, last_averaged
 from selector.backbone.token_values import evidence_in
 from selector.gate.training import MISSES, TrainedGate, refit_rule, train_gate

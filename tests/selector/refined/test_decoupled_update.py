@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.activation import ACTIVATIONS
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone

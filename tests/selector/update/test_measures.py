@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
 from inducekv_vllm.bundle import EntryRecord
-from inducekv_vllm.footprint import gate_bytes, prototypes_of
 from selector.update.measures import composition, diversity, entry_bytes, memory_bytes
 from tests.inducekv_vllm.bundles import random_gate, random_gated_bundle
 

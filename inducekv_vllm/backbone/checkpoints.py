@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from .errors import UnsupportedModel
+from ..errors import UnsupportedModel
 from .footprint import TEXT_CONFIG_KEYS, size
 from .plain_weights import require_plain_weights
 

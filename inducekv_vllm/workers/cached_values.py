@@ -19,8 +19,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from .device import Device
-from .errors import UnsupportedModel
+from ..errors import UnsupportedModel
+from ..host.device import Device
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention

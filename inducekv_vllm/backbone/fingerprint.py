@@ -16,10 +16,10 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
-from .bundle import BackboneFingerprint
-from .bundle.metadata import first_problem
+from ..bundle import BackboneFingerprint
+from ..bundle.metadata import first_problem
+from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
-from .errors import UnsupportedModel
 
 
 def backbone_fingerprint(model: str | Path, revision: str | None = None) -> BackboneFingerprint:

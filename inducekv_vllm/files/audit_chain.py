@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 NO_RECORD: Final = "0" * 64  # what the first record names as the one before
 TAIL_BYTES: Final = 2**23  # of a log that are read to go on with it

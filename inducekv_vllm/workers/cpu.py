@@ -6,10 +6,10 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from ..attention.cpu_memory import CPUMemoryAttention
+from ..attention.memory_attention import MemoryAttention
+from ..attention.term_tables import TermTables
 from . import cpu_lora
-from .attention.cpu_memory import CPUMemoryAttention
-from .attention.memory_attention import MemoryAttention
-from .attention.term_tables import TermTables
 from .memory_worker import MemoryWorker
 
 

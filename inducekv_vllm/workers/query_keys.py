@@ -13,7 +13,7 @@ from cachetools import FIFOCache
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .device import Device, HostCopy
+from ..host.device import Device, HostCopy
 
 MAX_PENDING = 4096  # a request aborted after its key pass never fetches what that has left; the oldest are dropped
 

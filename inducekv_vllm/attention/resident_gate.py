@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bundle import Gate
-from .device import Device
-from .gate import TokenScores, TurnMarks
+from ..bundle import Gate
+from ..gate import TokenScores, TurnMarks
+from ..host.device import Device
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .page_terms import IntArray, Retrieval
 
 

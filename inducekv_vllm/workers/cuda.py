@@ -6,12 +6,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from .attention.kernel_memory import KernelMemoryAttention
-from .attention.kernels import launch
-from .attention.memory_attention import MemoryAttention
-from .attention.term_tables import TermTables
+from ..attention.kernel_memory import KernelMemoryAttention
+from ..attention.kernels import launch
+from ..attention.memory_attention import MemoryAttention
+from ..attention.term_tables import TermTables
+from ..host.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
-from .requirements import check_gpu_runner
 
 
 class InduceKVCUDAWorker(MemoryWorker):

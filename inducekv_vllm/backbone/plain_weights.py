@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
-from .errors import UnsupportedModel
+from ..errors import UnsupportedModel
 
 # Files in which some tools describe the quantisation of a checkpoint, in place of its config.json.
 QUANTIZATION_FILES: Final = {

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from cachetools import FIFOCache
 from torch import Tensor
 
+from ..attention.resident_gate import ResidentGate
+from ..gate import Deciding, deciding_tokens, last_averaged
+from ..host.device import Device
+from ..host.runner import StepRows
 from .cached_values import CachedValues
-from .device import Device
-from .gate import Deciding, deciding_tokens, last_averaged
 from .query_keys import MAX_PENDING, KeyPassResult
-from .resident_gate import ResidentGate
-from .runner import StepRows
 
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 

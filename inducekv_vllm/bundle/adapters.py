@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import BundleError
+from ..errors import BundleError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..errors import BundleError, UnsupportedModel
 from .config import SCHEDULER_CLS
-from .errors import BundleError, UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from .bundle import OutputMap
+    from ..bundle import OutputMap
 
 
 def check_engine(config: VllmConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 MergedWeighting = Literal["sqrt", "prior"]
 Weighting = Literal["sqrt", "prior", "uniform"]

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from .attention.page_allocator import Region
-from .attention.pages import ResidentBundle
-from .pace import beside_requests
+from ..attention.page_allocator import Region
+from ..attention.pages import ResidentBundle
+from ..pace import beside_requests
 
 T = TypeVar("T")
 

@@ -23,27 +23,27 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu_worker import Worker
 
-from .attention.memory_attention import MemoryAttention, dtype_of
-from .attention.pages import ResidentBundle, kv_heads_of_rank
-from .attention.pool import ENTRY_TOKENS, PagePool, PoolShape
-from .attention.request_table import MemoryOfRequests
-from .attention.term_tables import TermTables
-from .bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
+from ..attention.memory_attention import MemoryAttention, dtype_of
+from ..attention.pages import ResidentBundle, kv_heads_of_rank
+from ..attention.pool import ENTRY_TOKENS, PagePool, PoolShape
+from ..attention.request_table import MemoryOfRequests
+from ..attention.resident_gate import ResidentGate
+from ..attention.term_tables import TermTables
+from ..backbone.fingerprint import backbone_fingerprint
+from ..backbone.placeholders import placeholder_ids
+from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
+from ..engine.wire import InjectionSpec, KeyPassSpec, parse_spec
+from ..errors import BundleError, CapacityError, InduceKVError
+from ..host.config import CONFIG_KEY, InduceKVConfig
+from ..host.device import Device, device_of
+from ..host.logs import logger_of
+from ..host.requirements import check_engine, check_late_activation, check_maps
+from ..host.runner import RunnerTables, StepRows, follow_runner
+from ..retrieval.page_terms import PageTerms, Retrieval, page_terms
 from .cached_values import CachedValues
-from .config import CONFIG_KEY, InduceKVConfig
-from .device import Device, device_of
-from .engine.wire import InjectionSpec, KeyPassSpec, parse_spec
-from .errors import BundleError, CapacityError, InduceKVError
-from .fingerprint import backbone_fingerprint
 from .gate_passes import GatePasses
-from .logs import logger_of
-from .page_terms import PageTerms, Retrieval, page_terms
-from .placeholders import placeholder_ids
 from .query_keys import QueryKeyAccumulator
-from .requirements import check_engine, check_late_activation, check_maps
 from .resident import ResidentBundles
-from .resident_gate import ResidentGate
-from .runner import RunnerTables, StepRows, follow_runner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput

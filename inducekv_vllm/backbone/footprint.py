@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UnsupportedModel
+from ..errors import UnsupportedModel
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)

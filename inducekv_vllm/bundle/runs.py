@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from .page_terms import IntArray
+from ..retrieval.page_terms import IntArray
 
 
 def runs_of(numbers: IntArray) -> list[tuple[int, int]]:

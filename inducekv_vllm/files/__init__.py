@@ -1,0 +1,1 @@
+"""Files that are whole or absent, and logs whose records name each other."""

@@ -1,0 +1,1 @@
+"""Which entries a request gets, and with which numbers they enter attention."""
