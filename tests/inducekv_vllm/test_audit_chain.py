@@ -188,7 +188,7 @@ def _disk(room: int) -> Callable[[int, bytes], int]:
 def test_kill_while_it_writes(path: Path) -> None:
     """A process is killed while it appends; whatever it has left, the chain goes on."""
     code = (
-        "import sys; from inducekv_vllm.audit_chain import AuditWriter\n"
+        "import sys; from inducekv_vllm.files.audit_chain import AuditWriter\n"
         "writer = AuditWriter(sys.argv[1])\n"
         "for number in range(10**9):\n"
         "    writer.append('answer', {'entries': list(range(200))})\n"
