@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -447,7 +447,6 @@ class BundleRegistry:
             backbone=self._backbone,
             max_bytes=self._config.max_bundle_bytes,
             name=source,
-            known=None if self._history.keeps_copies else self._resident_payloads,
         )
         try:
             if self._signers:
@@ -457,15 +456,6 @@ class BundleRegistry:
             return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
-
-    def _resident_payloads(self, digests: Sequence[str]) -> set[str]:
-        """Those of the payloads that were read and checked with a version that is resident.
-
-        A worker that has one no longer reads and checks it itself.
-        """
-        versions = list(self._names.versions.values())  # at once: this runs in a thread
-        held = {digest for version in versions for digest in version.memory.metadata.payload_digests}
-        return held.intersection(digests)
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""

@@ -245,7 +245,7 @@ class MemoryWorker(Worker):
         """Read and check what the pool does not have of a bundle, and copy it there; runs in a thread."""
         region = self.pool.allocator.region()
         try:
-            bundle = read_bundle(path, backbone=self._backbone, known=region.share)
+            bundle = read_bundle(path, backbone=self._backbone)
             self._check(bundle, path, digest)
             rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             kv_heads = bundle.metadata.backbone.num_kv_heads

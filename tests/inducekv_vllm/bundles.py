@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate, with_entries
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.gate import TurnMarks
 
@@ -48,12 +47,6 @@ def random_bundle(num_entries: int = 5, payload_tokens: int = 4, seed: int = 0, 
         "settings": {"seed": seed, "policy": "random"},
     }
     return Bundle.create(**(arguments | changes))
-
-
-def older(bundle: Bundle) -> Bundle:
-    """The bundle as it was written before format version 6."""
-    metadata = bundle.metadata.model_copy(update={"payload_digests": ()})
-    return with_entries(replace(bundle, metadata=metadata), metadata.entries)
 
 
 def random_gate(

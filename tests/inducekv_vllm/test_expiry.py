@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, check_bundle, read_bundle, with_entries, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.passes import make_injection_spec
-from inducekv_vllm.errors import BundleError
 from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
-from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gate, random_gated_bundle
+from tests.inducekv_vllm.bundles import d, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
@@ -34,69 +33,32 @@ def index(bundle: Bundle, tmp_path: Path) -> MemoryIndex:
     return MemoryIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"), str(tmp_path / "b.safetensors"))
 
 
-class TestFormat:
-    def test_dates_come_back(self, tmp_path: Path) -> None:
-        record = EntryRecord(id="x", task="t", source_digest="ab", created_at=MADE, expires_at=LATE)
-        bundle = older(random_bundle(1, entries=(record,)))
-        write_bundle(bundle, tmp_path / "b.safetensors")
-        assert read_bundle(tmp_path / "b.safetensors").metadata.entries == (record,)
-        stored = json.loads(bundle.metadata.model_dump_json())
-        assert stored["format_version"] == 5
-        assert stored["entries"] == [
-            {
-                "id": "x",
-                "task": "t",
-                "source_digest": "ab",
-                "created_at": "2026-01-01T00:00:00Z",
-                "expires_at": "2026-01-21T00:00:00Z",
-            }
-        ]
-
-    def test_a_bundle_without_dates_is_as_it_was(self) -> None:
-        bundle = older(random_bundle())
-        assert bundle.metadata.format_version == 1
-        assert json.loads(bundle.metadata.model_dump_json())["entries"][0].keys() == {"id", "task", "source_digest"}
-        dated = expiring(bundle, {"e1": LATE})
-        assert dated.digest != bundle.digest
-        assert expiring(dated, {}).digest == bundle.digest
-
-    def test_every_date_changes_the_digest(self) -> None:
-        digests = {expiring(random_bundle(), {"e1": date}).digest for date in (EARLY, LATE)}
-        digests |= {expiring(random_bundle(), {"e2": EARLY}).digest, random_bundle().digest}
-        assert len(digests) == 4
-
-    @pytest.mark.parametrize(
-        "date",
-        [
-            0,
-            "2026-01-01",
-            "2026-01-01T00:00:00",
-            "2026-01-01T00:00:00+02:00",
-            "2026-01-01T00:00:00.5Z",
-            "0001-01-01T00:00:00+23:59",
-            "x" * 10000,
-            [],
-            True,
-        ],
+def test_dates_come_back_and_change_the_digest(tmp_path: Path) -> None:
+    record = EntryRecord(id="x", task="t", source_digest="ab", created_at=MADE, expires_at=LATE)
+    bundle = random_bundle(1, entries=(record,))
+    write_bundle(bundle, tmp_path / "b.safetensors")
+    assert read_bundle(tmp_path / "b.safetensors").metadata.entries == (record,)
+    assert (
+        '"created_at":"2026-01-01T00:00:00Z","expires_at":"2026-01-21T00:00:00Z"' in bundle.metadata.model_dump_json()
     )
-    def test_what_is_no_date(self, date: Any, tmp_path: Path) -> None:
-        bundle = expiring(random_bundle(), {"e0": LATE})
-        text = bundle.metadata.model_dump_json().replace('"2026-01-21T00:00:00Z"', json.dumps(date))
-        with pytest.raises(ValueError, match=r"entries\.0\.expires_at"):
-            type(bundle.metadata).model_validate_json(text)
 
-    def test_dates_need_version_5_and_the_other_way_round(self) -> None:
-        bundle = older(random_bundle())
-        dated = expiring(bundle, {"e0": LATE})
-        for wrong, found in ((bundle, 5), (dated, 1)):
-            metadata = wrong.metadata.model_copy(update={"format_version": found})
-            with pytest.raises(BundleError, match=f"is format version {6 - found}, found {found}"):
-                check_bundle(Bundle(**wrong.tensors(), metadata=metadata, signature=None), "b")
+    dates: list[dict[str, datetime]] = [{}, {"e1": EARLY}, {"e1": LATE}, {"e2": EARLY}]
+    assert len({expiring(random_bundle(), each).digest for each in dates}) == 4
+    assert expiring(expiring(random_bundle(), {"e1": LATE}), {}).digest == random_bundle().digest
 
-    def test_times_elsewhere_are_refused(self) -> None:
-        elsewhere = datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=2)))
-        with pytest.raises(ValueError, match="in UTC"):
-            EntryRecord(id="x", task="t", source_digest="ab", expires_at=elsewhere)
+
+@pytest.mark.parametrize(
+    "date",
+    [
+        *(0, True, [], "x" * 10000, "2026-01-01", "2026-01-01T00:00:00", "2026-01-01T00:00:00.5Z"),
+        *("2026-01-01T00:00:00+02:00", "0001-01-01T00:00:00+23:59"),
+    ],
+)
+def test_what_is_no_date(date: Any) -> None:
+    bundle = expiring(random_bundle(), {"e0": LATE})
+    text = bundle.metadata.model_dump_json().replace('"2026-01-21T00:00:00Z"', json.dumps(date))
+    with pytest.raises(ValueError, match=r"entries\.0\.expires_at"):
+        type(bundle.metadata).model_validate_json(text)
 
 
 def without(bundle: Bundle, ids: set[str]) -> Bundle:
@@ -162,18 +124,12 @@ def test_answers_are_those_of_a_bundle_without_the_expired_entries(
 def test_a_task_whose_entries_have_all_expired_is_closed_to(tmp_path: Path) -> None:
     weights = torch.tensor([[1.0], [2.0]]).expand(2, 8)  # every request has evidence for both, and more for b
     plain = random_gated_bundle(gate=random_gate(weights=weights, thresholds=torch.full((2,), 1e-3)))
-    memory = index(expiring(plain, {"e2": EARLY, "e4": EARLY}), tmp_path)  # all of task b
-    task_b = {entry.id for entry in memory.entries if entry.task == "b"}
-    memory = index(expiring(plain, dict.fromkeys(task_b, EARLY)), tmp_path)
-    before, after = (memory.lookup(queries()[0], None, now).gate_decision for now in (MADE, EARLY))
-    assert before is not None
-    assert after is not None
-    assert (before.task, after.task) == ("b", "a")
-    memory = index(expiring(plain, dict.fromkeys((e.id for e in memory.entries), EARLY)), tmp_path)
-    last = memory.lookup(queries()[0], None, EARLY)
-    assert last.retrieval is None
-    assert last.gate_decision is not None
-    assert last.gate_decision.task is None
+    entries = plain.metadata.entries
+    dates = {entry.id: EARLY if entry.task == "b" else LATE for entry in entries}
+    memory = index(expiring(plain, dates), tmp_path)
+    decisions = [memory.lookup(queries()[0], None, now).gate_decision for now in (MADE, EARLY, LATE)]
+    assert [decision and decision.task for decision in decisions] == ["b", "a", None]
+    assert memory.lookup(queries()[0], None, LATE).retrieval is None
 
 
 def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> None:

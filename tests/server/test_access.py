@@ -95,7 +95,7 @@ class TestFolders:
 
     def test_a_root_that_is_everything(self, root: Path) -> None:
         assert found(Access(["/"], "key"), root / "b.safetensors") == str(root / "b.safetensors")
-        with pytest.raises(BundleError, match="/ is not a regular file"):
+        with pytest.raises(BundleError, match="not a regular file"):
             found(Access(["/"], "key"), "/")
 
 

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
-from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
+from inducekv_vllm.bundle import FORMAT_VERSION, Bundle, write_bundle
 from inducekv_vllm.errors import BundleError, UnknownBundle
 from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import random_bundle
@@ -297,7 +297,7 @@ def test_the_server_says_its_versions(server: str) -> None:
     about = httpx.get(f"{server}/v1/memory_server").json()
     assert about["version"] == inducekv_vllm.__version__
     assert about["vllm_version"] == httpx.get(f"{server}/version").json()["version"]
-    assert about["bundle_formats"] == list(FORMAT_VERSIONS)
+    assert about["bundle_formats"] == [FORMAT_VERSION]
 
 
 class TestSpans:

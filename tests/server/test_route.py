@@ -78,7 +78,7 @@ def routed(adapted: Adapted, folder: Path) -> Path:
 
 def test_what_the_command_writes(routed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = read_bundle(routed).metadata
-    assert (metadata.format_version, metadata.recipe, metadata.entries) == (7, "route", ())
+    assert (metadata.format_version, metadata.recipe, metadata.entries) == (1, "route", ())
     assert metadata.gate_tasks == ("a", "b")
     assert [(r.task, r.path, r.rank) for r in metadata.task_adapters] == [("a", "adapter-a", 4), ("b", "adapter-b", 4)]
     assert main(["inspect", str(routed)]) == 0

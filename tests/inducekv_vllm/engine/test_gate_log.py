@@ -62,10 +62,10 @@ def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name}: cannot be used as a gate log: {reason}"):
             GateLog(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="/dev/null: cannot be used as a gate log: it is not an ordinary file"):
+    with pytest.raises(ConfigError, match="/dev/null: cannot be used as a gate log: not a regular file"):
         GateLog("/dev/null")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match="it is not an ordinary file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         GateLog(str(tmp_path / "fifo"))
     os.close(reader)
 

@@ -260,7 +260,7 @@ def test_a_full_disk_leaves_the_old_bundle(stream: Stream, monkeypatch: pytest.M
     stream.update("colours")
     before = stream.output("colours").read_bytes()
     for seed, writer, message in [
-        ("1", "inducekv_vllm.bundle.file.save_tensors", "No space left"),
+        ("1", "inducekv_vllm.bundle.file.replacing", "No space left"),
         ("2", "selector.runtime.checkpoint.replace_file", "cannot keep the progress"),
     ]:
         with monkeypatch.context() as patch:
@@ -272,7 +272,7 @@ def test_a_full_disk_leaves_the_old_bundle(stream: Stream, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("writer", "is_written"),
-    [("inducekv_vllm.bundle.file.save_tensors", False), ("selector.data.anchors.replace_file", True)],
+    [("inducekv_vllm.bundle.file.replacing", False), ("selector.data.anchors.replace_file", True)],
 )
 def test_a_full_disk_leaves_the_store_as_it_was_and_the_run_can_be_repeated(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, is_written: bool

@@ -379,9 +379,9 @@ def test_what_no_training_can_mend_is_refused_before_any(
         (["--payload-tokens", "99999999999"], "payload_tokens must be below"),
         (["--form", "decoupled", "--map-rank", "99999999999"], "map_rank must be below"),
         (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
-        (["--task", str(pipe)], f"{pipe}: not a regular file"),
-        (["--base", str(pipe)], f"{pipe}: not a regular file"),
-        (["--background", str(text_pipe)], f"{text_pipe}: not a regular file"),
+        (["--task", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
+        (["--base", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
+        (["--background", str(text_pipe)], f"{text_pipe}: cannot read the background requests: not a regular file"),
     ):
         assert message in stream.refuse("counts", *options)
     assert list(stream.folder.iterdir()) == []
