@@ -103,11 +103,6 @@ class History:
             return False
         return True
 
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether `store` needs bundles that were read whole."""
-        return self._folder is not None
-
     def store(self, bundle: Bundle, source: str) -> str:
         """Copy a bundle that has been read and checked into the state folder; return the path to load it from.
 
