@@ -52,7 +52,9 @@ def store(pool: MemoryPool, bundle: Bundle) -> ResidentBundle:
     return pool.store(bundle, slice(0, pool.shape.num_kv_heads))
 
 
-def random_memory(bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int, slot: int = 1) -> RequestMemory:
+def random_memory(
+    bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int, slot: int = 1
+) -> RequestMemory:
     """Random entries with random weights."""
     rng = np.random.default_rng(seed)
     entries = rng.permutation(bundle.num_entries)[:top_k]
