@@ -28,7 +28,6 @@ from .metrics import RegistryMetrics
 from .named import NamedVersions
 from .peers import Handler, Link
 from .reading import read_in_thread
-from .residency import Resident
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
 from .version import Version
 
@@ -80,7 +79,7 @@ class FollowingRegistry:
     # ---- what the first process says ---------------------------------------------------------------------------
 
     async def _prepare(
-        self, name: str, path: str, digest: str, resident: dict[str, Any], adapters: dict[str, list[Any]]
+        self, name: str, path: str, digest: str, resident_bytes: int, adapters: dict[str, list[Any]]
     ) -> None:
         """Read a version, which stays until it is pointed to or discarded."""
         self._wanted.add(digest)
@@ -97,7 +96,7 @@ class FollowingRegistry:
             for task, (lora_name, number, folder) in adapters.items()
         }
         # It may be there already: given up, and asked for again before it was read.
-        self._names.versions.setdefault(digest, Version(memory, Resident.from_facts(resident), requests))
+        self._names.versions.setdefault(digest, Version(memory, resident_bytes, requests))
 
     def _read(self, name: str, path: str) -> MemoryIndex:
         """Runs in a thread. The first process has checked all but what the file is now."""

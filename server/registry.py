@@ -240,7 +240,6 @@ class BundleRegistry:
     ) -> MemoryBundleCard:
         """Make a checked memory resident, record it, point `name` to it and log it."""
         version = await self._resident(name, memory)
-        copied = memory.num_entries - version.resident.shared_entries if version.memory is memory else 0
         previous = self._names.by_name.get(name)
         try:
             await self._followers.prepare(name, version, memory.path)
@@ -261,17 +260,14 @@ class BundleRegistry:
             self._release_if_unused(version)
             raise
         logger.info(
-            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries (%d shared, %d copied), %d bytes a rank, "
-            "from %s",
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
             name,
             done if previous is None else f"{_CHANGED.get(done, done)} (digest before {previous.memory.digest})",
             who,
             time.monotonic() - began,
             memory.digest,
             memory.num_entries,
-            memory.num_entries - copied,
-            copied,
-            version.resident.nbytes,
+            version.resident_bytes,
             source,
         )
         if num_expired := memory.num_entries - len(memory.alive()):
@@ -289,8 +285,8 @@ class BundleRegistry:
         self._check_adapter(name, memory)
         version = self._names.versions.get(memory.digest)
         if version is None:
-            resident = await self._engine.load(memory)
-            version = Version(memory, resident, await self._engine.load_adapters(name, memory))
+            resident_bytes = await self._engine.load(memory)
+            version = Version(memory, resident_bytes, await self._engine.load_adapters(name, memory))
         return version
 
     @contextlib.asynccontextmanager

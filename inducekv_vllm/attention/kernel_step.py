@@ -16,7 +16,7 @@ from ..host.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles
-from .pages import RequestMemory
+from .resident_bundle import RequestMemory
 
 
 def rows_with_memory(
@@ -45,8 +45,8 @@ def rows_with_memory(
             continue
         acting.append(memory)
         slots[active] = memory.slot
-        page_sets[active] = numbers.setdefault(memory.page_set, len(numbers) + 1)
-        lengths[active] = memory.table_length
+        page_sets[active] = numbers.setdefault(memory.reads, len(numbers) + 1)
+        lengths[active] = memory.num_tokens
     if not acting:
         return None
     return MemoryRows(

@@ -122,10 +122,6 @@ class BundleMetadata(BaseModel):
     digest: str = ""  # see `bundle_digest`
 
     @property
-    def payload_digests(self) -> tuple[str, ...]:
-        return ()  # goes as soon as the pool no longer asks
-
-    @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks of the entries, in the order of their first entries."""
         return tuple(dict.fromkeys(entry.task for entry in self.entries))

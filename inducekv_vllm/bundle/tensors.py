@@ -121,10 +121,6 @@ class Bundle:
     map_out: Tensor | None = None  # [L, B, J, G D, r] float16
     signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
 
-    @property
-    def rows(self) -> None:
-        return None  # goes as soon as the pool no longer asks
-
     @classmethod
     def create(
         cls,

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.attention.page_allocator import PageAllocator, Region
+from inducekv_vllm.attention.ranges import Ranges, Region
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.pace import rest
-from inducekv_vllm.retrieval.page_terms import IntArray
 from inducekv_vllm.workers.resident import ResidentBundles
 
 
@@ -22,16 +21,16 @@ class Loader:
     """Loads that wait until they are let go; paths named "bad" fail."""
 
     def __init__(self) -> None:
-        self.allocator = PageAllocator(4, erase=self.erase)
+        self.ranges = Ranges(4, self.erase)
         self.let_go, self.begun = threading.Event(), threading.Event()
         self.may_erase = threading.Event()
         self.may_erase.set()
         self.threads: list[str] = []
-        self.erased: list[tuple[str, list[int]]] = []  # thread and tokens
+        self.erased: list[tuple[str, range]] = []  # thread and place
 
-    def erase(self, tokens: IntArray) -> None:
+    def erase(self, place: range) -> None:
         assert self.may_erase.wait(30)
-        self.erased.append((threading.current_thread().name, tokens.tolist()))
+        self.erased.append((threading.current_thread().name, place))
 
     def load(self, path: str, digest: str) -> Any:
         self.threads.append(threading.current_thread().name)
@@ -39,9 +38,7 @@ class Loader:
         assert self.let_go.wait(30)
         if path == "bad":
             raise BundleError("bad: no such file")
-        region = self.allocator.region()
-        region.allocate(2)
-        return SimpleNamespace(digest=digest, region=region, nbytes=7, gate=None)
+        return SimpleNamespace(digest=digest, region=self.ranges.allocate(2))
 
 
 @pytest.fixture
@@ -80,6 +77,7 @@ def test_a_content_is_loaded_once(bundles: ResidentBundles, loader: Loader) -> N
         bundles.begin("a", "A")
         wait(bundles, "A")
     assert len(loader.threads) == 1
+    assert bundles.is_erased("never loaded")
 
 
 def test_a_failure_is_reported_until_the_next_attempt(bundles: ResidentBundles, loader: Loader) -> None:
@@ -93,7 +91,7 @@ def test_a_failure_is_reported_until_the_next_attempt(bundles: ResidentBundles, 
     assert wait(bundles, "A").digest == "A"
 
 
-def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundles, loader: Loader) -> None:
+def test_an_unload_also_ends_a_running_load(bundles: ResidentBundles, loader: Loader) -> None:
     bundles.begin("a", "A")
     assert loader.begun.wait(30)
     bundles.begin("b", "B")  # it waits for the first one, and never runs
@@ -103,28 +101,13 @@ def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundl
     loader.let_go.set()
     bundles.begin("c", "C")
     wait(bundles, "C")  # after the first one has ended
-    assert loader.allocator.num_free == 2
+    assert loader.ranges.num_free == 2
     assert len(loader.threads) == 2
     assert bundles.unload("C")
     bundles.begin("d", "D")
-    wait(bundles, "D")  # after the pages of C are erased
-    assert loader.allocator.num_free == 2
+    wait(bundles, "D")  # after C is erased
+    assert loader.ranges.num_free == 2
     assert all(bundles.is_erased(digest) for digest in "ABC")
-
-
-def test_pages_that_a_request_still_holds_are_not_erased(bundles: ResidentBundles, loader: Loader) -> None:
-    loader.let_go.set()
-    bundles.begin("a", "A")
-    region = wait(bundles, "A").region
-    region.retain()
-    bundles.unload("A")
-    bundles.begin("b", "B")
-    wait(bundles, "B")
-    assert not bundles.is_erased("A")
-    region.release()
-    assert bundles.is_erased("A")
-    assert bundles.is_erased("A")
-    assert bundles.is_erased("never loaded")
 
 
 def test_a_load_that_failed_leaves_nothing_behind(bundles: ResidentBundles, loader: Loader) -> None:
@@ -140,7 +123,7 @@ def test_a_load_that_failed_leaves_nothing_behind(bundles: ResidentBundles, load
 
 
 def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:
-    """It was loaded again, and unloaded again, while a request still read the first copy's pages."""
+    """It was loaded again, and unloaded again, while a request still read the first copy."""
     loader.let_go.set()
     bundles.begin("a", "A")
     first = wait(bundles, "A")
@@ -172,13 +155,13 @@ def test_the_request_that_ends_last_does_not_wait_for_the_erasure(bundles: Resid
     bundles.release(region)  # would wait for 30 s
     assert loader.erased == []
     assert not bundles.is_erased("A")
-    assert loader.allocator.num_free == 2
+    assert loader.ranges.num_free == 2
     loader.may_erase.set()
     bundles._thread.submit(lambda: None).result(30)
     assert bundles.is_erased("A")
-    assert loader.allocator.num_free == 4
-    ((thread, tokens),) = loader.erased
-    assert tokens == [0, 1]
+    assert loader.ranges.num_free == 4
+    ((thread, place),) = loader.erased
+    assert place == range(2)
     assert thread == loader.threads[0] != threading.current_thread().name
 
 
@@ -190,7 +173,7 @@ def test_a_load_that_waited_has_the_room_of_what_was_released_behind_it(
     loader.begun.clear()
     bundles.begin("b", "B")
     assert loader.begun.wait(30)
-    bundles.begin("c", "C")  # B and C take all four pages
+    bundles.begin("c", "C")  # B and C take all four places
     bundles.release(region)
     loader.let_go.set()
     assert wait(bundles, "C").digest == "C"
@@ -209,8 +192,8 @@ def test_what_is_to_be_erased_is_erased_before_the_end(bundles: ResidentBundles,
     bundles.release(region)
     threading.Timer(0.05, loader.let_go.set).start()
     bundles.close()
-    assert loader.allocator.num_free == 4
-    assert sorted(token for _, tokens in loader.erased for token in tokens) == [0, 1, 2, 3]
+    assert loader.ranges.num_free == 4
+    assert sorted(token for _, place in loader.erased for token in place) == [0, 1, 2, 3]
     assert len(loader.threads) == 3  # D was never begun
 
 
@@ -224,11 +207,9 @@ def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.Monke
 
     def load(path: str, digest: str) -> Any:
         rest()
-        region = allocator.region()
-        region.allocate(2)
-        return SimpleNamespace(region=region, gate=None)
+        return SimpleNamespace(region=ranges.allocate(2))
 
-    allocator = PageAllocator(8, erase=lambda tokens: rest())
+    ranges = Ranges(8, lambda place: rest())
     bundles = ResidentBundles(load, is_busy)
     bundles.begin("a", "A")
     wait(bundles, "A")

@@ -16,7 +16,6 @@ from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
@@ -56,17 +55,16 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     mode: CUDAGraphMode, sizes: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "processors", lambda device: Processors(count=2))
-    tables = TermTables.allocate(2, SHAPE, CPU)
     of_gpu: Any = InduceKVCUDAWorker.__new__(InduceKVCUDAWorker)
     compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=sizes)
     vars(of_gpu).update(
         pool=poisoned_pool(SHAPE),
-        memory_of_requests=MemoryOfRequests(2, tables),
+        memory_of_requests=MemoryOfRequests(2, lambda memory: None),
         model_config=SimpleNamespace(),
         vllm_config=SimpleNamespace(compilation_config=compilation),
         _device=CPU,
     )
-    assert of_gpu.make_attention(tables)._most_graph_rows == rows
+    assert of_gpu.make_attention(2, 8)._most_graph_rows == rows
 
 
 def test_a_step_does_not_wait_while_the_memory_of_its_last_request_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +91,7 @@ def test_a_step_does_not_wait_while_the_memory_of_its_last_request_is_erased(mon
     )
     serving._allocate_memory()
     may_erase, erase = threading.Event(), serving.pool._erase
-    monkeypatch.setattr(serving.pool.allocator, "_erase", lambda tokens: (may_erase.wait(30), erase(tokens)))
+    monkeypatch.setattr(serving.pool.ranges, "_erase", lambda place: (may_erase.wait(30), erase(place)))
 
     serving.inducekv_load_bundle("path", "digest")
     bundle = serving.resident._bundles["digest"].result(30)

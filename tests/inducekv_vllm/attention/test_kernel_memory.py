@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +19,12 @@ from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import MemoryRows, rows_with_memory
+from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
-from inducekv_vllm.attention.kernels.layout import SlotTables
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.pages import RequestMemory
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.term_tables import TermTables
+from inducekv_vllm.attention.resident_bundle import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
@@ -44,21 +42,23 @@ class World:
 
     def __init__(self, add_memory: Any = twin.add_memory, **changes: Any) -> None:
         self.pool = poisoned_pool(SHAPE)
-        self.tables = TermTables.allocate(6, SHAPE, CPU)
+        self.tables = KernelTables(6, 6, SHAPE.num_layers, CPU)
         merged = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=1))
         decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=2))
         memories = [(merged, 3, True), (decoupled, 4, False), (decoupled, 6, False), (decoupled, 6, False)]
         self.memories = [
-            random_memory(self.tables, slot, bundle, top_k, remainder, seed=slot)
+            random_memory(bundle, top_k, remainder, seed=slot, slot=slot)
             for slot, (bundle, top_k, remainder) in enumerate(memories, start=1)
         ]
+        for memory in self.memories:
+            self.tables.write(memory)
         self.calls: list[Any] = []
 
         def record(*arguments: Any) -> None:
             self.calls.append(arguments)
             add_memory(*arguments)
 
-        self.requests = MemoryOfRequests(6, self.tables)
+        self.requests = MemoryOfRequests(6, self.tables.write)
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
         self.attention = KernelMemoryAttention(
@@ -94,33 +94,27 @@ class World:
         return result
 
     def row(self, memory: RequestMemory, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
-        slot, bundle = memory.slot, memory.bundle
-        length = int(self.tables.length[slot])
-        gate, bias = bundle.layers[1].gate, bundle.layers[1].bias
+        """Read through the memory, as on a CPU, not through the tables."""
+        layer, S = memory.bundle.layers[1], memory.num_tokens
+        key_scale = torch.ones(S) if memory.key_scale is None else memory.key_scale
+        value_scale = torch.ones(S) if memory.value_scale is None else memory.value_scale
+        log_weight = torch.zeros(S) if memory.log_weight is None else memory.log_weight
         result = torch.empty(H, D, dtype=torch.float64)
         for head in range(H):
-            kv = head // 3
-            places = self.tables.token_index[slot, :length].long()
-            keys, values = (x[1, kv, places].double() for x in (self.pool.keys, self.pool.values))
-            logits = self.tables.key_scale[slot, :length].double() * (keys @ query[head].double()) * SCALE
-            logits = logits + self.tables.log_weight[slot, :length] + bias
-            values = values * self.tables.value_scale[slot, :length, None].double()
-            merged = bundle.form == "merged"
+            keys, values = (x[head // 3, memory.tokens].double() for x in (layer.keys, layer.values))
+            logits = key_scale * (keys @ query[head].double()) * SCALE + log_weight + layer.bias
+            merged = memory.bundle.form == "merged"
             others = (
-                [lse[head].double(), self.tables.log_remainder[slot].double() + bias] if merged else [torch.zeros(())]
+                [lse[head].double(), torch.tensor(memory.log_remainder + layer.bias)] if merged else [torch.zeros(())]
             )
             weights = torch.cat([logits, torch.stack(others).double()]).softmax(0)
-            read = gate * weights[:length] @ values
-            kept = weights[length] if merged else 1.0
-            result[head] = kept * own[head].double() + read
-        if bundle.map_rank:
-            rows = int(self.tables.map_length[slot])
-            index = self.tables.map_index[slot, :rows].long()
-            blocks = own.double().view(J, 3 * D)
-            map_in = self.pool.map_rows(self.pool.keys[1])[:, index].double()
-            map_out = self.pool.map_rows(self.pool.values[1])[:, index].double()
-            inner = torch.einsum("jw,jkw->jk", blocks, map_in) * self.tables.map_weight[slot, :rows].double()
-            result += gate * torch.einsum("jk,jkw->jw", inner, map_out).view(H, D)
+            read = layer.gate * weights[:S] @ (values * value_scale[:, None])
+            result[head] = (weights[S] if merged else 1.0) * own[head].double() + read
+        if layer.map_in is not None and layer.map_out is not None:
+            weight = torch.ones(1) if memory.map_weight is None else memory.map_weight
+            map_in, map_out = (x[:, memory.map_rows].double() for x in (layer.map_in, layer.map_out))
+            inner = torch.einsum("jw,jkw->jk", own.double().view(J, 3 * D), map_in) * weight
+            result += layer.gate * torch.einsum("jk,jkw->jw", inner, map_out).view(H, D)
         return result.float()
 
 
@@ -301,7 +295,8 @@ class TestGraphs:
             payload_tokens=bundle.payload_tokens,
             num_entries=bundle.num_entries,
         )
-        world.memories[1] = world.tables.write(2, bundle, terms)
+        world.memories[1] = RequestMemory.of(bundle, terms, 2)
+        world.tables.write(world.memories[1])
         new = tensors(4, seed=5)
         for address, value in zip(held, new, strict=True):
             address.copy_(value)
@@ -356,13 +351,12 @@ def test_the_kernels_themselves_take_the_workers_pool_and_tables(name: str, laun
     result = world.forward(query, own, lse)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     assert len(world.calls) == launches
-    assert {field.name for field in fields(SlotTables)} <= {field.name for field in fields(TermTables)}
 
 
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
     shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
-    tables = TermTables.allocate(2, shape, CPU)
-    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables), SimpleNamespace()
+    tables = KernelTables(2, 8, 1, CPU)
+    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables.write), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
     with pytest.raises(UnsupportedModel, match=message):
         KernelMemoryAttention(pool, tables, requests, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
@@ -385,7 +379,7 @@ def test_a_slot_is_written_without_a_number_of_the_host() -> None:
 
     world = World()
     with NoScalars():
-        random_memory(world.tables, 5, world.memories[0].bundle, 3, True, seed=9)
+        world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
 
 
 def test_an_implementation_without_a_log_sum_exp_takes_decoupled_memory() -> None:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from inducekv_vllm.attention.pages import ResidentBundle
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
+from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle
 from inducekv_vllm.attention.slots import NO_MEMORY, SlotTable
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.retrieval.page_terms import Form, Retrieval, page_terms
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
+from tests.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 
 def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> None:
@@ -28,21 +27,6 @@ def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> Non
     assert table.release("b") == first
     assert table.release("b") is None
     assert table.used == 0
-
-
-def test_a_full_table_refuses_and_stays_as_it_is() -> None:
-    table = SlotTable(1)
-    slot, _ = table.acquire("a", "x")
-    with pytest.raises(CapacityError, match="all 1 memory slots"):
-        table.acquire("b", "y")
-    table.check()
-    assert table.acquire("c", "x") == (slot, False)
-    assert table.slot_of("b") == NO_MEMORY
-
-
-def test_a_table_needs_a_slot() -> None:
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        SlotTable(0)
 
 
 def test_invariants_hold_under_random_use() -> None:
@@ -75,7 +59,8 @@ class _World:
 
     def __post_init__(self) -> None:
         self.pool = poisoned_pool(SHAPE)
-        self.requests = MemoryOfRequests(self.capacity, TermTables.allocate(self.capacity, SHAPE, CPU))
+        self.filled: list[RequestMemory] = []
+        self.requests = MemoryOfRequests(self.capacity, self.filled.append)
 
     def bundle(self, form: Form = "merged") -> ResidentBundle:
         weighting = "prior" if form == "merged" else "uniform"
@@ -97,6 +82,7 @@ def test_requests_find_their_memory_by_form() -> None:
     world.start("a", "x", first)
     world.start("c", "y", second)
     world.start("d", "z", decoupled, 7)
+    assert [memory.bundle for memory in world.filled] == [first, second, decoupled]
     assert world.found("cbad", "merged") == [second, None, first, None]
     assert world.found("cbad", "decoupled") == [None, None, None, decoupled]
     assert world.found("bd", "merged") is None
@@ -121,10 +107,10 @@ def test_a_preempted_request_gives_its_slot_back_until_it_resumes() -> None:
     assert world.found("a", "merged") is None
 
 
-def test_the_pages_of_an_unloaded_bundle_are_free_when_its_last_request_has_ended() -> None:
+def test_an_unloaded_bundle_is_free_when_its_last_request_has_ended() -> None:
     world = _World(capacity=2)
     bundle = world.bundle()
-    free = world.pool.allocator.num_free
+    free = world.pool.num_free_tokens
     world.start("a", "x", bundle)
     world.start("b", "x", bundle)
     world.requests.pause(["b"])
@@ -133,7 +119,7 @@ def test_the_pages_of_an_unloaded_bundle_are_free_when_its_last_request_has_ende
     world.requests.finish(["a"])
     world.requests.resume("b")
     assert world.found("b", "merged") == [bundle]
-    assert world.pool.allocator.num_free == free
+    assert world.pool.num_free_tokens == free
     world.requests.finish(["b", "never"])
     assert "b" not in world.requests
-    assert world.pool.allocator.num_free > free
+    assert world.pool.num_free_tokens > free

@@ -21,9 +21,9 @@ from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, dev
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [
-    Memory(12, remainder=True),
-    Memory(12, pages_of=1),
-    Memory(9, "decoupled", map_rows=5),
+    Memory(12, remainder=True, entry_tokens=4),
+    Memory(12, pages_of=1, entry_tokens=4),
+    Memory(9, "decoupled", map_rows=6, entry_tokens=3, map_rank=2),
     Memory(1, "decoupled"),
 ]
 MIXED_ROWS = [1, 0, 2, 3, 3, 0, 1, 4]  # memories of 1 and 2 share tiles
@@ -83,7 +83,7 @@ def test_half_precision(geometry: Geometry, dtype: torch.dtype) -> None:
     "geometry", [(1, 1, 16), (4, 4, 64), (3, 1, 80), (6, 2, 96), (7, 1, 72), (8, 2, 128), (16, 1, 256)], ids=str
 )
 def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_slot: bool, split: bool) -> None:
-    memories = [Memory(300, pages_of=None), *MIXED[1:]] if split else MIXED
+    memories = [Memory(300, entry_tokens=4), *MIXED[1:]] if split else MIXED
     memories = [replace(memories[0], remainder=lse), replace(memories[1], tokens=memories[0].tokens), *memories[2:]]
     memories = memories if lse else [replace(memory, form="decoupled") for memory in memories]
     check(make(geometry, memories, MIXED_ROWS, dtype), one_slot=one_slot, split=split, lse=lse)
@@ -93,7 +93,8 @@ def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_sl
 
 @pytest.mark.parametrize("map_rows", [0, 7])
 def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
-    memories = [Memory(300, "decoupled", map_rows), Memory(300, "decoupled", map_rows, pages_of=1), Memory(5)]
+    long = Memory(300, "decoupled", map_rows, entry_tokens=25)  # an entry lies in two items
+    memories = [long, replace(long, pages_of=1), Memory(5)]
     problem = make((3, 1, 64), memories, [1, 2, 0, 3])
     assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
     check(problem, split=True)
