@@ -26,11 +26,11 @@ from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build, plan_of
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import rows_with_memory
+from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels.geometry import MemoryRows
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.pool import PagePool, PoolShape
+from inducekv_vllm.attention.pool import MemoryPool, PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.host.config import DEFAULT_POOL_ENTRIES
 from tests.inducekv_vllm.attention.pools import CPU, full_attention
 
@@ -41,7 +41,7 @@ PEAKS = Peaks(bytes_per_second=4e12, operations_per_second=8e14, launch_us=1.5)
 # What the project needs beside torch, triton and numpy, and a machine with a GPU may lack.
 ABSENT = (
     *("vllm", "faiss", "pydantic", "transformers", "safetensors", "fastapi", "jinja2", "matplotlib", "PIL", "rich"),
-    *("cachetools", "inducekv_vllm.bundle", "inducekv_vllm.attention.pages", "selector", "server"),
+    *("cachetools", "inducekv_vllm.bundle", "inducekv_vllm.attention.resident_bundle", "selector", "server"),
 )
 
 
@@ -188,9 +188,9 @@ def test_the_launches_are_those_of_the_engine(name: str) -> None:
     """Of its default pool, beside FlashAttention: what graphs were captured with, and the steps of prompts."""
     g = GEOMETRIES[name]
     shape = PoolShape(DEFAULT_POOL_ENTRIES, 1, g.kv_heads, g.heads_per_kv_head, g.head_size)
-    tables, pool = TermTables.allocate(1, shape, CPU), PagePool(shape, torch.bfloat16, CPU)
+    tables, pool = KernelTables(1, DEFAULT_POOL_ENTRIES, 1, CPU), MemoryPool(shape, torch.bfloat16, CPU)
     model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
-    engine = KernelMemoryAttention(pool, tables, MemoryOfRequests(1, tables), CPU, model, H200, 256)
+    engine = KernelMemoryAttention(pool, tables, MemoryOfRequests(1, tables.write), CPU, model, H200, 256)
     engine.attach(full_attention(), {}, [])
     for case in {*attention.cases(), *layers.cases()}:
         found, plan = plan_of(case, g, torch.bfloat16, H200)
@@ -212,7 +212,7 @@ def _engine_rows(case: Case) -> MemoryRows:
     bundle: Any = SimpleNamespace(map_rank=case.map_rows, form=case.form)
     requests = case.rows if case.phase == "decode" else 1
     memories: list[Any] = [
-        SimpleNamespace(slot=n + 1, page_set=(0, bytes([n % case.page_sets])), table_length=case.tokens, bundle=bundle)
+        SimpleNamespace(slot=n + 1, reads=(0, bytes([n % case.page_sets])), num_tokens=case.tokens, bundle=bundle)
         for n in range(requests)
     ]
     rows = rows_with_memory(memories, [0] * requests, [0] * requests, [case.rows // requests] * requests)

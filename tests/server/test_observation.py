@@ -181,7 +181,6 @@ from inducekv_vllm.engine import metrics
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.bundle import read_bundle
 from server.metrics import BUNDLE_INFO, RegistryMetrics
-from server.residency import Resident
 from server.version import Version
 memory = MemoryIndex.from_bundle(read_bundle(sys.argv[1]), sys.argv[1])
 for is_last in (False, True):
@@ -189,7 +188,7 @@ for is_last in (False, True):
         assert os.waitpid(child, 0)[1] == 0
         continue
     registry = RegistryMetrics()
-    registry.pointed("m", Version(memory, Resident(frozenset({0}), 7, 0), {}))
+    registry.pointed("m", Version(memory, 7, {}))
     with registry.of_requests("m").active():
         registry.of_requests("m").keyed("computed", 0.5)
         if is_last:

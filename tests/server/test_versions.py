@@ -33,7 +33,6 @@ class Workers:
         self.resident: dict[str, str] = {}
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
-        self.shared_entries = 0  # of the bundles that are loaded next
 
     def get_num_unfinished_requests(self) -> int:
         return 0
@@ -51,7 +50,7 @@ class Workers:
         else:
             assert method == "inducekv_load_outcome"
             assert args[0] in self.resident
-        return [{"ok": True, "pages": [0], "page_bytes": 1, "shared_entries": self.shared_entries}]
+        return [{"ok": True, "resident_bytes": 1}]
 
 
 class StoppingEngine(Workers):
@@ -127,22 +126,6 @@ async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str])
     assert [type(outcome).__name__ for outcome in outcomes] == ["MemoryBundleCard", "VersionConflict"]
     assert served(registry) == "ba"
     assert await registry.unload("m", expected_digest=DIGEST["b"]) == DIGEST["b"]
-
-
-async def test_the_log_says_how_many_entries_were_shared(
-    files: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    workers = Workers()
-    registry = begin(InduceKVConfig(), workers)
-    with caplog.at_level("INFO"):
-        await registry.load("m", files["a"])
-        workers.shared_entries = 3
-        await registry.load("m", files["b"], replace=True)
-        await registry.load("n", files["b"])
-    lines = [line for line in caplog.messages if " shared, " in line]
-    counts = [line.partition(" entries (")[2].partition(")")[0] for line in lines]
-    assert counts == ["0 shared, 5 copied", "3 shared, 2 copied", "5 shared, 0 copied"]
-    assert f"replaced (digest before {DIGEST['a']}) by start" in lines[1]
 
 
 async def test_loads_end_with_the_engine(files: dict[str, str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
-from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import MemoryRows, rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
@@ -141,27 +139,19 @@ STEPS: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_step_adds_each_requests_memory_to_its_active_rows(step: Step) -> None:
-    world, rows = World(), sum(scheduled for *_, scheduled in step)
+@pytest.mark.parametrize(
+    ("name", "add_memory"),
+    [*((name, twin.add_memory) for name in STEPS), ("a prompt beside generation", launch.add_memory)],
+)
+def test_a_step_adds_each_requests_memory_to_its_active_rows(name: str, add_memory: Any) -> None:
+    world, step = World(add_memory), STEPS[name]
+    rows = sum(scheduled for *_, scheduled in step)
     query, own, lse = tensors(rows + 2)  # two rows of padding
     world.begin(step)
     result = world.forward(query, own, lse)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     assert torch.equal(result[rows:], own[rows:])
-    world.attention.end_step()
-
-
-def test_decoupled_rows_are_those_of_the_cpus_attention() -> None:
-    world, step = World(), [(1, 2, 0, 4), (None, 0, 0, 2), (2, 0, 8, 1), (1, 0, 8, 1)]
-    query, own, _ = tensors(8, seed=3)
-    world.begin(step)
-    result = world.forward(query, own, None)
-    memories = [None if memory is None else world.memories[memory] for memory, *_ in step]
-    _, first, computed, scheduled = zip(*step, strict=True)
-    expected = own.clone()
-    DecoupledStep(active_rows(memories, first, computed, scheduled)).add(1, query, expected, None, SCALE)
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert len(world.calls) == (2 if name == "a prompt beside generation" else 1)
 
 
 def test_without_memory_nothing_is_launched_and_nothing_changes() -> None:
@@ -211,25 +201,24 @@ def test_rows_by_brute_force(step: Step) -> None:
                 assert len(set(part.slots[part.groups == group].tolist())) == 1
 
 
-def rows_of(slots: Sequence[int], page_sets: Sequence[int]) -> MemoryRows:
-    arrays = [np.array(numbers, dtype=np.int32) for numbers in (slots, page_sets, np.ones(len(slots)))]
-    return MemoryRows(*arrays, maps=False, merged=False)
-
-
-def test_slots_share_tiles_by_pages_unless_each_fills_its_own() -> None:
-    assert rows_of([1, 2, 0], [1, 2, 0]).one_slot
-    assert not rows_of([1, 2, 0], [1, 1, 0]).one_slot
-    assert rows_of([1] * 16 + [2] * 16, [1] * 32).one_slot
-
-
-def test_generation_shares_tiles_also_beside_a_prompt() -> None:
-    prompt, generation = rows_of([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2]).launches
-    assert (prompt.one_slot, generation.one_slot) == (True, False)
-    assert prompt.groups.tolist() == [1] * 16 + [0] * 4
-    assert generation.groups.tolist() == [0] * 16 + [1, 1, 0, 2]
-    for nothing_to_share in ([1, 0, 2], [1, 0, 0]):
-        assert len(rows_of([1] * 16 + nothing_to_share, [1] * 16 + nothing_to_share).launches) == 1
-    assert len(rows_of([1, 2, 3], [1, 1, 2]).launches) == 1
+@pytest.mark.parametrize(
+    ("slots", "reads", "one_slot"),
+    [
+        ([1, 2, 0], [1, 2, 0], [True]),
+        ([1, 2, 0], [1, 1, 0], [False]),
+        ([1] * 16 + [2] * 16, [1] * 32, [True]),
+        ([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2], [True, False]),  # generation shares beside a prompt
+        ([1] * 16 + [1, 0, 2], [1] * 16 + [1, 0, 2], [True]),
+    ],
+)
+def test_slots_share_tiles_by_what_they_read_unless_each_fills_its_own(
+    slots: list[int], reads: list[int], one_slot: list[bool]
+) -> None:
+    arrays = [np.array(numbers, dtype=np.int32) for numbers in (slots, reads, np.ones(len(slots)))]
+    launches = MemoryRows(*arrays, maps=False, merged=False).launches
+    assert [part.one_slot for part in launches] == one_slot
+    for part in launches:
+        assert part.groups.tolist() == (part.slots if part.one_slot else part.page_sets).tolist()
 
 
 class TestGraphs:
@@ -271,19 +260,12 @@ class TestGraphs:
             for address, value in zip(held, new, strict=True):
                 address.copy_(value)
             world.begin(step, graph_rows=rows)
+            assert not world.attention.needs_lse(rows)  # the step launches nothing itself
             self.replay(captured)
             world.attention.end_step()
             expected = world.expected(step, *new)
             torch.testing.assert_close(held[1], expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(held[1][len(step) :], new[1][len(step) :])
-
-    def test_a_step_in_a_graph_launches_nothing_itself(self) -> None:
-        world = self.world()
-        world.begin([(1, 0, 5, 1)], graph_rows=4)
-        assert not world.attention.needs_lse(4)
-        query, own, lse = tensors(4)
-        assert torch.equal(world.forward(query, own, lse), own)
-        assert world.calls == []
 
     def test_a_slot_that_is_written_anew_needs_no_other_graph(self) -> None:
         world = self.world()
@@ -342,17 +324,6 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
         world.attention.warm_up()
 
 
-@pytest.mark.parametrize(("name", "launches"), [("not yet active", 1), ("a prompt beside generation", 2)])
-def test_the_kernels_themselves_take_the_workers_pool_and_tables(name: str, launches: int) -> None:
-    world, step = World(launch.add_memory), STEPS[name]
-    rows = sum(scheduled for *_, scheduled in step)
-    query, own, lse = tensors(rows)
-    world.begin(step)
-    result = world.forward(query, own, lse)
-    torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
-    assert len(world.calls) == launches
-
-
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
     shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
     tables = KernelTables(2, 8, 1, CPU)
@@ -380,28 +351,6 @@ def test_a_slot_is_written_without_a_number_of_the_host() -> None:
     world = World()
     with NoScalars():
         world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
-
-
-def test_an_implementation_without_a_log_sum_exp_takes_decoupled_memory() -> None:
-    class Doubling:
-        """Self-attention whose output is twice its query."""
-
-        scale = SCALE
-
-        def forward(self, layer: Any, query: Tensor, *rest: Any, **_: Any) -> Tensor:
-            output: Tensor = rest[4]
-            return output.copy_(2 * query)
-
-    world, step, impl = World(), STEPS["not yet active"], Doubling()
-    attach(impl, 1, world.attention)
-    assert isinstance(impl, Doubling)
-    query, own, lse = tensors(6)
-    for metadata in (object(), None):  # a step, a profiling run
-        world.begin(step)
-        result = impl.forward(None, query, None, None, None, metadata, own)  # type: ignore[arg-type]
-        expected = world.expected(step, query, 2 * query, lse) if metadata else 2 * query
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-        world.attention.end_step()
 
 
 def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() -> None:

@@ -15,6 +15,24 @@ from inducekv_vllm.retrieval.page_terms import Form, Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 
+def test_invariants_hold_under_random_use() -> None:
+    rng = random.Random(0)
+    table, running = SlotTable(5), set[str]()
+    for step in range(2000):
+        if running and rng.random() < 0.5:
+            request = rng.choice(sorted(running))
+            running.remove(request)
+            table.release(request)
+        else:
+            try:
+                table.acquire(f"r{step}", rng.randrange(8))
+                running.add(f"r{step}")
+            except CapacityError as error:
+                assert "all 5 memory slots are in use" in str(error)
+                assert table.used == 5
+        table.check()
+
+
 def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> None:
     table = SlotTable(2)
     first, is_new = table.acquire("a", "x")
@@ -27,24 +45,6 @@ def test_requests_of_equal_content_share_a_slot_until_the_last_one_ends() -> Non
     assert table.release("b") == first
     assert table.release("b") is None
     assert table.used == 0
-
-
-def test_invariants_hold_under_random_use() -> None:
-    rng = random.Random(0)
-    table, running = SlotTable(5), set[str]()
-    for step in range(2000):
-        if running and rng.random() < 0.5:
-            request = rng.choice(sorted(running))
-            running.remove(request)
-            table.release(request)
-        else:
-            request = f"r{step}"
-            try:
-                table.acquire(request, rng.randrange(8))
-                running.add(request)
-            except CapacityError:
-                assert table.used == 5
-        table.check()
 
 
 SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
