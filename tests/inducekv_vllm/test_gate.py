@@ -10,7 +10,7 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_tokens, last_averaged
 from inducekv_vllm.gate.evidence import WINDOW
 from inducekv_vllm.gate.rule import ALIKE
-from tests.inducekv_vllm.bundles import decided_gate, random_gate
+from tests.inducekv_vllm.bundles import random_gate
 
 TASKS = ("colours", "counts", "shapes")
 BEGIN, END, IMAGE = (1, 2), 3, 9
@@ -141,20 +141,11 @@ class TestRule:
         np.testing.assert_array_equal(last.margins, [2.0, 1.0, -2.0])
         assert gate.decide([1.0], among=()).task is None
 
-    def test_gates_of_tests_are_decided(self) -> None:
-        values = torch.randn(50, 1, 16, generator=torch.Generator().manual_seed(2))
-        for task in ("a", "b", None):
-            gate = decided_gate(task)
-            for value in values:
-                assert gate.rule.decide(gate.token_scores.evidence(value[None]).numpy()).task == task
-
     @pytest.mark.parametrize(
         ("weights", "thresholds", "tasks", "message"),
         [
-            (np.zeros((3, 2, 5)), np.ones(3), TASKS, "needs weights"),
             (np.zeros((2, 5)), np.ones(3), TASKS, "needs weights"),
             (np.zeros((3, 5)), np.ones(2), TASKS, "needs weights"),
-            (np.full((3, 5), np.nan), np.ones(3), TASKS, "must be finite"),
             (np.zeros((3, 5)), np.array([1, np.inf, 1]), TASKS, "must be finite"),
             (np.zeros((3, 5)), np.array([1, 0, 1]), TASKS, "must be above 0, or it opens for everything; found 0"),
             (np.zeros((0, 5)), np.ones(0), (), "at least one task"),

@@ -95,24 +95,19 @@ def largest_bundle(made: Bundle, form: str, limits: MagnitudeLimits, signs: dict
     return remade(decoupled, value_gates=gates, **kept, **changes)
 
 
+@pytest.mark.parametrize("limited", [True, False])
 @GENERATED
 @given(form=st.sampled_from(FORMS), signs=ANY_SIGNS, maps=st.booleans())
-def test_the_largest_bundle_that_loads_leaves_the_base_alone(
-    served: MemoryEngine, form: str, signs: dict[str, str], maps: bool
+def test_the_largest_numbers_leave_the_base_alone(
+    served: MemoryEngine, limited: bool, form: str, signs: dict[str, str], maps: bool
 ) -> None:
-    check_base_after(
-        served, largest_bundle(served.world.bundles["prior"], form, magnitude_limits(dtype_of(served)), signs, maps)
-    )
-
-
-@GENERATED
-@given(form=st.sampled_from(FORMS), signs=ANY_SIGNS, maps=st.booleans())
-def test_without_limits_nothing_that_is_not_finite_is_left_either(
-    served: MemoryEngine, form: str, signs: dict[str, str], maps: bool
-) -> None:
+    """Those that load; and without limits nothing that is not finite is left either."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
-        check_base_after(served, largest_bundle(served.world.bundles["prior"], form, NO_LIMITS, signs, maps))
+        limits = magnitude_limits(dtype_of(served))
+        if not limited:
+            limits = NO_LIMITS
+            patch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
+        check_base_after(served, largest_bundle(served.world.bundles["prior"], form, limits, signs, maps))
 
 
 def check_base_after(served: MemoryEngine, bundle: Bundle) -> None:

@@ -47,10 +47,9 @@ def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: flo
 
 
 def test_ties_go_to_the_first_entry() -> None:
-    keys = np.repeat(unit_keys(1, 32, seed=3), 40, axis=0)
-    index = PrefixIndex(keys)
-    for top_k in (None, 1, 3, 17, 39):
-        retrieval = index.search(keys[0], 0.07, top_k)
+    index = PrefixIndex(np.repeat(unit_keys(1, 32, seed=3), 40, axis=0))
+    for top_k in (None, 1, 17):
+        retrieval = index.search(unit_keys(1, 32, seed=3)[0], 0.07, top_k)
         assert retrieval.entries.tolist() == list(range(top_k or 40))
         np.testing.assert_allclose(retrieval.weights, 1 / (top_k or 40), rtol=1e-6)
 
@@ -63,11 +62,7 @@ def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
     assert np.isfinite(retrieval.weights).all()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)],
-    ids=["flat", "B=0", "d=0", "NaN"],
-)
+@pytest.mark.parametrize("keys", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)])
 def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     with pytest.raises(ConfigError, match="retrieval keys"):
         PrefixIndex(keys)
@@ -77,11 +72,8 @@ def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     ("query", "temperature", "top_k", "problem"),
     [
         (np.ones(3), 0.07, None, "query key"),
-        (np.ones((1, 4)), 0.07, None, "query key"),
         (np.full(4, np.nan), 0.07, None, "query key"),
-        (np.ones(4), 0.0, None, "temperature"),
-        (np.ones(4), float("nan"), None, "temperature"),
-        (np.ones(4), float("inf"), None, "temperature"),
+        *((np.ones(4), temperature, None, "temperature") for temperature in (0.0, math.nan, math.inf)),
         (np.ones(4), 0.07, 0, "top_k"),
     ],
 )
@@ -169,9 +161,7 @@ def test_the_remainder_counts_the_tokens_left_out(num_entries: int, remainder: b
         ([0, 1], [0.5, 0.5], {"payload_tokens": 0}, "payload_tokens"),
         ([0, 1], [0.5], {}, "k entries and k weights"),
         ([], [], {}, "k entries and k weights"),
-        ([0, 1, 2, 3, 4], [0.2] * 5, {}, "k entries and k weights"),
         ([0, 4], [0.5, 0.5], {}, "from 0 to 3"),
-        ([-1, 0], [0.5, 0.5], {}, "from 0 to 3"),
         ([1, 1], [0.5, 0.5], {}, "distinct"),
         ([0, 1], [0.5, np.nan], {}, "finite"),
         ([0, 1], [1.5, -0.5], {}, "not negative"),
