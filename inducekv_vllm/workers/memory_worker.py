@@ -259,7 +259,7 @@ class MemoryWorker(Worker):
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         check_magnitudes(bundle, dtype_of(self.model_config), path)
         if self.attention.most_entries is not None:
-            _check_most_entries(bundle, self.attention.most_entries)
+            check_most_entries(bundle, self.attention.most_entries)
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
             raise self.attention.merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:
@@ -312,7 +312,7 @@ class MemoryWorker(Worker):
         super().shutdown()
 
 
-def _check_most_entries(bundle: Bundle, most: int) -> None:
+def check_most_entries(bundle: Bundle, most: int) -> None:
     """Refuse a bundle of which one request may read more entries. Raises CapacityError."""
     tasks = Counter(entry.task for entry in bundle.metadata.entries)
     read = bundle.num_entries if bundle.gate is None else max(tasks.values())  # a gate opens for one task

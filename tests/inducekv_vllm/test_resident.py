@@ -59,34 +59,35 @@ def wait(bundles: ResidentBundles, digest: str) -> Any:
     return bundles._bundles[digest].exception(30) or bundles[digest]
 
 
-def test_the_worker_goes_on_while_a_bundle_is_loaded(bundles: ResidentBundles, loader: Loader) -> None:
+def test_a_content_is_loaded_once_while_the_worker_goes_on(bundles: ResidentBundles, loader: Loader) -> None:
     bundles.begin("a", "A")
     assert loader.begun.wait(30)
     assert bundles.outcome("A") is None
     assert "A" not in bundles
+    bundles.begin("a", "A")
     loader.let_go.set()
     assert wait(bundles, "A").digest == "A"
+    bundles.begin("a", "A")
     assert bundles.outcome("A") is bundles["A"]
     assert bundles.loaded.keys() == {"A"}
+    assert len(loader.threads) == 1
     assert threading.current_thread().name not in loader.threads
 
 
-def test_a_content_is_loaded_once(bundles: ResidentBundles, loader: Loader) -> None:
-    loader.let_go.set()
-    for _ in range(3):
-        bundles.begin("a", "A")
-        wait(bundles, "A")
-    assert len(loader.threads) == 1
-    assert bundles.is_erased("never loaded")
-
-
-def test_a_failure_is_reported_until_the_next_attempt(bundles: ResidentBundles, loader: Loader) -> None:
+def test_a_failure_is_reported_until_the_next_attempt_and_leaves_nothing(
+    bundles: ResidentBundles, loader: Loader
+) -> None:
     loader.let_go.set()
     bundles.begin("bad", "A")
     wait(bundles, "A")
     for _ in range(2):  # ranks that are slower are asked again, and so is this one
         assert str(bundles.outcome("A")) == "bad: no such file"
     assert "A" not in bundles
+    failed = weakref.ref(bundles._bundles["A"])  # its error holds what had been read
+    assert bundles.unload("A")
+    assert bundles.is_erased("A")
+    gc.collect()
+    assert failed() is None
     bundles.begin("good", "A")
     assert wait(bundles, "A").digest == "A"
 
@@ -108,18 +109,6 @@ def test_an_unload_also_ends_a_running_load(bundles: ResidentBundles, loader: Lo
     wait(bundles, "D")  # after C is erased
     assert loader.ranges.num_free == 2
     assert all(bundles.is_erased(digest) for digest in "ABC")
-
-
-def test_a_load_that_failed_leaves_nothing_behind(bundles: ResidentBundles, loader: Loader) -> None:
-    """Its error holds what had been read."""
-    loader.let_go.set()
-    bundles.begin("bad", "A")
-    assert isinstance(wait(bundles, "A"), BundleError)
-    failed = weakref.ref(bundles._bundles["A"])
-    assert bundles.unload("A")
-    assert bundles.is_erased("A")
-    gc.collect()
-    assert failed() is None
 
 
 def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:

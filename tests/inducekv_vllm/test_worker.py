@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,30 +17,46 @@ from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
+from inducekv_vllm.workers.memory_worker import check_most_entries
 from inducekv_vllm.workers.query_keys import QueryKeyAccumulator
 from inducekv_vllm.workers.resident import ResidentBundles
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
 from tests.inducekv_vllm.attention.test_kernel_memory import SHAPE
+from tests.inducekv_vllm.bundles import random_gate
 
 
-@pytest.mark.parametrize(("platform", "kind"), [("cpu", InduceKVCPUWorker), ("cuda", InduceKVCUDAWorker)])
-def test_each_platform_has_its_worker(platform: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "current_platform", fake(platform))
-    assert worker.worker_class() is kind
+def test_each_platform_has_its_worker_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker_of(name: str) -> type:
+        platform = SimpleNamespace(device_name=name, is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda")
+        monkeypatch.setattr(worker, "current_platform", platform)
+        return worker.worker_class()
 
-
-def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "current_platform", fake("rocm"))
+    assert worker_of("cpu") is InduceKVCPUWorker
+    assert worker_of("cuda") is InduceKVCUDAWorker
     with pytest.raises(UnsupportedModel, match="serves on CPUs and NVIDIA GPUs, found rocm"):
-        worker.worker_class()
+        worker_of("rocm")
 
 
-def fake(name: str) -> Any:
-    return SimpleNamespace(device_name=name, is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda")
+@pytest.mark.parametrize("tasks", ["aabbb", "abbbb"])
+def test_a_bundle_of_which_a_request_may_read_more_than_a_slot_holds_is_refused(tasks: str) -> None:
+    """All entries, or those of one task behind a gate."""
+    entries = tuple(EntryRecord(id=str(i), task=task, source_digest="ab") for i, task in enumerate(tasks))
+    shape = replace(SHAPE, num_layers=3)
+    bundle = fitting_bundle(shape, 5, 4, entries=entries)
+    facts = {"form": "decoupled", "weighting": "uniform", "activations": dict.fromkeys(tasks, "prompt")}
+    gate = random_gate(bundle.metadata.backbone)
+    gated = fitting_bundle(shape, 5, 4, entries=entries, gate=gate, recipe="refined", **facts)
+    most = max(map(tasks.count, tasks))
+    check_most_entries(bundle, 5)
+    check_most_entries(gated, most)
+    for own, read in ((bundle, 5), (gated, most)):
+        with pytest.raises(CapacityError, match=f"may read {read} entries .* larger memory_request_entries"):
+            check_most_entries(own, read - 1)
 
 
 @pytest.mark.parametrize(

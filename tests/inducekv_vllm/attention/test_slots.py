@@ -27,8 +27,7 @@ def test_invariants_hold_under_random_use() -> None:
             try:
                 table.acquire(f"r{step}", rng.randrange(8))
                 running.add(f"r{step}")
-            except CapacityError as error:
-                assert "all 5 memory slots are in use" in str(error)
+            except CapacityError:
                 assert table.used == 5
         table.check()
 
