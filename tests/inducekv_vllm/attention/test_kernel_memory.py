@@ -189,9 +189,9 @@ def test_rows_by_brute_force(step: Step) -> None:
     assert found.slots.tolist() == [0 if memory is None else memory + 1 for memory in expected]
     assert [length > 0 for length in found.lengths] == [memory is not None for memory in expected]
     assert (found.merged, found.maps) == (0 in expected, bool({1, 2, 3} & set(expected)))
-    same_pages = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
-    numbers = [same_pages[memory] for memory in expected]
-    assert len(set(zip(numbers, found.page_sets.tolist(), strict=True))) == len(set(numbers))
+    same_entries = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
+    numbers = [same_entries[memory] for memory in expected]
+    assert len(set(zip(numbers, found.entry_sets.tolist(), strict=True))) == len(set(numbers))
     assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
     for part in found.launches:
         for group in set(part.groups.tolist()) - {0}:
@@ -218,7 +218,7 @@ def test_slots_share_tiles_by_what_they_read_unless_each_fills_its_own(
     launches = MemoryRows(*arrays, maps=False, merged=False).launches
     assert [part.one_slot for part in launches] == one_slot
     for part in launches:
-        assert part.groups.tolist() == (part.slots if part.one_slot else part.page_sets).tolist()
+        assert part.groups.tolist() == (part.slots if part.one_slot else part.entry_sets).tolist()
 
 
 class TestGraphs:

@@ -22,7 +22,7 @@ from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, dev
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [
     Memory(12, remainder=True, entry_tokens=4),
-    Memory(12, pages_of=1, entry_tokens=4),
+    Memory(12, entries_of=1, entry_tokens=4),
     Memory(9, "decoupled", map_rows=6, entry_tokens=3, map_rank=2),
     Memory(1, "decoupled"),
 ]
@@ -107,7 +107,7 @@ def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_sl
 @pytest.mark.parametrize("map_rows", [0, 7])
 def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
     long = Memory(300, "decoupled", map_rows, entry_tokens=25)  # an entry lies in two items
-    memories = [long, replace(long, pages_of=1), Memory(5)]
+    memories = [long, replace(long, entries_of=1), Memory(5)]
     problem = make((3, 1, 64), memories, [1, 2, 0, 3])
     assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
     check(problem, split=True)
@@ -233,12 +233,12 @@ def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is not sparse")
-@pytest.mark.parametrize("apart", ["pages", "tables", "rows"])
+@pytest.mark.parametrize("apart", ["pool", "tables", "rows"])
 def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2)]
     problem = make((2, 1, 16), memories, [0, 2, 0, 0, 4, 1], torch.float16)
     pool, tables, query, output = problem.pool, problem.tables, problem.query.contiguous(), problem.output
-    if apart == "pages":
+    if apart == "pool":
         places = ("keys", "values", "map_in", "map_out")
         pool = replace(pool, **{name: far_apart(getattr(pool, name), 1, tmp_path / name) for name in places})
     elif apart == "tables":
