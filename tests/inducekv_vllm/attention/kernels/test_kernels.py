@@ -191,34 +191,24 @@ def test_unsupported_heads_are_refused(geometry: Geometry, heads: int, message: 
         launch.check(problem.pool, problem.tables, heads)
 
 
-def test_a_pool_that_does_not_fit_is_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1])
-    pool, tables = problem.pool, problem.tables
-    narrow = replace(pool, values=pool.values[:, :4])
-    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on cpu, found .*\[2, 4, 64\]"):
-        launch.check(narrow, tables, 4)
+def test_a_pool_and_a_step_that_do_not_fit_are_refused() -> None:
+    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1, 1]).to(DEVICE)
+    pool, tables, shape = problem.pool, problem.tables, problem.shape()
+    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on .*, found .*\[2, 4, 64\]"):
+        launch.check(replace(pool, values=pool.values[:, :4]), tables, 4)
     with pytest.raises(ValueError, match=r"the pool must be .*, found torch\.float64"):
         launch.check(replace(pool, keys=pool.keys.double()), tables, 4)
     with pytest.raises(ValueError, match="both parts of its maps"):
         launch.check(replace(pool, map_out=None), tables, 4)
     with pytest.raises(ValueError, match=r"length must be torch\.int32"):
         launch.check(pool, SlotTables(**{**vars(tables), "length": tables.length.long()}), 4)
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4)], [1, 1]).to(DEVICE)
-    shape = problem.shape()
-    step, query, output, lse = problem.step(shape), problem.query, problem.output, problem.self_lse
-
-    def refused(message: str, **changed: object) -> None:
-        arguments = {"step": step, "query": query, "output": output, "self_lse": lse, "shape": shape, **changed}
+    rest = problem.step(shape), problem.query, problem.output
+    for lse, changed, message in (
+        (None, shape, "needs the log-sum-exp"),
+        (problem.self_lse, replace(shape, tiles=2), "a plan of 2 tiles"),
+    ):
         with pytest.raises(ValueError, match=message):
-            launch.add_memory(problem.pool, problem.tables, scale=SCALE, **arguments)  # type: ignore[arg-type]
-
-    refused("query and output must be torch.float32", query=query.half())
-    refused("needs the log-sum-exp", self_lse=None)
-    refused("the launch is for maps", shape=replace(shape, maps=True))
-    refused("a plan of 2 tiles", shape=replace(shape, tiles=2))
+            launch.add_memory(pool, tables, *rest, lse, SCALE, changed)
 
 
 def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
