@@ -70,7 +70,7 @@ _NAME = re.compile(NAME_PATTERN)
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
-ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritten
+ERASE_S = 5.0  # changes wait so long for the memory of a version to be overwritten
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
 _NOBODY: Final[Mapping[str, int]] = {}
 # What changes are called in the audit log.

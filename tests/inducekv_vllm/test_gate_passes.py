@@ -191,14 +191,6 @@ def test_evidence_is_there_after_the_last_prompt_token() -> None:
     passes.check("key r", values)
 
 
-def test_what_the_prefix_cache_holds_is_read_too() -> None:
-    passes, values = Passes(), drawn(11)
-    passes.cache.write(values, [[3, 0, 5], [4, 1]])
-    passes.start("r", [[3, 0, 5], [4, 1]])
-    passes.passes.complete(rows("r", 8, 3))
-    passes.check("key r", values)
-
-
 def test_what_nobody_fetches_is_dropped() -> None:
     """Of aborted passes at once, of others oldest first."""
     passes = Passes(max_pending=2)

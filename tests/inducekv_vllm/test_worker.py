@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from vllm.config import CUDAGraphMode
 
 from inducekv_vllm import worker
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.memory_worker import check_most_entries
-from inducekv_vllm.workers.query_keys import QueryKeyAccumulator
-from inducekv_vllm.workers.resident import ResidentBundles
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, store
+from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
 from tests.inducekv_vllm.attention.test_kernel_memory import SHAPE
 from tests.inducekv_vllm.bundles import random_gate
 
@@ -82,54 +75,3 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
         _device=CPU,
     )
     assert of_gpu.make_attention(2, 8)._most_graph_rows == rows
-
-
-def test_a_step_does_not_wait_while_the_memory_of_its_last_request_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
-    serving: Any = InduceKVCPUWorker.__new__(InduceKVCPUWorker)
-    model = SimpleNamespace(
-        dtype=torch.float32,
-        get_num_kv_heads=lambda _: 1,
-        get_num_layers=lambda _: 1,
-        get_num_attention_heads=lambda _: 1,
-        get_head_size=lambda: 8,
-    )
-    scheduler = SimpleNamespace(max_num_seqs=2)
-    vars(serving).update(
-        vllm_config=SimpleNamespace(
-            additional_config={"inducekv": {"memory_pool_entries": 40}}, scheduler_config=scheduler
-        ),
-        model_config=model,
-        parallel_config=None,
-        _device=CPU,
-        query_keys=QueryKeyAccumulator(CPU),
-        gate_passes=SimpleNamespace(finish=lambda ids: None, pending=0),
-        resident=ResidentBundles(lambda path, digest: store(serving.pool, fitting_bundle(shape, 3, 2)), lambda: False),
-    )
-    serving._allocate_memory()
-    may_erase, erase = threading.Event(), serving.pool._erase
-    monkeypatch.setattr(serving.pool.ranges, "_erase", lambda place: (may_erase.wait(30), erase(place)))
-
-    serving.inducekv_load_bundle("path", "digest")
-    bundle = serving.resident._bundles["digest"].result(30)
-    terms = page_terms(
-        Retrieval(np.arange(2), np.full(2, 0.5, np.float32)), bundle.weighting, payload_tokens=2, num_entries=3
-    )
-    serving.memory_of_requests.start("a", "content", bundle, terms, 0)
-    serving.inducekv_unload_bundle("digest")
-    cached = SimpleNamespace(req_ids=[])
-    serving._follow_schedule(
-        SimpleNamespace(
-            finished_req_ids={"a"}, preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached
-        )
-    )
-    assert not may_erase.is_set()
-    assert serving.pool.keys.any()
-    assert not serving.inducekv_is_erased("digest")
-    may_erase.set()
-    serving.resident.close()
-    assert serving.inducekv_is_erased("digest")
-    assert not serving.pool.keys.any()
-    assert not serving.pool.values.any()
-    stats = serving.inducekv_stats()
-    assert stats["pool_tokens_free"] == stats["pool_tokens"]

@@ -86,9 +86,9 @@ def memory_tiles(
     first_row = tl.load(tile_rows + tile * height, mask=tile >= 0, other=-1)
     if first_row < 0:
         return
-    page_slot = tl.load(row_slot + first_row)  # rows of a tile have equal pages
+    first_slot = tl.load(row_slot + first_row)  # rows of a tile read the same entries
     begin = 0
-    end = tl.load(length + page_slot)
+    end = tl.load(length + first_slot)
     whole = 1
     if SPLIT:
         begin = tl.load(work + item * 4 + 1)
@@ -120,7 +120,7 @@ def memory_tiles(
         entry_tokens,
         slot,
         live,
-        page_slot,
+        first_slot,
         begin,
         end,
         scale * LOG2E,
@@ -147,7 +147,7 @@ def memory_tiles(
             live,
             tile_rows + tile * height,
             height,
-            page_slot,
+            first_slot,
             output,
             self_lse,
             map_in,
@@ -330,7 +330,7 @@ def _attend(
     entry_tokens,
     slot,  # [BM]
     live,  # [BM]
-    page_slot,
+    first_slot,
     begin,
     end,
     scale,
@@ -350,9 +350,9 @@ def _attend(
     Returns the largest logit [BM], the sum of exp2(logit - largest) [BM], and the values weighted so [BM, DP].
     """
     column = tl.arange(0, DP)
-    page_terms = page_slot.to(tl.int64) * terms_slot
+    shared_terms = first_slot.to(tl.int64) * terms_slot
     terms = slot.to(tl.int64) * terms_slot
-    tokens_each = tl.load(entry_tokens + page_slot)
+    tokens_each = tl.load(entry_tokens + first_slot)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     read = tl.zeros([BM, DP], tl.float32)
@@ -360,7 +360,7 @@ def _attend(
         token = start + tl.arange(0, BN)
         there = token < end
         entry = token // tokens_each
-        first = tl.load(token_index + page_terms + entry, mask=there, other=0)
+        first = tl.load(token_index + shared_terms + entry, mask=there, other=0)
         place = (first + token % tokens_each).to(tl.int64)
         inside = there[:, None] & (column < D)[None, :]
         k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
@@ -369,7 +369,7 @@ def _attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         if ONE_SLOT:
-            term = page_terms + entry
+            term = shared_terms + entry
             multiply = (tl.load(key_scale + term, mask=there, other=0.0) * scale)[None, :]
             add = (tl.load(log_weight + term, mask=there, other=float("-inf")) * LOG2E)[None, :]
             share = tl.load(value_scale + term, mask=there, other=0.0)[None, :]
@@ -402,7 +402,7 @@ def _finish(
     live,  # [lanes]
     rows,  # [ROWS]
     num_rows,
-    page_slot,
+    first_slot,
     output,
     self_lse,
     map_in,
@@ -462,7 +462,7 @@ def _finish(
             own,
             rows,
             num_rows,
-            page_slot,
+            first_slot,
             map_in + kv_head * map_in_head,
             map_out + kv_head * map_out_head,
             map_index,
@@ -498,7 +498,7 @@ def _mapped(
     own,  # [ROWS * LANES, DP]
     rows,
     num_rows,
-    page_slot,
+    first_slot,
     map_in,  # [Q, G D] of one KV head
     map_out,
     map_index,
@@ -530,14 +530,14 @@ def _mapped(
     if UPCAST:
         blocks = blocks.to(tl.float32)
     result = tl.zeros([ROWS, LANES * DP], tl.float32)
-    rows_each = tl.load(map_rank + page_slot)
-    end = tl.load(map_length + page_slot)
+    rows_each = tl.load(map_rank + first_slot)
+    end = tl.load(map_length + first_slot)
     # A memory has few map rows, and their tiles are wide: reads that overlap would not fit into the shared memory.
     for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
         there = k < end
         entry = k // rows_each
-        first = tl.load(map_index + page_slot.to(tl.int64) * map_slot + entry, mask=there, other=0)
+        first = tl.load(map_index + first_slot.to(tl.int64) * map_slot + entry, mask=there, other=0)
         map_place = (first + k % rows_each).to(tl.int64)
         inside = there[:, None] & known[None, :]
         a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)

@@ -15,17 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
+from inducekv_vllm.attention.cpu import prefill_memory_attention
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import MemoryRows, rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.resident_bundle import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.runner import StepRows
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool, random_memory, store
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
@@ -81,39 +82,21 @@ class World:
         return output
 
     def expected(self, step: Step, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
-        """Row by row: the formulas of the package `kernels` in float64."""
-        result = own.clone()
-        rows = [
-            (memory, computed + i >= start) for memory, start, computed, scheduled in step for i in range(scheduled)
-        ]
-        for row, (memory, active) in enumerate(rows):
-            if memory is not None and active:
-                result[row] = self.row(self.memories[memory], query[row], own[row], lse[row])
+        """Row by row, as on a CPU: through the memories, not through the tables."""
+        result, layer, row = own.clone(), 1, 0
+        for number, start, computed, scheduled in step:
+            for position in range(computed, computed + scheduled):
+                here, row = slice(row, row + 1), row + 1
+                if number is None or position < start:
+                    continue
+                memory, stored = self.memories[number], self.memories[number].bundle.layers[layer]
+                if memory.bundle.form == "decoupled":
+                    DecoupledStep([ActiveRows(here, memory)]).add(layer, query, result, None, SCALE)
+                else:
+                    read = prefill_memory_attention(query[here], stored, memory, SCALE)
+                    numbers = stored.gate, stored.bias, memory.log_remainder
+                    result[here] = merge_memory(own[here], lse[here], *read, *numbers)
         return result
-
-    def row(self, memory: RequestMemory, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
-        """Read through the memory, as on a CPU, not through the tables."""
-        layer, S = memory.bundle.layers[1], memory.num_tokens
-        key_scale = torch.ones(S) if memory.key_scale is None else memory.key_scale
-        value_scale = torch.ones(S) if memory.value_scale is None else memory.value_scale
-        log_weight = torch.zeros(S) if memory.log_weight is None else memory.log_weight
-        result = torch.empty(H, D, dtype=torch.float64)
-        for head in range(H):
-            keys, values = (x[head // 3, memory.tokens].double() for x in (layer.keys, layer.values))
-            logits = key_scale * (keys @ query[head].double()) * SCALE + log_weight + layer.bias
-            merged = memory.bundle.form == "merged"
-            others = (
-                [lse[head].double(), torch.tensor(memory.log_remainder + layer.bias)] if merged else [torch.zeros(())]
-            )
-            weights = torch.cat([logits, torch.stack(others).double()]).softmax(0)
-            read = layer.gate * weights[:S] @ (values * value_scale[:, None])
-            result[head] = (weights[S] if merged else 1.0) * own[head].double() + read
-        if layer.map_in is not None and layer.map_out is not None:
-            weight = torch.ones(1) if memory.map_weight is None else memory.map_weight
-            map_in, map_out = (x[:, memory.map_rows].double() for x in (layer.map_in, layer.map_out))
-            inner = torch.einsum("jw,jkw->jk", own.double().view(J, 3 * D), map_in) * weight
-            result += layer.gate * torch.einsum("jk,jkw->jw", inner, map_out).view(H, D)
-        return result.float()
 
 
 def tensors(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,10 +115,8 @@ STEPS: dict[str, Step] = {
         (3, 0, 9, 1),
         (None, 0, 4, 1),
     ],
-    "one memory for all": [(1, 0, 0, 20), (1, 7, 0, 20)],
     "not yet active": [(1, 30, 0, 5), (2, 3, 3, 1)],
     "a prompt beside generation": [(1, 0, 0, 17), (2, 0, 9, 1), (None, 0, 9, 1), (3, 0, 9, 1)],
-    "merged alone": [(0, 0, 0, 1), (0, 0, 5, 17)],
 }
 
 
@@ -154,12 +135,18 @@ def test_a_step_adds_each_requests_memory_to_its_active_rows(name: str, add_memo
     assert len(world.calls) == (2 if name == "a prompt beside generation" else 1)
 
 
-def test_without_memory_nothing_is_launched_and_nothing_changes() -> None:
+@pytest.mark.parametrize("graph_rows", [None, 4])
+def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows: int | None) -> None:
     world = World()
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.merged_refusal is None
     query, own, lse = tensors(4)
-    world.begin([(None, 0, 0, 3), (1, 9, 0, 1)])
+    world.begin([(None, 0, 0, 3), (1, 9 if graph_rows is None else 0, 0, 1)], graph_rows)
     assert torch.equal(world.forward(query, own, lse), own)
     assert world.calls == []
+    world.attention.end_step()
+    world.attention.add(1, *tensors(4), SCALE)  # a graph is captured, with no row that has memory
+    assert len(world.calls) == 1
 
 
 @st.composite
@@ -189,9 +176,9 @@ def test_rows_by_brute_force(step: Step) -> None:
     assert found.slots.tolist() == [0 if memory is None else memory + 1 for memory in expected]
     assert [length > 0 for length in found.lengths] == [memory is not None for memory in expected]
     assert (found.merged, found.maps) == (0 in expected, bool({1, 2, 3} & set(expected)))
-    same_pages = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
-    numbers = [same_pages[memory] for memory in expected]
-    assert len(set(zip(numbers, found.page_sets.tolist(), strict=True))) == len(set(numbers))
+    same_entries = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
+    numbers = [same_entries[memory] for memory in expected]
+    assert len(set(zip(numbers, found.entry_sets.tolist(), strict=True))) == len(set(numbers))
     assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
     for part in found.launches:
         for group in set(part.groups.tolist()) - {0}:
@@ -218,80 +205,7 @@ def test_slots_share_tiles_by_what_they_read_unless_each_fills_its_own(
     launches = MemoryRows(*arrays, maps=False, merged=False).launches
     assert [part.one_slot for part in launches] == one_slot
     for part in launches:
-        assert part.groups.tolist() == (part.slots if part.one_slot else part.page_sets).tolist()
-
-
-class TestGraphs:
-    """A graph replays what was launched when it was captured: the arguments that `record` has kept."""
-
-    def capture(self, world: World, rows: int) -> tuple[list[Any], tuple[Tensor, Tensor, Tensor]]:
-        """Outside a step, with inputs at fixed addresses; returns what was launched and those inputs."""
-        held = tensors(rows)
-        world.calls.clear()
-        before = held[1].clone()
-        world.attention.add(1, held[0], held[1], held[2], SCALE)
-        assert torch.equal(held[1], before)  # no row has memory yet
-        return list(world.calls), held
-
-    def replay(self, captured: list[Any]) -> None:
-        for arguments in captured:
-            twin.add_memory(*arguments)
-
-    def world(self) -> World:
-        world = World()
-        world.attention.attach(full_attention(), {}, [])
-        assert world.attention.merged_refusal is None
-        return world
-
-    def test_graphs_find_the_memory_of_each_step_and_leave_padding_alone(self) -> None:
-        world = self.world()
-        graphs = {rows: self.capture(world, rows) for rows in (4, 8)}
-        decoding: list[tuple[int, Step]] = [
-            (4, [(0, 0, 5, 1), (1, 0, 5, 1), (None, 0, 5, 1)]),
-            (8, [(i % 4, 0, 5, 1) for i in range(7)]),
-            (4, [(None, 0, 5, 1)]),
-            (8, [(3, 0, 5, 1), (2, 0, 5, 1), (3, 0, 5, 1)]),
-            (8, [(3, 0, 6, 1), (2, 0, 6, 1), (3, 0, 6, 1)]),  # nothing has to be written
-            (4, [(1, 9, 5, 1)]),
-        ]
-        for seed, (rows, step) in enumerate(decoding):
-            captured, held = graphs[rows]
-            new = tensors(rows, seed=10 + seed)
-            for address, value in zip(held, new, strict=True):
-                address.copy_(value)
-            world.begin(step, graph_rows=rows)
-            assert not world.attention.needs_lse(rows)  # the step launches nothing itself
-            self.replay(captured)
-            world.attention.end_step()
-            expected = world.expected(step, *new)
-            torch.testing.assert_close(held[1], expected, rtol=1e-5, atol=1e-5)
-            assert torch.equal(held[1][len(step) :], new[1][len(step) :])
-
-    def test_a_slot_that_is_written_anew_needs_no_other_graph(self) -> None:
-        world = self.world()
-        captured, held = self.capture(world, 4)
-        bundle = world.memories[2].bundle
-        terms = page_terms(
-            Retrieval(np.array([4, 1]), np.array([0.25, 0.75], dtype=np.float32)),
-            bundle.weighting,
-            payload_tokens=bundle.payload_tokens,
-            num_entries=bundle.num_entries,
-        )
-        world.memories[1] = RequestMemory.of(bundle, terms, 2)
-        world.tables.write(world.memories[1])
-        new = tensors(4, seed=5)
-        for address, value in zip(held, new, strict=True):
-            address.copy_(value)
-        world.begin([(1, 0, 5, 1)], graph_rows=4)
-        self.replay(captured)
-        torch.testing.assert_close(held[1], world.expected([(1, 0, 5, 1)], *new), rtol=1e-5, atol=1e-5)
-
-    def test_without_graphs_dummy_runs_launch_nothing(self) -> None:
-        world = World(most_graph_rows=0)
-        world.attention.attach(full_attention(), {}, [])
-        query, own, _ = tensors(3)
-        world.attention.add(1, query, own, None, SCALE)
-        assert world.calls == []
+        assert part.groups.tolist() == (part.slots if part.one_slot else part.entry_sets).tolist()
 
 
 def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:

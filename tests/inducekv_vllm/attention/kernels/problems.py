@@ -28,7 +28,7 @@ class Memory:
     entry_tokens: int = 1  # adjacent in the pool, with equal terms; so are the map rows of an entry
     map_rank: int = 1
     remainder: bool = False
-    pages_of: int | None = None  # the number of an earlier memory that has the same pages
+    entries_of: int | None = None  # the number of an earlier memory that has the same entries
     key_scale: float | None = None
     log_weight: float | None = None
     value_scale: float | None = None
@@ -39,7 +39,7 @@ class Problem:
     pool: LayerPool
     tables: SlotTables
     row_slot: Tensor  # [R] int32
-    groups: np.ndarray  # [R], page sets
+    groups: np.ndarray  # [R], sets of entries
     query: Tensor  # [R, H, D]
     output: Tensor  # [R, H, D]
     self_lse: Tensor  # [R, H]
@@ -120,19 +120,19 @@ def make(
     poisoned = next(free_tokens), next(free_rows)
     tables.token_index.fill_(poisoned[0])
     tables.map_index.fill_(poisoned[1])
-    pages = {}
+    places = {}
     for slot, memory in enumerate(memories, start=1):
         S, M = memory.tokens // memory.entry_tokens, memory.map_rows // memory.map_rank  # entries
-        if memory.pages_of is None:
+        if memory.entries_of is None:
             place = [next(free_tokens) for _ in range(S)]
             tokens, map_place = _all(place, memory.entry_tokens), [next(free_rows) for _ in range(M)]
             rows = _all(map_place, memory.map_rank)
             keys[:, tokens], values[:, tokens] = normal(J, len(tokens), D, size=size), normal(J, len(tokens), D)
             map_in[:, rows], map_out[:, rows] = (normal(J, len(rows), G * D, size=0.1) for _ in range(2))
-            pages[slot] = slot, place, map_place
+            places[slot] = slot, place, map_place
         else:
-            pages[slot] = pages[memory.pages_of]
-        _, place, map_place = pages[slot]
+            places[slot] = places[memory.entries_of]
+        _, place, map_place = places[slot]
         tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
         tables.map_index[slot, :M] = torch.tensor(map_place, dtype=torch.int32)
         alpha = torch.rand(S, generator=rng) + 0.1
@@ -153,7 +153,7 @@ def make(
     self_lse[row_slot == 0] = math.nan
     maps = (map_in, map_out) if any(m.map_rows for m in memories) else ()
     pool = LayerPool(keys, values, gate, bias, *maps)
-    groups = np.array([pages[slot][0] if slot else 0 for slot in row_memory])
+    groups = np.array([places[slot][0] if slot else 0 for slot in row_memory])
     return Problem(pool, tables, row_slot, groups, query, output, self_lse)
 
 

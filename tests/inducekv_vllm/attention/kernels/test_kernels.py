@@ -22,7 +22,7 @@ from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, dev
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [
     Memory(12, remainder=True, entry_tokens=4),
-    Memory(12, pages_of=1, entry_tokens=4),
+    Memory(12, entries_of=1, entry_tokens=4),
     Memory(9, "decoupled", map_rows=6, entry_tokens=3, map_rank=2),
     Memory(1, "decoupled"),
 ]
@@ -107,7 +107,7 @@ def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_sl
 @pytest.mark.parametrize("map_rows", [0, 7])
 def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
     long = Memory(300, "decoupled", map_rows, entry_tokens=25)  # an entry lies in two items
-    memories = [long, replace(long, pages_of=1), Memory(5)]
+    memories = [long, replace(long, entries_of=1), Memory(5)]
     problem = make((3, 1, 64), memories, [1, 2, 0, 3])
     assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
     check(problem, split=True)
@@ -191,34 +191,24 @@ def test_unsupported_heads_are_refused(geometry: Geometry, heads: int, message: 
         launch.check(problem.pool, problem.tables, heads)
 
 
-def test_a_pool_that_does_not_fit_is_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1])
-    pool, tables = problem.pool, problem.tables
-    narrow = replace(pool, values=pool.values[:, :4])
-    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on cpu, found .*\[2, 4, 64\]"):
-        launch.check(narrow, tables, 4)
+def test_a_pool_and_a_step_that_do_not_fit_are_refused() -> None:
+    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1, 1]).to(DEVICE)
+    pool, tables, shape = problem.pool, problem.tables, problem.shape()
+    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on .*, found .*\[2, 4, 64\]"):
+        launch.check(replace(pool, values=pool.values[:, :4]), tables, 4)
     with pytest.raises(ValueError, match=r"the pool must be .*, found torch\.float64"):
         launch.check(replace(pool, keys=pool.keys.double()), tables, 4)
     with pytest.raises(ValueError, match="both parts of its maps"):
         launch.check(replace(pool, map_out=None), tables, 4)
     with pytest.raises(ValueError, match=r"length must be torch\.int32"):
         launch.check(pool, SlotTables(**{**vars(tables), "length": tables.length.long()}), 4)
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4)], [1, 1]).to(DEVICE)
-    shape = problem.shape()
-    step, query, output, lse = problem.step(shape), problem.query, problem.output, problem.self_lse
-
-    def refused(message: str, **changed: object) -> None:
-        arguments = {"step": step, "query": query, "output": output, "self_lse": lse, "shape": shape, **changed}
+    rest = problem.step(shape), problem.query, problem.output
+    for lse, changed, message in (
+        (None, shape, "needs the log-sum-exp"),
+        (problem.self_lse, replace(shape, tiles=2), "a plan of 2 tiles"),
+    ):
         with pytest.raises(ValueError, match=message):
-            launch.add_memory(problem.pool, problem.tables, scale=SCALE, **arguments)  # type: ignore[arg-type]
-
-    refused("query and output must be torch.float32", query=query.half())
-    refused("needs the log-sum-exp", self_lse=None)
-    refused("the launch is for maps", shape=replace(shape, maps=True))
-    refused("a plan of 2 tiles", shape=replace(shape, tiles=2))
+            launch.add_memory(pool, tables, *rest, lse, SCALE, changed)
 
 
 def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
@@ -233,12 +223,12 @@ def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is not sparse")
-@pytest.mark.parametrize("apart", ["pages", "tables", "rows"])
+@pytest.mark.parametrize("apart", ["pool", "tables", "rows"])
 def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2)]
     problem = make((2, 1, 16), memories, [0, 2, 0, 0, 4, 1], torch.float16)
     pool, tables, query, output = problem.pool, problem.tables, problem.query.contiguous(), problem.output
-    if apart == "pages":
+    if apart == "pool":
         places = ("keys", "values", "map_in", "map_out")
         pool = replace(pool, **{name: far_apart(getattr(pool, name), 1, tmp_path / name) for name in places})
     elif apart == "tables":
