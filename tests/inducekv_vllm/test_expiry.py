@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.passes import make_injection_spec
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
+from selector.update.forget import without_entries
 from tests.inducekv_vllm.bundles import d, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
@@ -61,30 +60,6 @@ def test_what_is_no_date(date: Any) -> None:
         type(bundle.metadata).model_validate_json(text)
 
 
-def without(bundle: Bundle, ids: set[str]) -> Bundle:
-    """The same memory made without these entries: an independent reference for what an expired entry leaves."""
-    metadata = bundle.metadata
-    rows = [row for row, entry in enumerate(metadata.entries) if entry.id not in ids]
-    entries = tuple(metadata.entries[row] for row in rows)
-    tasks = {entry.task for entry in entries}
-    gate = bundle.gate
-    if gate is not None:
-        kept = [row for row, task in enumerate(gate.tasks) if task in tasks]
-        tasks_left = tuple(gate.tasks[row] for row in kept)
-        gate = replace(gate, weights=gate.weights[kept], thresholds=gate.thresholds[kept], tasks=tasks_left)
-    return random_bundle(
-        len(rows),
-        retrieval_keys=bundle.retrieval_keys[rows],
-        payload_keys=bundle.payload_keys[:, rows],
-        payload_values=bundle.payload_values[:, rows],
-        entries=entries,
-        weighting=metadata.weighting,
-        recipe=metadata.recipe,
-        budget=metadata.budget,
-        gate=gate,
-    )
-
-
 def queries(count: int = 40) -> list[QueryFeatures]:
     """Of a request to any of these memories: evidence for a gate of H = 8 too."""
     generator = torch.Generator().manual_seed(3)
@@ -93,32 +68,24 @@ def queries(count: int = 40) -> list[QueryFeatures]:
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
-@pytest.mark.parametrize("gated", [False, True])
-def test_answers_are_those_of_a_bundle_without_the_expired_entries(
-    tmp_path: Path, gated: bool, top_k: int | None
+@pytest.mark.parametrize("plain", [random_bundle(), random_gated_bundle()], ids=["plain", "gated"])
+def test_answers_are_those_after_the_expired_entries_were_forgotten(
+    tmp_path: Path, plain: Bundle, top_k: int | None
 ) -> None:
     """Before, between and after the dates: entries, weights, and the gate's task."""
-    plain = random_gated_bundle() if gated else random_bundle()
     memory = index(expiring(plain, {"e0": EARLY, "e2": LATE, "e4": LATE}), tmp_path)
-    for now, gone in (
-        (MADE, set()),
-        (EARLY, {"e0"}),
-        (LATE - timedelta(seconds=1), {"e0"}),
-        (LATE, {"e0", "e2", "e4"}),
-    ):
-        reference = index(without(plain, gone), tmp_path)
+    for now, gone in ((MADE, []), (EARLY, [0]), (LATE - timedelta(seconds=1), [0]), (LATE, [0, 2, 4])):
+        reference = index(without_entries(plain, gone), tmp_path)
         for query in queries():
             found, expected = memory.lookup(query, top_k, now), reference.lookup(query, top_k)
             assert found.num_expired == len(gone)
-            assert (found.gate_decision and found.gate_decision.task) == (
-                expected.gate_decision and expected.gate_decision.task
-            )
+            tasks = [lookup.gate_decision and lookup.gate_decision.task for lookup in (found, expected)]
+            assert tasks[0] == tasks[1]
             assert (found.retrieval is None) == (expected.retrieval is None)
             if found.retrieval is not None and expected.retrieval is not None:
                 ids = [memory.entries[i].id for i in found.retrieval.entries]
                 assert ids == [reference.entries[i].id for i in expected.retrieval.entries]
                 np.testing.assert_array_equal(found.retrieval.weights, expected.retrieval.weights)
-                assert not set(ids) & gone
 
 
 def test_a_task_whose_entries_have_all_expired_is_closed_to(tmp_path: Path) -> None:
@@ -138,15 +105,6 @@ def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> 
     gone = memory.lookup(queries()[0], None, EARLY)
     assert (gone.retrieval, gone.gate_decision, gone.num_expired) == (None, None, 5)
     assert make_injection_spec(memory, gone, True, [1, 2, 3], set()) is None
-
-
-def test_the_remainder_does_not_count_expired_entries() -> None:
-    """Entries that were not retrieved stay in the softmax with alpha = 0; expired ones do not."""
-    retrieval = Retrieval(np.array([0, 2]), np.array([0.5, 0.5], dtype=np.float32))
-    options: dict[str, Any] = {"payload_tokens": 4, "num_entries": 5, "remainder": True}
-    left = page_terms(retrieval, "sqrt", num_expired=2, **options)
-    assert left.log_remainder == pytest.approx(np.log(4))
-    assert page_terms(retrieval, "sqrt", num_expired=3, **options).log_remainder == -np.inf
 
 
 def test_the_spec_of_a_request_says_how_many_have_expired(tmp_path: Path) -> None:

@@ -145,11 +145,17 @@ def test_prior_drops_entries_of_weight_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_entries", "remainder", "left"), [(10, True, 64), (10, False, 0), (4, True, 16), (2, True, 0)]
+    ("num_entries", "options", "left"),
+    [
+        (10, {"remainder": True}, 64),
+        (10, {"remainder": True, "num_expired": 3}, 40),  # entries that have expired are not in the softmax
+        (10, {}, 0),
+        (2, {"remainder": True}, 0),
+    ],
 )
-def test_the_remainder_counts_the_tokens_left_out(num_entries: int, remainder: bool, left: int) -> None:
+def test_the_remainder_counts_the_tokens_left_out(num_entries: int, options: dict[str, Any], left: int) -> None:
     retrieval = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
-    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=num_entries, remainder=remainder)
+    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=num_entries, **options)
     assert terms.log_remainder == pytest.approx(math.log(left) if left else -math.inf)
 
 
