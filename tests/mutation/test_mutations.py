@@ -37,17 +37,9 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]
 def damaged(rng: Random, content: bytes) -> bytes:
     """With one change of its bytes, most of them near the beginning."""
     place = rng.randrange(min(len(content), rng.choice((64, 4000, 10**9))))
-    before, piece, after = content[:place], content[place : place + rng.randint(1, 400)], content[place:]
-    return rng.choice(
-        (
-            before + bytes([after[0] ^ 1 << rng.randrange(8)]) + after[1:],
-            before,
-            before + rng.choice((b"\0", b"\n", b"\xff\xfe", rng.randbytes(8))) + after,
-            before + after[len(piece) :],
-            before + piece + after,
-            content + piece,
-        )
-    )
+    before, after, size = content[:place], content[place:], rng.randint(1, 400)
+    new = rng.choice((b"", b"\0", b"\n", b"\xff\xfe", rng.randbytes(8), after[:size], bytes([after[0] ^ 1])))
+    return rng.choice((before + new + after, before + new + after[len(new) :], before + after[size:], before))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -62,18 +54,16 @@ def edited(rng: Random, value: Any) -> Any:
     """With one to three members that are gone, twice there, or something else."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
-        if not (members := list(places(value))):
-            return value
-        inside, key = rng.choice(members)
-        match rng.choice(("remove", "add", "other", "other")):
-            case "remove":
-                del inside[key]
-            case "add" if isinstance(inside, dict):
-                inside["else"] = inside[key]
-            case "add":
-                inside.append(inside[key])
-            case _:
-                inside[key] = rng.choice(VALUES)
+        if members := list(places(value)):
+            inside, key = rng.choice(members)
+            new = rng.choice((inside[key], *VALUES))
+            match rng.choice(("remove", "add", "replace", "replace")):
+                case "remove":
+                    del inside[key]
+                case "add":
+                    inside.update({"else": new}) if isinstance(inside, dict) else inside.append(new)
+                case _:
+                    inside[key] = new
     return value
 
 
@@ -114,10 +104,6 @@ def test_mutated_bundles(mutations: int, tmp_path: Path) -> None:
             assert all(torch.equal(tensor, original.tensors()[name]) for name, tensor in bundle.tensors().items())
 
 
-def task_content(suffix: str, values: list[Any]) -> bytes:
-    return (json.dumps(values) if suffix == ".json" else "\n".join(map(json.dumps, values)) + "\n").encode()
-
-
 def task_ids(path: Path) -> list[str]:
     """The ids of a valid file, read by other code than the repository's."""
     content = path.read_text()
@@ -143,16 +129,11 @@ def test_mutated_task_files(mutations: int, tmp_path: Path) -> None:
         (tmp_path / "images" / f"{number}.png").write_bytes(pictures[0])
     rng = Random(0)
     for _ in range(mutations):
-        suffix, shown = rng.choice((".jsonl", ".json")), rng.choice(pictures)
-        first, *others = values[suffix]
-        content = task_content(suffix, [first, *others])
-        match rng.choice(("bytes", "json", "picture")):
-            case "bytes":
-                content = damaged(rng, content)
-            case "json":
-                content = task_content(suffix, [edited(rng, first), *others])
-            case _:
-                shown = damaged(rng, shown)
+        suffix, shown, change = rng.choice(list(values)), rng.choice(pictures), rng.choice(("bytes", "json", "picture"))
+        examples = [edited(rng, values[suffix][0]) if change == "json" else values[suffix][0], *values[suffix][1:]]
+        text = json.dumps(examples) if suffix == ".json" else "".join(json.dumps(each) + "\n" for each in examples)
+        content = damaged(rng, text.encode()) if change == "bytes" else text.encode()
+        shown = damaged(rng, shown) if change == "picture" else shown
         (path := tmp_path / f"train{suffix}").write_bytes(content)
         (tmp_path / "images" / "0.png").write_bytes(shown)
         with suppress(TaskDataError):
