@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from vllm import triton_utils
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -19,7 +18,7 @@ from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
 from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.host.requirements import (
     check_engine,
     check_gpu_runner,
@@ -27,7 +26,6 @@ from inducekv_vllm.host.requirements import (
     check_merged,
 )
 from inducekv_vllm.plugin import check_vllm_version, register
-from server.demo import CHECKPOINT
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> None:
@@ -120,22 +118,6 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
-
-
-@pytest.mark.parametrize(
-    ("variable", "flags", "reason"),
-    [
-        ("1", {}, "Model Runner V2 requires Triton"),  # vLLM finds no driver for the CPU
-        ("0", {"enable_batch_sharded_sampling": True}, "Model Runner V1 does not support: batch-sharded sampling"),
-    ],
-)
-def test_vllm_refuses_flags_that_its_model_runner_cannot_do(
-    variable: str, flags: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    arguments = EngineArgs(model=str(CHECKPOINT), worker_cls=WORKER_CLS, scheduler_cls=SCHEDULER_CLS, **flags)
-    with pytest.raises(ValueError, match=reason):
-        arguments.create_engine_config()
 
 
 @pytest.mark.parametrize(

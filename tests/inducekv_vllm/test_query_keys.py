@@ -29,25 +29,18 @@ def _check(keys: QueryKeyAccumulator, hidden: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "chunks"), [(50, [50]), (50, [1, 2, 47]), (50, [49, 1]), (10, [9, 3]), (10, [12])])
-def test_the_key_depends_on_neither_chunks_nor_generated_tokens(
+def test_the_key_depends_on_neither_chunks_nor_preemption_nor_generated_tokens(
     tokens: int, chunks: list[int], dtype: torch.dtype
 ) -> None:
     hidden, keys = (_hidden(sum(chunks)) + 5).to(dtype), QueryKeyAccumulator(CPU)
     keys.start("r", "id", tokens)
+    keys.add("r", hidden[: tokens - 1])
+    keys.restart("r")  # it was preempted
+    keys.restart("another")  # no key pass
     for part in hidden.split(chunks):
         assert keys.is_running("r")
         keys.add("r", part)
     _check(keys, hidden[:tokens])
-
-
-def test_a_preempted_pass_starts_over() -> None:
-    hidden, keys = _hidden(9), QueryKeyAccumulator(CPU)
-    keys.start("r", "id", 9)
-    keys.add("r", hidden[:5])
-    keys.restart("r")
-    keys.restart("another")  # no key pass
-    keys.add("r", hidden)
-    _check(keys, hidden)
 
 
 def test_what_nobody_fetches_is_dropped() -> None:

@@ -143,13 +143,10 @@ def test_a_mixed_step_equals_one_softmax(
 def test_decodes_with_different_numbers_of_entries_are_batched_apart() -> None:
     bundle = _bundle(torch.float32, "sqrt")
     requests = [(1, 20 + k, random_memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6, 1, 1)]
+    neutral = random_memory(_bundle(torch.float32, "prior"), 1, False, 0)  # its one entry has weight 1
+    assert neutral.log_weight is None
+    requests += [(1, 9, neutral), (8, 8, neutral)]
     assert _run_step(torch.float32, requests) < 2e-6
-
-
-def test_one_entry_has_neutral_terms_and_is_still_attended_to() -> None:
-    memory = random_memory(_bundle(torch.float32, "prior"), 1, False, 0)
-    assert memory.log_weight is None
-    assert _run_step(torch.float32, [(1, 9, memory), (8, 8, memory)]) < 2e-6
 
 
 @pytest.mark.parametrize("top_k", [None, 2])

@@ -13,7 +13,7 @@ from torch import Tensor
 from inducekv_vllm.attention.kernel_step import GraphBuffers
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
-from inducekv_vllm.attention.kernels.tiles import SMALL_MEMORY, Processors
+from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.host.device import device_of
 
 from .kernels.problems import SCALE, TOLERANCE, Memory, Problem, by_loops, deviation, make, same_bits
@@ -76,12 +76,6 @@ def check(engine: Engine, rows: int, slots: Sequence[int]) -> None:
 def items(engine: Engine, rows: int) -> int:
     """The most that a memory of the written plan is shared out to."""
     return int(engine.graphs[rows].tensors.tile_work.diff().max())
-
-
-def test_a_graph_splits_if_the_pool_has_room_for_a_long_memory_and_few_rows_fill_no_device() -> None:
-    assert not geometry(SMALL_MEMORY).of_graph(1, lse=True).split
-    assert geometry(SMALL_MEMORY + 1).of_graph(1, lse=True).split
-    assert not geometry(SMALL_MEMORY + 1).of_graph(512, lse=True).split
 
 
 def test_long_and_short_memories_in_graphs_that_split() -> None:

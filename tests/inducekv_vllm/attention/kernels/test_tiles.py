@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,9 +141,3 @@ def test_the_launch_of_every_graph_is_warmed_up(G: int, J: int, processors: int)
     for lse in (False, True):
         kinds = {shape.kind for shape in geometry.variants(lse)}
         assert {geometry.of_graph(rows, lse).kind for rows in range(1, 513)} <= kinds
-
-
-def test_rows_that_need_more_tiles_are_refused() -> None:
-    shape = replace(_shape(rows=8, groups=1, largest_group=8), tiles=1, height=4)
-    with pytest.raises(ValueError, match="3 rows in 2 groups need 2 tiles of 4 rows, found 1"):
-        plan_tiles([1, 0, 2, 1], [4, 0, 4, 4], shape)
