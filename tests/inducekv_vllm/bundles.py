@@ -88,19 +88,15 @@ def decided_gate(
     """
     F = backbone.num_kv_heads * backbone.head_dim
     direction = torch.nn.functional.normalize(torch.randn(F, generator=torch.Generator().manual_seed(0)), dim=0)
-    weights = torch.tensor([[1e6 if name == task else 0.0] * 2 for name in tasks])  # [C, 2]
     fields: dict[str, Any] = {
-        "layers": (0,),
-        "marks": TurnMarks((), None),
         "center": torch.zeros(1, F),
         "scale": torch.ones(1, F),
         "prototypes": torch.stack([direction, -direction])[None],
         "floors": torch.zeros(1, 2),
-        "weights": weights,
+        "weights": torch.tensor([[1e6 if name == task else 0.0] * 2 for name in tasks]),  # [C, 2]
         "thresholds": torch.full((len(tasks),), 1e-3),
-        "tasks": tuple(tasks),
     }
-    return Gate(**(fields | changes))
+    return random_gate(backbone, tasks, layers=(0,), num_prototypes=2, **(fields | changes))
 
 
 def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:
