@@ -131,6 +131,7 @@ class TestRule:
         assert gate.decide([1.0, 1.0]).closed == "below_threshold"  # the other part speaks against a
         assert gate.decide([0.2, 1.0]).closed == "below_threshold"
         assert gate.decide([0.19, 1.0]).closed == "outside"  # less than a fifth of what can speak for a
+        assert gate.decide([0.0, 0.0]).closed == "outside"  # what is far from everything opens nothing
 
     def test_only_some_tasks_may_be_picked(self) -> None:
         gate = RelevanceGate([[3.0], [2.0], [-1.0]], [1.0, 1.0, 1.0], TASKS)
