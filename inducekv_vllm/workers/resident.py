@@ -66,7 +66,7 @@ class ResidentBundles:
             return False
         # A load that failed has left nothing, and its error would keep what it had read.
         if not future.cancel() and not _has_failed(future):
-            # Erasing it takes the time of writing them. Later loads wait for it, steps do not.
+            # Erasing it takes the time of writing it. Later loads wait for it, steps do not.
             self._forget_what_has_left()
             self._leaving.setdefault(digest, []).append(future)
             self._submit(_release, future)

@@ -445,17 +445,17 @@ def _finish(
 
     lane_bias = tl.load(bias + slot, mask=live, other=0.0) * LOG2E
     lane_gate = tl.load(gate + slot, mask=live, other=0.0)
-    rest = tl.load(log_remainder + slot, mask=live, other=float("-inf")) * LOG2E + lane_bias
+    remainder = tl.load(log_remainder + slot, mask=live, other=float("-inf")) * LOG2E + lane_bias
     largest = largest + lane_bias
     # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
     other = tl.zeros_like(largest)
     if LSE:
         merged = tl.load(decoupled + slot, mask=live, other=1) == 0
         other = tl.load(self_lse + row.to(tl.int64) * lse_row + head * lse_head, mask=live & merged, other=0.0) * LOG2E
-    top = tl.maximum(tl.maximum(largest, rest), other)
+    top = tl.maximum(tl.maximum(largest, remainder), other)
     memory_weight = tl.exp2(largest - top)
     other_weight = tl.exp2(other - top)
-    whole = total * memory_weight + other_weight + tl.exp2(rest - top)
+    whole = total * memory_weight + other_weight + tl.exp2(remainder - top)
     result = read * (lane_gate * memory_weight / whole)[:, None]
     if MAPS:
         mapped = _mapped(

@@ -85,13 +85,13 @@ def finish(
     largest, total, read = memory
     bias, gate = pool.bias[slots, None], pool.gate[slots, None]  # [n, 1]
     largest = largest + bias
-    rest = (tables.log_remainder[slots, None] + bias).expand_as(largest)
+    remainder = (tables.log_remainder[slots, None] + bias).expand_as(largest)
     merged = torch.zeros_like(slots, dtype=torch.bool) if self_lse is None else tables.decoupled[slots] == 0  # [n]
     other = torch.zeros_like(largest)  # the logit of decoupled memory's null token
     if self_lse is not None:
         other = torch.where(merged[:, None], self_lse, other)
-    top = torch.maximum(torch.maximum(largest, rest), other)
-    whole = total * (largest - top).exp() + (rest - top).exp() + (other - top).exp()
+    top = torch.maximum(torch.maximum(largest, remainder), other)
+    whole = total * (largest - top).exp() + (remainder - top).exp() + (other - top).exp()
     keep = torch.where(merged[:, None], (other - top).exp() / whole, 1.0)
     result = keep[..., None] * own.float() + (gate * (largest - top).exp() / whole)[..., None] * read
     if pool.map_in is not None:
