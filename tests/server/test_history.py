@@ -205,7 +205,7 @@ def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str, p
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_registry_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "registry.json")
-    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: it is not an ordinary file"):
+    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: not a regular file"):
         History(str(tmp_path))
 
 
