@@ -24,7 +24,7 @@ from server.access import Access, ChangeRefused
 from server.audit import AuditLog
 from server.first import handlers
 from server.followers import Followers
-from server.following import FollowingRegistry
+from server.peer_registry import PeerRegistry
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT
 from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers
@@ -69,9 +69,9 @@ class Processes:
         )
         # Nobody's bundles are loaded from elsewhere than the folder, whichever process is asked.
         self.access = Access([str(files)])
-        others = [FollowingRegistry(self.workers, models(), FINGERPRINT, rank, config) for rank in range(1, PROCESSES)]
+        others = [PeerRegistry(self.workers, models(), FINGERPRINT, rank, config) for rank in range(1, PROCESSES)]
         self.followers = others
-        self.all: list[BundleRegistry | FollowingRegistry] = [self.first, *others]
+        self.all: list[BundleRegistry | PeerRegistry] = [self.first, *others]
 
     async def start(self) -> None:
         start = self.first.start(handlers(self.first, self.access, self.audit))
