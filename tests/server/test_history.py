@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, write_bundle
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
 
@@ -44,13 +43,6 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path, 
     history.drop("m")
     assert history.names == ("n",)
     assert history.of("m") == ()
-
-
-def test_what_is_served_already_is_not_recorded_again() -> None:
-    history = History(keep=3)
-    first = push(history, "m", BUNDLES[0])
-    push(history, "m", BUNDLES[0], by="another")
-    assert history.of("m") == (first,)
 
 
 def test_a_restart_finds_the_names_their_versions_and_their_bytes(tmp_path: Path) -> None:
@@ -95,11 +87,6 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, 
         History(str(tmp_path))
     assert os.listdir(tmp_path) == [name]
     assert (tmp_path / name).read_bytes() == content
-
-
-def test_an_empty_file_system_is_an_empty_folder(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-    push(History(str(tmp_path)), "m", BUNDLES[0])
 
 
 def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,12 +152,6 @@ def test_a_change_that_cannot_be_recorded_changes_nothing(
     assert digests(history, "m") == [1, 0]
 
 
-def test_without_a_folder_versions_stay_where_they_are() -> None:
-    history = History()
-    record = push(history, "m", BUNDLES[0])
-    assert history.path(record) == Path("/somewhere/b.safetensors")
-
-
 def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
     metadata = BUNDLES[0].metadata
     record = AdapterRecord(task="t", path="adapter", digest="d", rank=1)
@@ -200,29 +181,3 @@ def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str, p
     with pytest.raises(ConfigError, match=re.escape(expected)):
         History(str(tmp_path))
     assert (tmp_path / "registry.json").read_text() == content
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_registry_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "registry.json")
-    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: it is not an ordinary file"):
-        History(str(tmp_path))
-
-
-def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "no" / "such"):
-        with pytest.raises(ConfigError, match="cannot be used as a state folder"):
-            History(str(folder))
-
-
-def test_a_copy_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(str(tmp_path))
-
-    def fail(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(BundleError, match="No space left"):
-        history.store(BUNDLES[0], "/b")
-    assert os.listdir(tmp_path) == ["lock"]

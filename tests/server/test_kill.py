@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,8 +21,6 @@ import pytest
 from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import read_bundle
 from tests.inducekv_vllm.parity import World
-from tests.selector.conftest import questions_about, write_task
-from tests.selector.stream import FIXED, PAPER, SELECT
 from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
 
@@ -84,13 +81,6 @@ def publishing(path: Path, url: str) -> subprocess.Popen[str]:
     return publisher
 
 
-def selecting(world: World, task: Path, output: Path, created: str, url: str) -> subprocess.Popen[bytes]:
-    """`inducekv-select --publish`: a small update, whose bundle is another one for each date."""
-    files = ["--model", str(world.model), "--task", str(task), "--output", str(output), "--publish", url]
-    command = [sys.executable, "-m", SELECT, *files, *PAPER, *FIXED, "--created", created]
-    return subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
-
-
 def nothing_half_written(state: Path, served: str) -> None:
     assert (state / f"{served}.safetensors").is_file()
     assert not list(state.glob("*.tmp*"))
@@ -140,32 +130,3 @@ def test_a_publisher_that_is_killed_leaves_one_version_or_the_other(world: World
     with serving(arguments(world, state), tmp_path / "second.log", ENVIRONMENT) as url:
         assert Bundles(url).cards()["m"]["digest"] == served
     nothing_half_written(state, served)
-
-
-def test_a_selector_that_is_killed_while_it_publishes(world: World, tmp_path: Path) -> None:
-    """The server has one version or the other; the same command publishes what it has written."""
-    state, task = tmp_path / "state", write_task(tmp_path / "task", questions_about("colours", "Which colour?"))
-    with serving(arguments(world, state, tmp_path), tmp_path / "first.log", ENVIRONMENT) as url:
-        bundles = Bundles(url)
-        assert bundles.load("m", world.paths["sqrt"]).is_success
-        ended: list[int] = []
-        for number, seconds in enumerate((0.0, 0.02, 0.1, 0.5), 1):
-            before, output = bundles.cards()["m"]["digest"], tmp_path / str(number) / "m.safetensors"
-            output.parent.mkdir()
-            run = partial(selecting, world, task, output, f"2026-01-{number:02}", url)
-            selector = run()
-            while not output.exists() and selector.poll() is None:
-                time.sleep(0.002)
-            time.sleep(seconds)  # it writes its report, and publishes
-            selector.kill()
-            ended.append(selector.wait())
-            written = read_bundle(output).digest
-            assert written != before
-            assert bundles.cards()["m"]["digest"] in {before, written}
-            if ended[-1] != 0:
-                assert run().wait() == 0
-                assert bundles.cards()["m"]["digest"] == written
-        assert -signal.SIGKILL in ended
-    with serving(arguments(world, state, tmp_path), tmp_path / "second.log", ENVIRONMENT) as url:
-        assert Bundles(url).cards()["m"]["digest"] == written
-    nothing_half_written(state, written)

@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 import vllm
-from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
@@ -149,27 +148,6 @@ class TestMetrics:
         ended = Metrics(server)
         assert ended.of("observed") == set()
         assert (ended("draining_versions"), ended("draining_requests")) == (0, 0)
-
-    @pytest.mark.anyio
-    async def test_of_what_runs_and_drains(self, tmp_path: Path) -> None:
-        write_bundle(random_bundle(), tmp_path / "b.safetensors")
-        registry = begin(InduceKVConfig(), Workers())
-        await registry.load("draining", str(tmp_path / "b.safetensors"))
-
-        def values() -> dict[str, float | None]:
-            names = ("draining_versions", "draining_requests", "pool_used_bytes")
-            return {name: REGISTRY.get_sample_value(f"inducekv:{name}") for name in names}
-
-        with registry.lease("draining") as lease, registry.lease("draining"):
-            assert lease.metrics is not None
-            with lease.metrics.active():
-                assert REGISTRY.get_sample_value("inducekv:active_requests", {"bundle": "draining"}) == 1
-                assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 1}
-                await registry.unload("draining")
-                assert values() == {"draining_versions": 1, "draining_requests": 2, "pool_used_bytes": 1}
-        assert values() == {"draining_versions": 1, "draining_requests": 0, "pool_used_bytes": 1}
-        await asyncio.gather(*registry._engine.background)
-        assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 0}
 
 
 def test_several_processes_share_their_metrics(tmp_path: Path) -> None:
@@ -333,11 +311,3 @@ class TestSpans:
         assert found["entries"] == len(trace["entries"])
         assert 1e3 * found["key.seconds"] == pytest.approx(trace["timings"]["key_pass_ms"])
         assert not ours.is_error
-
-    def test_a_request_without_memory_has_vllms_span_alone(
-        self, client: openai.OpenAI, collector: Collector, questions: list[Prompt], traced: tuple[str, dict[str, str]]
-    ) -> None:
-        trace_id, headers = traced
-        ask(client, "base", questions[0], extra_headers=headers)
-        wait_until(lambda: bool(collector.of_trace(trace_id)), seconds=20)
-        assert [span.name for span in collector.of_trace(trace_id)] == ["llm_request"]

@@ -119,16 +119,6 @@ async def test_a_request_runs_on_the_version_its_options_were_checked_against(re
     assert not {registered.digest("other"), registered.digest("prior")} & await registered.released()
 
 
-async def test_a_request_that_never_begins_releases_its_version(registered: Registered) -> None:
-    await registered.load("m", "other")
-    stream = registered.stream("m", {"type": "token", "prompt_token_ids": [5, 6]})
-    await registered.registry.unload("m")
-    assert registered.registry.list().draining[0].active_requests == 1
-    del stream
-    await asyncio.sleep(0.05)
-    assert registered.digest("other") not in await registered.released()
-
-
 async def test_a_running_request_outlives_its_name(registered: Registered) -> None:
     await registered.load("m", "other")
     finishes = registered.stream("m", await registered.render(seed=32), max_tokens=100)
@@ -144,13 +134,6 @@ async def test_a_running_request_outlives_its_name(registered: Registered) -> No
     assert registered.digest("other") not in await registered.released()
     with pytest.raises(UnknownBundle, match="'m'"):
         await registered.registry.unload("m")
-
-
-async def test_a_version_comes_back_before_it_is_released(registered: Registered) -> None:
-    await registered.load("m", "other")
-    await registered.registry.unload("m")
-    await registered.load("n", "other")
-    assert registered.digest("other") in await registered.released()
 
 
 async def test_a_worker_that_refuses_leaves_everything_as_it_was(
@@ -279,11 +262,6 @@ class TestAdapters:
         guard_adapters(registered.models, registered.registry)
         return registered
 
-    async def test_a_bundle_runs_with_its_adapter(self, styled: Registered) -> None:
-        await styled.load("m", "other")
-        with styled.registry.lease("m") as lease:
-            assert lease.adapter is styled.models.lora_requests["style"]
-
     async def test_names_are_not_shared(self, styled: Registered) -> None:
         with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
             await styled.load("style", "other")
@@ -299,11 +277,6 @@ class TestAdapters:
                 assert answer.error.code == 400
                 assert name in answer.error.message
         assert styled.models.lora_requests == before
-
-    async def test_a_bundle_without_its_adapter_is_refused(self, styled: Registered) -> None:
-        del styled.models.lora_requests["style"]
-        with pytest.raises(UnsupportedModel, match="needs the LoRA adapter 'style'; loaded are: none"):
-            await styled.load("m", "other")
 
 
 @pytest.mark.parametrize(

@@ -129,22 +129,6 @@ async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str])
     assert await registry.unload("m", expected_digest=DIGEST["b"]) == DIGEST["b"]
 
 
-async def test_the_log_says_how_many_entries_were_shared(
-    files: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    workers = Workers()
-    registry = begin(InduceKVConfig(), workers)
-    with caplog.at_level("INFO"):
-        await registry.load("m", files["a"])
-        workers.shared_entries = 3
-        await registry.load("m", files["b"], replace=True)
-        await registry.load("n", files["b"])
-    lines = [line for line in caplog.messages if " shared, " in line]
-    counts = [line.partition(" entries (")[2].partition(")")[0] for line in lines]
-    assert counts == ["0 shared, 5 copied", "3 shared, 2 copied", "5 shared, 0 copied"]
-    assert f"replaced (digest before {DIGEST['a']}) by start" in lines[1]
-
-
 async def test_loads_end_with_the_engine(files: dict[str, str], tmp_path: Path) -> None:
     """One is read by the workers when the server is told to stop, another waits for it, and a third comes later."""
     engine = StoppingEngine()
