@@ -59,8 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest groups, and end the shared server last. Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are
-    selected by marker.
+    """Begin with the longest groups, and end the shared server last.
+
+    Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker.
     """
     order = {group: position for position, group in enumerate(LONGEST)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -19,3 +20,10 @@ def client(server: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def bundles(server: str) -> Bundles:
     return Bundles(server)
+
+
+@pytest.fixture
+def server_folder(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's own: its log, state and audit log."""
+    (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
+    return log.parent

@@ -163,15 +163,13 @@ def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten() -> None:
 class TestServer:
     """Over HTTP."""
 
-    def test_changes_are_in_the_log(
-        self, bundles: Bundles, world: World, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-    ) -> None:
+    def test_changes_are_in_the_log(self, bundles: Bundles, world: World, tmp_path: Path, server_folder: Path) -> None:
+        log = server_folder / "server.log"
         (tmp_path / "bad.safetensors").write_bytes(b"{}")
         assert bundles.load("logged", tmp_path / "bad.safetensors").status_code == 400
         with bundles.loaded("logged", world.paths["other"]):
             assert bundles.load("logged", world.paths["sqrt"], replace=True).status_code == 200
         httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
-        (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
         before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
         wait_until(lambda: f"memory of digest {before} released" in log.read_text())  # it is erased in the background
         lines = log.read_text().splitlines()
@@ -187,6 +185,9 @@ class TestServer:
 
     def test_a_trace_belongs_to_the_key_that_asked(self, server: str, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=61)
+        untraced = ask(client, "sqrt", prompt)
+        assert (untraced.model_extra or {}).get("kv_transfer_params") is None
+        assert trace_at(f"{server}/v1", untraced.id).status_code == 404
         with client.with_options(api_key="alice") as alice, client.with_options(api_key="bob") as bob:
             named = {"extra_headers": {"X-Request-Id": "mine"}, "extra_body": TRACED}
             of_alice, of_bob = (ask(each, "sqrt", prompt, **named) for each in (alice, bob))
@@ -197,9 +198,6 @@ class TestServer:
             assert trace_of(response)["timings"]["key_source"] == "computed"  # not the other's
         assert trace_at(url, of_alice.id, "carol").status_code == 404
         assert httpx.get(f"{url}/memory_trace/{of_alice.id}").status_code == 404
-        untraced = ask(client, "sqrt", prompt)
-        assert (untraced.model_extra or {}).get("kv_transfer_params") is None
-        assert trace_at(url, untraced.id).status_code == 404
 
     def test_invocations_run_with_the_bundle_they_name(self, server: str, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=62)

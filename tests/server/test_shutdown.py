@@ -22,7 +22,7 @@ from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import with_entries, write_bundle
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, Prompt, World, prompts
 from tests.server.http import Bundles, wait_until
-from tests.server.launch import ENVIRONMENT, FLAGS
+from tests.server.launch import ENVIRONMENT, FLAGS, STATE
 from tests.server.ranks import HELD_ENTRY, held_file
 
 STREAMS = 8  # of each model: more than the engine runs at once, so that others wait, some of them in their key pass
@@ -74,34 +74,38 @@ class Stopped:
     seconds: float  # from the signal to the last stream's end
 
 
-def stop(world: World, url: str, *, drains: bool) -> Stopped:
+def stop(world: World, url: str, state: Path | None, *, drains: bool) -> Stopped:
     """The server has ended by itself when this returns.
 
-    A load is under way when the signal comes, in the worker; with `drains` it goes on then.
+    A load is under way when the signal comes, in the worker, which reads the copy in the server's `state` folder if
+    there is one; with `drains` it goes on then.
     """
     late = world.paths["other"].with_name("late.safetensors")
-    entries = world.bundles["other"].metadata.entries
-    held = (entries[0].model_copy(update={"id": HELD_ENTRY}), *entries[1:])
-    write_bundle(with_entries(world.bundles["other"], held), late)
+    first, *others = world.bundles["other"].metadata.entries
+    bundle = with_entries(world.bundles["other"], (first.model_copy(update={"id": HELD_ENTRY}), *others))
+    write_bundle(bundle, late)
+    held = held_file(late if state is None else state / f"{bundle.digest}.safetensors")
     server = psutil.Process(processes_of(url)[0])
     with ThreadPoolExecutor() as pool:
         streams = [Stream(model) for model in ("sqrt", "base") * STREAMS]
         reading = [pool.submit(s.read, url, p) for s, p in zip(streams, prompts(2 * STREAMS, seed=41), strict=True)]
         wait_until(lambda: any(s.tokens > 5 for s in streams if s.model == "sqrt"), 4 * SECONDS)
         load = pool.submit(Bundles(url).load, "late", late)
-        wait_until(held_file(late).exists, 4 * SECONDS)
+        wait_until(held.exists, 4 * SECONDS)
         begun = [stream.tokens > 0 for stream in streams]
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)
         if drains:
-            held_file(late).unlink()
+            held.unlink()
         stopped = Stopped([future.result() for future in reading], begun, load, time.monotonic() - began)
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 4 * SECONDS)
     return stopped
 
 
-def test_without_a_timeout_streams_end_where_they_are_and_the_load_is_refused(server: str, world: World) -> None:
-    stopped = stop(world, server, drains=False)
+def test_without_a_timeout_streams_end_where_they_are_and_the_load_is_refused(
+    server: str, server_folder: Path, world: World
+) -> None:
+    stopped = stop(world, server, server_folder / STATE, drains=False)
     assert all(stream.is_done for stream in stopped.streams), stopped.streams
     answer = stopped.load.result(SECONDS)
     assert (answer.status_code, answer.json().get("name")) == (503, None)
@@ -117,7 +121,7 @@ def test_with_a_timeout_what_has_begun_is_done(world: World, tmp_path: Path) -> 
     arguments += ["--memory-root", str(tmp_path.parents[1]), "--worker-cls", "tests.server.ranks.HoldingWorker"]
     arguments += ["--shutdown-timeout", "120"]
     with serving(arguments, tmp_path / "log", {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
-        stopped = stop(world, url, drains=True)
+        stopped = stop(world, url, None, drains=True)
     assert all(stream.is_done for stream in stopped.streams), stopped.streams
     answer = stopped.load.result(SECONDS)
     assert (answer.status_code, answer.json().get("name")) == (200, "late")

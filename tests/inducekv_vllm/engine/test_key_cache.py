@@ -55,21 +55,6 @@ async def test_one_computation_for_all_who_wait() -> None:
     assert (await cache.get(b"p", compute)).source == "cached"
 
 
-async def test_it_begins_before_anything_else_runs() -> None:
-    cache, compute = KeyCache(4), Computation()
-    started: list[int] = []
-
-    async def caller() -> None:
-        asyncio.get_running_loop().call_soon(lambda: started.append(compute.runs))
-        await cache.get(b"p", compute)
-
-    task = asyncio.create_task(caller())
-    await settle()
-    assert started == [1]
-    compute.release.set()
-    await task
-
-
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
     first, second, third = await begin(3, cache, compute)
@@ -80,16 +65,6 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     lookups = await asyncio.gather(second, third)
     assert sorted(lookup.source for lookup in lookups) == ["computed", "shared"]
     assert first.cancelled()
-
-
-async def test_who_waits_may_leave() -> None:
-    cache, compute = KeyCache(4), Computation()
-    first, second = await begin(2, cache, compute)
-    second.cancel()
-    await settle()
-    compute.release.set()
-    assert (await first).source == "computed"
-    assert (compute.runs, compute.cancelled) == (1, 0)
 
 
 async def test_when_all_leave_nothing_stays() -> None:
