@@ -202,7 +202,7 @@ class TestServer:
     def test_invocations_run_with_the_bundle_they_name(self, server: str, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=62)
         body = {"messages": prompt.messages, "max_tokens": 4, "temperature": 0, "logprobs": True}
-        for model, status in (("sqrt", 200), ("base", 200), ("nobody", 404), (3, 400)):
+        for model, status in (("sqrt", 200), ("base", 200), ("nobody", 404)):
             response = httpx.post(f"{server}/invocations", json={"model": model, **body}, timeout=300)
             assert response.status_code == status, response.text
             if status == 200:
