@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from server.followers import Followers
 from server.peer_registry import PeerRegistry
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT
-from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers
+from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, models
 
 pytestmark = pytest.mark.anyio
 PROCESSES = 3
@@ -43,16 +42,6 @@ class Meeting(Workers):
             self.address = args[0] or self.address
             return [self.address]
         return await super().collective_rpc(method, args)
-
-
-def models() -> Any:
-    count = iter(range(1, 1000))
-    return SimpleNamespace(
-        lora_requests={},
-        lora_id_counter=SimpleNamespace(inc=lambda by: next(count)),
-        base_model_paths=[SimpleNamespace(name="base")],
-        is_base_model=lambda name: name == "base",
-    )
 
 
 class Processes:
@@ -177,15 +166,6 @@ async def test_a_refusal_is_the_same_everywhere_and_changes_nothing(processes: P
     assert await processes.first.show(is_admin=True) == before
 
 
-async def test_of_two_admins_at_two_processes_one_wins(processes: Processes) -> None:
-    loads = [processes.load(name, process, expected_digest=DIGEST["a"]) for name, process in (("b", 1), ("c", 2))]
-    won, lost = await asyncio.gather(*loads, return_exceptions=True)
-    if isinstance(won, Exception):
-        won, lost = lost, won
-    assert isinstance(lost, VersionConflict)
-    assert [DIGEST[name or ""] for name in processes.served()] == 3 * [won.digest]
-
-
 async def test_a_process_that_cannot_read_the_bundle_keeps_all_at_the_old_version(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,22 +184,6 @@ async def test_a_process_that_cannot_read_the_bundle_keeps_all_at_the_old_versio
     assert not any(record["event"] == "replace" for record in processes.recorded())
     await processes.load("b", 0)
     assert processes.served() == ["b", "b", "b"]
-
-
-async def test_a_change_that_cannot_be_recorded_reaches_nobody(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("inducekv_vllm.files.audit_chain.os.write", full)
-        for change in (processes.load("b", 2), processes.all[1].unload("m", who="admin")):
-            with pytest.raises(ValueError, match="No space left"):
-                await change
-    await processes.settled()
-    assert (processes.served(), processes.resident()) == (["a", "a", "a"], "a")
-    await asyncio.wait_for(asyncio.gather(*(each.may_begin() for each in processes.all)), 5)
 
 
 async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_one(processes: Processes) -> None:
