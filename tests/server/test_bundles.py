@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,6 @@ def test_load_use_and_unload(bundles: Bundles, client: openai.OpenAI, world: Wor
     with pytest.raises(openai.NotFoundError):
         ask(client, "late", prompt)
     bundles.wait_until_drained()
-
-
-def test_one_content_under_two_names_stays_until_both_are_gone(
-    bundles: Bundles, client: openai.OpenAI, world: World
-) -> None:
-    (prompt,) = prompts(1, seed=12)
-    with bundles.loaded("two", world.paths["other"]):
-        assert bundles.load("one", world.paths["other"]).status_code == 200
-        bundles.unload("one")
-        time.sleep(0.3)  # longer than a release takes
-        assert deviation(world, ask(client, "two", prompt), prompt, world.bundles["other"]) <= TOLERANCE
 
 
 def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(

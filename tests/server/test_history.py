@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
@@ -150,18 +150,6 @@ def test_a_change_that_cannot_be_recorded_changes_nothing(
     assert (tmp_path / "registry.json").read_bytes() == before
     history.push("m", record)
     assert digests(history, "m") == [1, 0]
-
-
-def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
-    metadata = BUNDLES[0].metadata
-    record = AdapterRecord(task="t", path="adapter", digest="d", rank=1)
-    routed = BUNDLES[0].__class__(
-        **BUNDLES[0].tensors(), metadata=metadata.model_copy(update={"task_adapters": (record,)})
-    )
-    history = History(str(tmp_path))
-    assert history.store(routed, "/far/b.safetensors") == "/far/b.safetensors"
-    kept = history.record(routed.digest, None, "admin", "/far/b.safetensors", "/far/b.safetensors")
-    assert history.path(kept) == Path("/far/b.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -221,16 +221,6 @@ def test_help_shows_ours_and_points_to_vllms(capsys: pytest.CaptureFixture[str])
     assert "see: inducekv-serve --help=all" in shown
 
 
-@pytest.mark.slow
-def test_the_help_that_it_points_to_has_vllms_flags() -> None:
-    """In a process of its own: vLLM reads the process's arguments, and ends it."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "server.launcher", "--help=all"], capture_output=True, text=True, timeout=300
-    )
-    assert shown.returncode == 0, shown.stderr[-2000:]
-    assert "--max-model-len" in shown.stdout
-
-
 class TestAdminKey:
     """It travels in the environment, and never in the arguments, which vLLM writes into its log."""
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import secrets
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -19,13 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
-from inducekv_vllm.errors import BundleError, UnknownBundle
-from inducekv_vllm.host.config import InduceKVConfig
-from tests.inducekv_vllm.bundles import random_bundle
 from tests.inducekv_vllm.parity import Prompt, World, gated_bundle, prompts
 from tests.server.collector import Collector
 from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
-from tests.server.test_versions import Workers, begin
 
 TASKS = ("a", None, "b", None)
 
@@ -137,80 +128,7 @@ class TestMetrics:
         assert (ended("draining_versions"), ended("draining_requests")) == (0, 0)
 
 
-def test_several_processes_share_their_metrics(tmp_path: Path) -> None:
-    """As with --api-server-count 2: one folder, and sums over processes; there, series end only with the server."""
-    code = """
-import os, sys
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from inducekv_vllm.engine import metrics
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.bundle import read_bundle
-from server.metrics import BUNDLE_INFO, RegistryMetrics
-from server.residency import Resident
-from server.version import Version
-memory = MemoryIndex.from_bundle(read_bundle(sys.argv[1]), sys.argv[1])
-for is_last in (False, True):
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    registry = RegistryMetrics()
-    registry.pointed("m", Version(memory, Resident(frozenset({0}), 7, 0), {}))
-    with registry.of_requests("m").active():
-        registry.of_requests("m").keyed("computed", 0.5)
-        if is_last:
-            registry.unloaded("m")
-            shared = CollectorRegistry()
-            multiprocess.MultiProcessCollector(shared)
-            print(generate_latest(shared).decode(), flush=True)
-    os._exit(0)
-"""
-    path = tmp_path / "b.safetensors"
-    write_bundle(random_bundle(), path)
-    (tmp_path / "metrics").mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
-    command = [sys.executable, "-W", "error::UserWarning:prometheus_client", "-c", code, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "has not been implemented" not in done.stderr
-    lines = done.stdout.splitlines()
-    assert 'inducekv:query_keys_total{bundle="m",source="computed"} 2.0' in lines
-    assert 'inducekv:key_pass_seconds_sum{bundle="m"} 1.0' in lines
-    (info,) = [line for line in lines if line.startswith("inducekv:bundle_info{")]
-    assert info.endswith(" 0.0")
-
-
 class TestState:
-    @pytest.fixture
-    def registry(self) -> Any:
-        return begin(InduceKVConfig(), Workers())
-
-    @pytest.mark.anyio
-    async def test_of_loads(self, registry: Any, tmp_path: Path) -> None:
-        path, damaged = tmp_path / "b.safetensors", tmp_path / "damaged.safetensors"
-        write_bundle(random_bundle(), path)
-        damaged.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(UnknownBundle):
-            registry.detail("m")
-
-        with pytest.raises(BundleError):
-            await registry.load("m", str(damaged), who="admin")
-        failed = registry.detail("m", is_admin=True)
-        assert (failed.state, failed.loading, failed.bundle, failed.failure.change) == ("failed", False, None, "load")
-        assert "truncated" in failed.failure.reason
-        assert registry.detail("m").failure.reason is None  # it has a path in it
-
-        load = asyncio.create_task(registry.load("m", str(path)))
-        await asyncio.sleep(0)
-        assert registry.detail("m").state == "loading"
-        await load
-        ready = registry.detail("m")
-        assert (ready.state, ready.loading, ready.failure) == ("ready", False, None)
-        assert ready.bundle == registry.list().data[0]
-
-        with pytest.raises(BundleError):
-            await registry.load("m", str(damaged), replace=True)
-        assert registry.detail("m").state == "ready"  # it goes on with what it has
-        assert registry.detail("m").failure.change == "load"
-
     def test_over_http(self, server: str, bundles: Bundles, tmp_path: Path) -> None:
         url = f"{server}/v1/memory_bundles"
         detail = httpx.get(f"{url}/sqrt", headers=bundles.headers).json()

@@ -18,16 +18,6 @@ def names() -> ServedNames:
     return ServedNames({"style": adapter, "m": memory})
 
 
-@pytest.mark.parametrize("digits", [12, 40, 64])
-def test_a_pinned_name_is_found_and_not_listed(names: ServedNames, digits: int) -> None:
-    model = f"m@{DIGEST[:digits]}"
-    assert model in names
-    for found in (names[model], names.get(model)):
-        assert isinstance(found, MemoryRequest)
-        assert (found.lora_name, found.lora_path, found.base_model_name) == (model, DIGEST, "base")
-    assert list(names) == ["style", "m"]
-
-
 @pytest.mark.parametrize(
     "model", [f"m@{DIGEST[:11]}", f"m@{'f' * 64}", f"style@{DIGEST}", f"n@{DIGEST}", f"m@{DIGEST}0", "m@", "@", "n"]
 )

@@ -14,7 +14,7 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, LoadTimeout, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, CapacityError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
 from server import followers as followers_module
 from server.access import Access, ChangeRefused
@@ -230,28 +230,6 @@ async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(p
     assert [len(each._names.versions) for each in (processes.first, *processes.followers)] == [1, 1, 1]
 
 
-async def test_a_process_that_hangs_lets_the_change_fail_and_then_goes_on(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(followers_module, "PAUSE_S", 0.2)
-    goes_on = asyncio.Event()
-
-    async def hangs() -> None:
-        await goes_on.wait()
-
-    with monkeypatch.context() as patch:
-        patch.setitem(processes.followers[0]._first.handlers, "pause", hangs)  # type: ignore[arg-type]
-        with pytest.raises(LoadTimeout, match=r"API process 1 has not answered within 0\.2 s; nothing has changed"):
-            await processes.load("b", 0)
-        assert processes.served() == ["a", "a", "a"]
-        patch.setitem(processes.followers[0]._first.handlers, "active", hangs)  # type: ignore[arg-type]
-        with pytest.raises(RetryableRequestError, match=r"has not answered within 0\.2 s"):
-            await processes.all[2].show()
-        goes_on.set()
-    await processes.load("b", 1)
-    assert processes.served() == ["b", "b", "b"]
-
-
 async def test_while_a_process_is_behind_it_answers_nobody(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,15 +282,6 @@ async def test_forgetting_reaches_every_process_before_it_is_acknowledged(proces
     assert forgotten == []  # it is kept for a rollback
     assert (await processes.all[1].forget("m", who="admin")).forgotten == [DIGEST["a"]]
     assert sorted(forgotten) == [(number, DIGEST["a"]) for number in range(PROCESSES)]
-
-
-async def test_a_trace_is_found_whichever_process_is_asked(processes: Processes) -> None:
-    trace = {"bundle": "m", "digest": DIGEST["a"]}
-    kept = {("key", None, "r"): [trace]}
-    processes.all[2].own_traces = lambda *asked: kept.get(asked, [])
-    for each in processes.all:
-        assert await each.traces("key", None, "r") == [trace]
-        assert await each.traces("other", None, "r") == []
 
 
 async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(files: Path) -> None:
