@@ -247,26 +247,6 @@ class TestSignatures:
         await server.registry.start()
         assert server.registry.list().data[0].digest == DIGEST["a"]
 
-    async def test_a_file_that_changes_while_it_is_loaded(
-        self, files: Path, keys: dict[str, Ed25519PrivateKey], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What was read is what is checked and stored, whatever the file becomes meanwhile."""
-        self.signed(files, "a", keys["k1"])
-        server = Audited(files, require_signature=[str(files / "k1.pem")])
-        from server import registry as module
-
-        read = module.read_bundle
-
-        def read_and_change(path: str, **options: Any) -> Any:
-            bundle = read(path, **options)
-            write_bundle(BUNDLES["b"], path)
-            return bundle
-
-        monkeypatch.setattr(module, "read_bundle", read_and_change)
-        await server.load("a")
-        assert server.registry.list().data[0].digest == DIGEST["a"]
-        assert server.copies() == {DIGEST["a"]}
-
 
 async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
     bundle = random_bundle()

@@ -1,4 +1,4 @@
-"""The versions of names: what is kept, what a restart finds, and what a failure at any moment leaves behind."""
+"""The versions of names in their folder: what is kept, whose files are left alone, and what a failure leaves behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.errors import ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
@@ -18,9 +18,9 @@ from tests.inducekv_vllm.bundles import random_bundle
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
 
 
-def push(history: History, name: str, bundle: Bundle, by: str = "admin") -> VersionRecord:
+def push(history: History, name: str, bundle: Bundle) -> VersionRecord:
     path = history.store(bundle, "/somewhere/b.safetensors")
-    record = history.record(bundle.digest, None, by, "/somewhere/b.safetensors", path)
+    record = history.record(bundle.digest, None, "admin", "/somewhere/b.safetensors", path)
     history.push(name, record)
     return record
 
@@ -43,28 +43,6 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path, 
     history.drop("m")
     assert history.names == ("n",)
     assert history.of("m") == ()
-
-
-def test_a_restart_finds_the_names_their_versions_and_their_bytes(tmp_path: Path) -> None:
-    history = History(str(tmp_path / "state"), keep=2)
-    for bundle in BUNDLES[:3]:
-        push(history, "m", bundle)
-    push(history, "n", BUNDLES[2])
-    before = history.of("m"), history.of("n")
-    with pytest.raises(ConfigError, match="another server uses this state folder"):
-        History(str(tmp_path / "state"))
-    history.close()
-    again = History(str(tmp_path / "state"), keep=2)
-    assert (again.of("m"), again.of("n")) == before
-    for record in again.of("m"):
-        assert read_bundle(again.path(record)).digest == record.digest
-    # Nothing else is kept.
-    kept = {f"{bundle.digest}.safetensors" for bundle in BUNDLES[1:3]}
-    assert set(os.listdir(tmp_path / "state")) == kept | {"lock", "registry.json"}
-    again.close()
-    (tmp_path / "state").rename(tmp_path / "moved")
-    moved = History(str(tmp_path / "moved"))
-    assert read_bundle(moved.path(moved.of("m")[0])).digest == BUNDLES[2].digest
 
 
 def test_what_a_killed_server_left_unfinished_is_removed(tmp_path: Path) -> None:
@@ -106,27 +84,6 @@ def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: 
     push(again, "m", BUNDLES[2])  # and what was served goes
     added, gone = f"{BUNDLES[2].digest}.safetensors", f"{BUNDLES[0].digest}.safetensors"
     assert set(os.listdir(tmp_path)) == before - {gone} | {added}
-
-
-@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "empty"])
-def test_a_damaged_copy_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    history = History(str(tmp_path))
-    push(history, "m", BUNDLES[0])
-    copy = tmp_path / f"{BUNDLES[0].digest}.safetensors"
-    whole = copy.read_bytes()
-    if damage == "another bundle":
-        write_bundle(BUNDLES[1], copy)
-    else:
-        copy.write_bytes({"cut off": whole[:-1], "changed": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, b""))
-    assert not history.is_whole(history.of("m")[0])
-    for _ in range(2):
-        assert history.store(BUNDLES[0], "/somewhere/b.safetensors") == str(copy)
-    assert copy.read_bytes() == whole
-    assert history.is_whole(history.of("m")[0])
-    assert (
-        len([message for message in caplog.messages if f"copy of digest {BUNDLES[0].digest} is damaged" in message])
-        == 1
-    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

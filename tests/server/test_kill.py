@@ -1,4 +1,4 @@
-"""kill -9 while bundles are swapped: of a server, its engine core, a worker, or a command that publishes.
+"""kill -9 while bundles are swapped: of a server, its engine core, or a worker.
 
 The next server serves what was acknowledged last.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -61,29 +59,14 @@ class Swapping:
         assert not self._thread.is_alive()
 
 
-def arguments(world: World, state: Path, *more_roots: Path) -> list[str]:
-    roots = [part for root in (world.paths["sqrt"].parent, *more_roots) for part in ("--memory-root", str(root))]
-    return [str(world.model), "--served-model-name", "base", *roots, "--memory-state", str(state), *FLAGS]
+def arguments(world: World, state: Path) -> list[str]:
+    root = ["--memory-root", str(world.paths["sqrt"].parent)]
+    return [str(world.model), "--served-model-name", "base", *root, "--memory-state", str(state), *FLAGS]
 
 
 def process_of(log: Path, part: str) -> int:
     """The process that writes as this part of the server."""
     return int(log.read_text().partition(f"({part} pid=")[2].partition(")")[0])
-
-
-def publishing(path: Path, url: str) -> subprocess.Popen[str]:
-    """`inducekv-bundle publish`, which begins now: its imports are done."""
-    script = "import sys; from selector.cli.bundle import main; print(flush=True); sys.exit(main())"
-    command = [sys.executable, "-c", script, "publish", str(path), "--name", "m", "--to", url]
-    publisher = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}, text=True)
-    assert publisher.stdout is not None
-    publisher.stdout.readline()
-    return publisher
-
-
-def nothing_half_written(state: Path, served: str) -> None:
-    assert (state / f"{served}.safetensors").is_file()
-    assert not list(state.glob("*.tmp*"))
 
 
 @pytest.mark.parametrize(
@@ -103,30 +86,5 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
         served = Bundles(url).cards()["m"]["digest"]
     # A change that was under way may have been recorded before its acknowledgement could be sent.
     assert served in {swapping.acknowledged[-1], swapping.asked[-1]}
-    nothing_half_written(state, served)
-
-
-def test_a_publisher_that_is_killed_leaves_one_version_or_the_other(world: World, tmp_path: Path) -> None:
-    """And the server goes on, takes the next one, and serves after a restart what it served before."""
-    state = tmp_path / "state"
-    digests = {name: read_bundle(world.paths[name]).digest for name in NAMES}
-    with serving(arguments(world, state), tmp_path / "first.log", ENVIRONMENT) as url:
-        bundles = Bundles(url)
-        assert bundles.load("m", world.paths["sqrt"]).is_success
-        # Where in its load the server is when the command dies.
-        moments = [("other", 0.0), ("prior", 0.03), ("sqrt", 0.1), ("prior", 0.3)]
-        ended: list[int] = []
-        for name, seconds in moments:
-            before = bundles.cards()["m"]["digest"]
-            publisher = publishing(world.paths[name], url)
-            time.sleep(seconds)
-            publisher.kill()
-            ended.append(publisher.wait())
-            assert bundles.cards()["m"]["digest"] in {before, digests[name]}
-        assert -signal.SIGKILL in ended
-        assert publishing(world.paths["other"], url).wait() == 0
-        served = bundles.cards()["m"]["digest"]
-        assert served == digests["other"]
-    with serving(arguments(world, state), tmp_path / "second.log", ENVIRONMENT) as url:
-        assert Bundles(url).cards()["m"]["digest"] == served
-    nothing_half_written(state, served)
+    assert (state / f"{served}.safetensors").is_file()
+    assert not list(state.glob("*.tmp*"))

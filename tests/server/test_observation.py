@@ -13,7 +13,7 @@ import vllm
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
-from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, write_bundle
 from tests.inducekv_vllm.parity import Prompt, World, gated_bundle, prompts
 from tests.server.collector import Collector
 from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
@@ -165,7 +165,6 @@ def test_the_server_says_its_versions(server: str) -> None:
     about = httpx.get(f"{server}/v1/memory_server").json()
     assert about["version"] == inducekv_vllm.__version__
     assert about["vllm_version"] == httpx.get(f"{server}/version").json()["version"]
-    assert about["bundle_formats"] == list(FORMAT_VERSIONS)
 
 
 class TestSpans:

@@ -177,12 +177,13 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
     assert {str(Path(path).parent) for path in workers.resident.values()} == {config.state}
     second._history.close()
 
-    third = begin(config.model_copy(update={"bundles": {}}), Workers())
+    (tmp_path / "state").rename(tmp_path / "moved")
+    third = begin(config.model_copy(update={"bundles": {}, "state": str(tmp_path / "moved")}), Workers())
     await third.start()
     assert {card.name for card in third.list().data} == {"moved", "m"}
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "gone"])
 async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -195,9 +196,12 @@ async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     first._history.close()
     copy = tmp_path / "state" / f"{DIGEST['b']}.safetensors"
     whole = copy.read_bytes()
-    copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
     if damage == "gone":
         copy.unlink()
+    elif damage == "another bundle":
+        shutil.copy(files["c"], copy)
+    else:
+        copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
 
     second = begin(config, Workers())
     await second.start()

@@ -1,4 +1,4 @@
-"""The gate log: whole lines of numbers, from several processes, and files that are refused."""
+"""The gate log: whole lines of numbers, from several writers, and a disk that hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from inducekv_vllm.engine import gate_log
 from inducekv_vllm.engine.gate_log import GateLog, open_log
 from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup, QueryFeatures
-from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import GateDecision
 from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import random_gated_bundle
@@ -43,24 +42,6 @@ def test_a_line_for_each_decision(tmp_path: Path) -> None:
 def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
     os.close(open_log(str(tmp_path / "new")))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
-
-
-def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "folder").mkdir()
-    for name, reason in (
-        ("fifo", "No such device or address"),
-        ("folder", "Is a directory"),
-        ("missing/log", "No such file or directory"),
-    ):
-        with pytest.raises(ConfigError, match=f"{name}: cannot be used as a gate log: {reason}"):
-            GateLog(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="/dev/null: cannot be used as a gate log: it is not an ordinary file"):
-        GateLog("/dev/null")
-    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match="it is not an ordinary file"):
-        GateLog(str(tmp_path / "fifo"))
-    os.close(reader)
 
 
 def test_lines_of_several_writers_are_whole(tmp_path: Path) -> None:

@@ -98,11 +98,3 @@ async def test_the_least_recently_used_key_goes_first() -> None:
     assert len(cache) == 2
     assert (await cache.get(b"a", compute)).source == "cached"
     assert (await cache.get(b"b", compute)).source == "computed"
-
-
-async def test_without_capacity_nothing_is_remembered() -> None:
-    cache, compute = KeyCache(0), Computation()
-    compute.release.set()
-    for _ in range(2):
-        assert (await cache.get(b"p", compute)).source == "computed"
-    assert len(cache) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,14 +122,3 @@ async def test_a_drain_waits_for_what_runs_and_refuses_what_is_new(busy: str) ->
     (timeout,) = engine.timeouts
     assert timeout is not None
     assert 40 < timeout < 60  # what is left
-
-
-async def test_a_drain_ends_with_its_timeout() -> None:
-    engine = Engine()
-    stop = stopped(engine)
-    began = time.monotonic()
-    with stop.running():
-        await shut_down(engine, 0.3)
-    assert 0.3 <= time.monotonic() - began < 10
-    assert engine.timeouts == [0]
-    assert engine.aborted == ["a", "b"]
