@@ -184,7 +184,7 @@ async def test_a_change_waits_for_the_disk_and_requests_do_not(files: Path, monk
     assert server.registry.list().data[0].digest == DIGEST["b"]
 
 
-async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_later(self, files: Path) -> None:
+async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_later(files: Path) -> None:
     """Under another name, or by a request that runs."""
     server = Audited(files)
     await server.load("a")
