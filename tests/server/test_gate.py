@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, gated_bundle, prompts
+from inducekv_vllm.bundle import Bundle
+from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
+from tests.server.conftest import GATED_TASKS
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 
-TASKS = ("a", None, "b", None)
-
 
 @pytest.fixture(scope="module")
-def questions() -> list[Prompt]:
-    return prompts(4, seed=61)
-
-
-@pytest.fixture(scope="module")
-def gated(
-    bundles: Bundles, world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bundle]:
-    """Served as "gated": open for the first and third prompt."""
-    bundle = gated_bundle(world, questions, TASKS)
-    path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
-    write_bundle(bundle, path)
+def gated(bundles: Bundles, gated_bundle: tuple[Bundle, Path]) -> Iterator[Bundle]:
+    """Served as "gated"."""
+    bundle, path = gated_bundle
     with bundles.loaded("gated", path):
         yield bundle
 
@@ -34,7 +25,7 @@ def gated(
 def test_answers_equal_the_reference_open_and_closed(
     client: openai.OpenAI, world: World, gated: Bundle, questions: list[Prompt]
 ) -> None:
-    for prompt, task in zip(questions, TASKS, strict=True):
+    for prompt, task in zip(questions, GATED_TASKS, strict=True):
         response = ask(client, "gated", prompt, extra_body=TRACED)
         assert response.model == "gated"
         assert deviation(world, response, prompt, gated) <= TOLERANCE

@@ -13,12 +13,10 @@ import vllm
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
-from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm.parity import Prompt, World, gated_bundle, prompts
+from inducekv_vllm.bundle import Bundle
+from tests.inducekv_vllm.parity import Prompt, World
 from tests.server.collector import Collector
 from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
-
-TASKS = ("a", None, "b", None)
 
 
 class Metrics:
@@ -38,31 +36,23 @@ class Metrics:
         return {sample.name for sample in self.samples if sample.labels.get("bundle") == bundle}
 
 
-@pytest.fixture(scope="module")
-def questions() -> list[Prompt]:
-    return prompts(4, seed=71)
-
-
-@pytest.fixture(scope="module")
-def gated(world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
-    """Open for the first and third prompt."""
-    bundle = gated_bundle(world, questions, TASKS)
-    path = tmp_path_factory.mktemp("observed") / "observed.safetensors"
-    write_bundle(bundle, path)
-    return bundle, path
-
-
 class TestMetrics:
     def test_of_requests(
-        self, server: str, client: openai.OpenAI, bundles: Bundles, gated: tuple[Bundle, Path], questions: list[Prompt]
+        self,
+        server: str,
+        client: openai.OpenAI,
+        bundles: Bundles,
+        gated_bundle: tuple[Bundle, Path],
+        questions: list[Prompt],
     ) -> None:
-        with bundles.loaded("observed", gated[1]):
+        observer = client.with_options(api_key="observer")  # whose query keys are not cached
+        with bundles.loaded("observed", gated_bundle[1]):
             fresh = Metrics(server)
             for gate, task in (("open", "a"), ("open", "b"), ("outside", ""), ("below_threshold", "")):
                 assert fresh("requests_total", bundle="observed", gate=gate, task=task) == 0
             margins, closed = [], []
             for prompt in (*questions, questions[0]):
-                trace = trace_of(ask(client, "observed", prompt, extra_body=TRACED, max_tokens=3))
+                trace = trace_of(ask(observer, "observed", prompt, extra_body=TRACED, max_tokens=3))
                 margins.append(max(trace["gate"]["margins"].values()))
                 closed.append(trace["gate"]["closed"])
             seen = partial(Metrics(server), bundle="observed")
@@ -180,12 +170,12 @@ class TestSpans:
         client: openai.OpenAI,
         bundles: Bundles,
         collector: Collector,
-        gated: tuple[Bundle, Path],
+        gated_bundle: tuple[Bundle, Path],
         questions: list[Prompt],
         traced: tuple[str, dict[str, str]],
     ) -> None:
         trace_id, headers = traced
-        with bundles.loaded("spanned", gated[1]):
+        with bundles.loaded("spanned", gated_bundle[1]):
             trace = trace_of(ask(client, "spanned", questions[2], extra_body=TRACED, extra_headers=headers))
         wait_until(lambda: len(collector.of_trace(trace_id)) == 3, seconds=20)
         (ours,) = [span for span in collector.of_trace(trace_id) if span.name == "inducekv_request"]
@@ -194,7 +184,7 @@ class TestSpans:
         assert [span.parent_id for span in passes] == [ours.span_id] * 2
         assert sorted("-key-" in span.attributes["gen_ai.request.id"] for span in passes) == [False, True]
         found = {name.removeprefix("inducekv."): value for name, value in ours.attributes.items()}
-        assert (found["bundle"], found["digest"]) == ("spanned", gated[0].digest)
+        assert (found["bundle"], found["digest"]) == ("spanned", gated_bundle[0].digest)
         assert (found["gate"], found["task"], found["key.source"]) == ("open", "b", trace["timings"]["key_source"])
         assert found["gate.margin"] == pytest.approx(trace["gate"]["margins"]["b"])
         assert found["entries"] == len(trace["entries"])
