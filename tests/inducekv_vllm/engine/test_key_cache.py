@@ -45,16 +45,6 @@ async def begin(count: int, cache: KeyCache, compute: Computation) -> list[async
     return callers
 
 
-async def test_one_computation_for_all_who_wait() -> None:
-    cache, compute = KeyCache(4), Computation()
-    callers = await begin(3, cache, compute)
-    compute.release.set()
-    lookups = await asyncio.gather(*callers)
-    assert [lookup.source for lookup in lookups] == ["computed", "shared", "shared"]
-    assert compute.runs == 1
-    assert (await cache.get(b"p", compute)).source == "cached"
-
-
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
     first, second, third = await begin(3, cache, compute)
@@ -65,18 +55,6 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     lookups = await asyncio.gather(second, third)
     assert sorted(lookup.source for lookup in lookups) == ["computed", "shared"]
     assert first.cancelled()
-
-
-async def test_when_all_leave_nothing_stays() -> None:
-    cache, compute = KeyCache(4), Computation()
-    callers = await begin(2, cache, compute)
-    for caller in reversed(callers):
-        caller.cancel()
-    await settle()
-    assert (compute.runs, compute.cancelled) == (1, 1)
-    again = Computation(2.0)
-    again.release.set()
-    assert (await cache.get(b"p", again)).source == "computed"
 
 
 async def test_an_error_reaches_all_and_is_not_remembered() -> None:
