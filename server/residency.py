@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.wire import pauses
+from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
 from inducekv_vllm.host.logs import logger_of
 
@@ -39,11 +39,11 @@ class EngineMemory:
 
         If a rank fails, unload on all and raise CapacityError, or BundleError if it lacks no room.
         """
-        ask, waits = self._client.collective_rpc, pauses()
+        ask, delays = self._client.collective_rpc, poll_delays()
         try:
             await ask("inducekv_load_bundle", args=(memory.path, memory.digest))
             while None in (answers := await ask("inducekv_load_outcome", args=(memory.digest,))):
-                await asyncio.sleep(next(waits))
+                await asyncio.sleep(next(delays))
         except asyncio.CancelledError:  # out of time: the workers may still load it
             self.in_background(ask("inducekv_unload_bundle", args=(memory.digest,)))
             raise
@@ -82,12 +82,12 @@ class EngineMemory:
 
     async def wait_until_erased(self, digest: str, seconds: float) -> bool:
         """Whether every rank has overwritten the memory of an unloaded bundle, within so many seconds."""
-        deadline, waits = time.monotonic() + seconds, pauses()
+        deadline, delays = time.monotonic() + seconds, poll_delays()
         while not all(await self._client.collective_rpc("inducekv_is_erased", args=(digest,))):
             if time.monotonic() > deadline:
                 logger.warning("the memory of digest %s is not erased yet: the engine still reads them", digest)
                 return False
-            await asyncio.sleep(next(waits))
+            await asyncio.sleep(next(delays))
         return True
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -46,7 +46,7 @@ from .passes import (
     make_injection_spec,
     require_rendered,
 )
-from .wire import InjectionSpec, pauses
+from .wire import InjectionSpec, poll_delays
 
 _T = TypeVar("_T")
 
@@ -102,9 +102,9 @@ class MemoryLLM:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
         answers: list[Any]
-        waits = pauses()
+        delays = poll_delays()
         while None in (answers := self.llm.collective_rpc("inducekv_load_outcome", args=(bundle.digest,))):
-            time.sleep(next(waits))
+            time.sleep(next(delays))
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")

@@ -35,7 +35,7 @@ MEETING_POLL_S: Final = 0.1
 FIRST: Final = "the first API process"
 
 
-class FollowingRegistry:
+class PeerRegistry:
     """See the module docstring. It belongs to the server's event loop."""
 
     def __init__(
