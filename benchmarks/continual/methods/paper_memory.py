@@ -9,10 +9,9 @@ the report. The search tries values of beta and gamma, for the whole stream at o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
-from benchmarks.continual.methods.method import RunContext, Trials
+from benchmarks.continual.methods.method import RunContext
 from selector.backbone.model import Backbone
 from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
 from selector.paper.update import update_paper
@@ -29,8 +28,6 @@ DEFAULTS = PaperSettings()
 @dataclass(frozen=True)
 class Paper(SelectedMemory):
     """The recipe; `PaperSettings` says what the fields mean."""
-
-    trials: ClassVar[Trials] = tuple({"beta": b, "gamma": g} for b, g in zip(BETAS, GAMMAS, strict=True))
 
     name: str = "paper"
     beta: float = 0.5
@@ -57,8 +54,6 @@ class Paper(SelectedMemory):
 class WithoutAnchors(Paper):
     """beta = 0: nothing of the tasks before is in the objective."""
 
-    trials: ClassVar[Trials] = tuple({"gamma": gamma} for gamma in GAMMAS)
-
     name: str = "paper_no_anchors"
     beta: float = 0.0
 
@@ -66,8 +61,6 @@ class WithoutAnchors(Paper):
 @dataclass(frozen=True)
 class WithoutCoverage(Paper):
     """gamma = 0."""
-
-    trials: ClassVar[Trials] = tuple({"beta": beta} for beta in BETAS)
 
     name: str = "paper_no_coverage"
     gamma: float = 0.0

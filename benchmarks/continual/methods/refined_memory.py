@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
-from benchmarks.continual.methods.method import RunContext, Trials
+from benchmarks.continual.methods.method import RunContext
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval.page_terms import Form, Weighting
 from selector.backbone.model import Backbone
@@ -28,8 +27,6 @@ class Refined(SelectedMemory):
     `RefinedSettings` says what the fields mean. Where a default follows the machine, or has changed since results were
     recorded, it is that of the recorded results.
     """
-
-    trials: ClassVar[Trials] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
 
     name: str = "refined"
     steps: int = 400
@@ -65,8 +62,6 @@ class Refined(SelectedMemory):
 @dataclass(frozen=True)
 class Unrefined(Refined):
     """Entries as extracted, with the starting calibration: there is nothing to search."""
-
-    trials: ClassVar[Trials] = ()
 
     name: str = "refined_no_refinement"
     steps: int = 0
