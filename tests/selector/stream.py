@@ -84,7 +84,7 @@ def without_plots() -> Iterator[None]:
     def empty(*_: Any) -> str:
         return "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
 
-    with mock.patch.multiple("selector.report.page", bars=empty, curves=empty, histogram=empty):
+    with mock.patch.multiple("selector.report.page", bars=empty, curve=empty):
         yield
 
 
