@@ -7,7 +7,7 @@ import io
 import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 COLOURS: Final = ("#0072B2", "#D55E00")  # of Okabe and Ito, which colour-blind readers can tell apart
 LONGEST_LABEL: Final = 56  # characters
-STYLE: Final = {
+STYLE: Final[Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
