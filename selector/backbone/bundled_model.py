@@ -19,7 +19,7 @@ from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
 from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone
-from .routing import routed_tasks, routing
+from .gate_rule import routed_tasks, routing
 from .scoring import Scorer
 from .token_values import evidence_of
 

@@ -165,7 +165,7 @@ def _select_all(
         for number, (beta, gamma) in enumerate(pairs):
             name = f"beta-{beta}-gamma-{gamma}"
             state = load_state(checkpoint, name) or SelectionState.initial(
-                len(objective.pool), settings.budget, _initial_calibration(settings, backbone.num_layers)
+                len(objective.pool), settings.budget, Calibration.initial(backbone.num_layers)
             )
 
             def save(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
@@ -180,12 +180,6 @@ def _select_all(
                 loss = objective.scorer.mean_loss(validation, Memory.from_bundle(bundle)) if len(validation) else None
             results.append(SelectionResult(beta, gamma, state, bundle, loss))
     return results
-
-
-def _initial_calibration(settings: PaperSettings, num_layers: int) -> Calibration:
-    return Calibration.initial(
-        num_layers, fit_temperature=settings.retrieval == "softmax", fit_gates=settings.value_gates == "fitted"
-    )
 
 
 def _round(

@@ -24,7 +24,7 @@ from benchmarks.drawing import COLOURS, blank, finite
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.routing import routing
+from selector.backbone.gate_rule import routing
 from selector.backbone.scoring import Scorer
 
 HIT_RATE_BINS, AMBIGUITY_BINS = 5, 8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext
 from selector.backbone.model import Backbone
-from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
+from selector.paper.settings import PaperSettings, StepRule
 from selector.paper.update import update_paper
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -38,9 +38,6 @@ class Paper(SelectedMemory):
     step_rule: StepRule = DEFAULTS.step_rule
     shortlist: int = 2  # times the budget
     batch_size: int = 4
-    coupling: Coupling = DEFAULTS.coupling
-    retrieval: Retrieval = DEFAULTS.retrieval
-    value_gates: ValueGates = DEFAULTS.value_gates
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
 
@@ -67,15 +64,9 @@ class WithoutCoverage(Paper):
 
 
 ABLATIONS = (
-    # "w/o bilevel coupling (single-level update)": w and phi step together, along the gradient of one loss.
-    Paper("paper_no_bilevel", coupling="single-level"),
     WithoutAnchors(),
     WithoutCoverage(),
     # "w/o inner calibration (fix tau = 0.07, lambda = 0.5)", which is the "Fixed-tau,lambda variant" of the section
     # "Calibration-dynamics protocol" as well: one method for both.
     Paper("fixed_calibration", inner_steps=0),
-    # "w/o layerwise value gates (set lambda = 1)".
-    Paper("paper_no_gates", value_gates="one"),
-    # "w/o retrieval-weighted induction (uniform alpha over selected entries)", in the selection as well.
-    Paper("paper_uniform", retrieval="uniform"),
 )

@@ -23,10 +23,10 @@ from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.retrieval.index import PrefixIndex
 from inducekv_vllm.retrieval.page_terms import Weighting, page_terms
 from selector.backbone.extraction import extract
+from selector.backbone.gate_rule import gated_prior
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.routing import gated_prior
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
 from tests.inducekv_vllm.bundles import decided_gate, random_bundle, random_gate
