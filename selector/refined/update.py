@@ -129,7 +129,8 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
         rank = 0 if previous.output_map is None else previous.output_map.rank
         if rank != settings.map_rank:
             raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
-    number_of_entries(inputs, settings)
+    if previous is None or previous.recipe == REFINED:
+        number_of_entries(inputs, settings)
     if not inputs.validation:
         if settings.learning_rate is None:
             raise ConfigError(

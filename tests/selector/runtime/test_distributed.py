@@ -50,7 +50,17 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
 # Batches are split unevenly: five examples, and one anchor, which leaves a process without any.
 SPLIT = ("--budget", "4", "--batch-size", "5", "--anchors-per-task", "3", "--iterations", "8", "--inner-steps", "2")
 # Trained in float32: AdamW divides by the root of what it has seen, so rounding grows faster than elsewhere.
-REFINED_SPLIT = (*REFINED, "--recipe", "refined", "--budget", "3", "--batch-size", "5", "--precision", "float32")
+REFINED_SPLIT = (
+    *REFINED,
+    "--recipe",
+    "refined",
+    "--entries-per-task",
+    "3",
+    "--batch-size",
+    "5",
+    "--precision",
+    "float32",
+)
 # Of float32 sums in another order and matrix products of another shape, after 8 outer and 16 inner steps that feed on
 # each other; relative. Found: 2e-7.
 TOLERANCE = 1e-5
