@@ -197,13 +197,6 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     assert default.report("colours")["validation_accuracy"]["most_frequent_answer"] == 1
 
 
-def test_a_missing_output_folder_is_made(stream: Stream, tmp_path: Path) -> None:
-    replace(stream, folder=tmp_path / "new" / "folder").update("colours")
-    (tmp_path / "file").write_text("")
-    message = replace(stream, folder=tmp_path / "file" / "folder").refuse("counts")
-    assert "cannot be made: " in message
-
-
 def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Path) -> None:
     """Nothing of the example is left: neither in the bundle nor among the anchors."""
     anchors = AnchorStore(tmp_path / "anchors")

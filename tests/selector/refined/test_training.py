@@ -213,13 +213,6 @@ def test_damaged_progress_is_named(
         train(Training(problem, EXACT, LEARNING_RATE), folder, "one")
 
 
-def test_bfloat16_products_change_the_loss_a_little(problem: TrainingProblem) -> None:
-    exact = stepped(problem).history[0].current
-    rounded = stepped(problem, changed(EXACT, precision="bfloat16")).history[0].current
-    assert rounded != exact
-    assert rounded == pytest.approx(exact, rel=0.02)
-
-
 def test_a_loss_that_is_not_a_number_ends_the_run(problem: TrainingProblem) -> None:
     broken = replace(problem.memory, payload_values=problem.memory.payload_values * float("nan"))
     with pytest.raises(TaskDataError, match="not a finite number"):

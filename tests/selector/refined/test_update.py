@@ -201,27 +201,6 @@ def test_an_earlier_activation_worse_than_a_later_one_gets_the_lower_rate_too(
     assert {t["nll"] for t in trials} == set(losses[2:])
 
 
-def test_an_earlier_activation_that_diverges_is_trained_with_the_lower_rate(
-    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured, made_up = Scorer.mean_loss, iter([2.0, 1.0])  # of the generation: 0.3 is the better rate
-
-    def loss(*args: Any) -> float:
-        if (first := next(made_up, None)) is not None:
-            return first
-        if len(diverged) < 2:
-            diverged.append(args)
-            raise TaskDataError("the loss is not a finite number")
-        return measured(*args)
-
-    diverged: list[Any] = []  # "text" with 0.3, and with 0.1
-    monkeypatch.setattr(Scorer, "mean_loss", loss)
-    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
-    trials = result.report["activation"]["search"]
-    assert {t["activation"] for t in trials} == {"prompt", "generation"}
-    assert ("prompt", 0.3) in [(t["activation"], t["learning_rate"]) for t in trials]
-
-
 def test_nothing_earlier_is_tried_once_all_answers_are_right(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +240,3 @@ def test_trainings_that_diverge_are_left_out(
     monkeypatch.setattr(candidates, "LEARNING_RATES", (1e30,))
     with pytest.raises((TaskDataError, BundleError)):
         learn(llava, tmp_path / "none", examples, activation="search", learning_rate=None)
-
-
-def test_a_search_needs_validation_examples(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    with pytest.raises(ConfigError, match="the activation is searched on validation examples, and there are none"):
-        learn(llava, tmp_path, examples[:8], activation="search")

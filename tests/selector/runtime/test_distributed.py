@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import TaskDataError
 from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.payload_store import PayloadStore
@@ -192,16 +192,6 @@ def test_torchrun_killed_and_started_again_ends_with_the_same_digest(
     assert stream.bundle("counts").digest == shared[0].bundle("counts").digest
 
 
-@pytest.mark.slow
-def test_only_the_main_process_prints_and_writes(resumed: tuple[Stream, Ended]) -> None:
-    stream, ended = resumed
-    tasks = ", ".join(f"{task} ({count})" for task, count in stream.report("counts")["composition"]["after"].items())
-    digest = stream.bundle("counts").digest
-    assert ended.stdout == f"{stream.output('counts')}: 4 entries, {tasks}, digest {digest}\n"
-    expected = {"counts.safetensors", "counts.report.json", "counts.report.html", "anchors"}
-    assert {path.name for path in stream.folder.iterdir()} == expected
-
-
 def test_without_torchrun_nothing_happens() -> None:
     with process_group():
         assert (rank(), world_size(), is_main()) == (0, 1, True)
@@ -307,14 +297,6 @@ def check_a_bad_example_ends_both(backbone: Backbone, examples: list[Example], f
     assert not pool.folder.exists()
 
 
-def check_a_full_disk_ends_both(backbone: Backbone, examples: list[Example], folder: Path) -> None:
-    """Only the main process takes the space."""
-    with pytest.raises(ConfigError, match="cannot keep the candidates' payloads here"):
-        PayloadStore.open(folder / "too large", (1, 2**31, 8, 2**10, 2**10), None)
-    barrier()
-    assert not (folder / "too large").exists()
-
-
 def check_the_mean_loss_is_that_of_one_process(backbone: Backbone, examples: list[Example], folder: Path) -> None:
     scorer = Scorer(backbone, batch_size=5)
     found = scorer.mean_loss(Questions(examples, torch.zeros(len(examples), backbone.hidden_size)))
@@ -332,7 +314,6 @@ CHECKS = (
 CHECKS_OF_A_MODEL = (
     check_extraction_is_that_of_one_process,
     check_a_bad_example_ends_both,
-    check_a_full_disk_ends_both,
     check_the_mean_loss_is_that_of_one_process,
 )
 
