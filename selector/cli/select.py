@@ -180,11 +180,11 @@ def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings,
     """The recipe's checks that need no model."""
     from ..gate.fit import check_questions
     from ..paper.update import grid
-    from ..refined.update import check_tasks, own_questions
+    from ..refined.checks import check_tasks, own_questions
     from ..update.inputs import check_answers
 
+    check_answers(inputs)
     if not isinstance(settings, RefinedSettings):
-        check_answers(inputs)
         grid(inputs, settings)
         return
     check_tasks(inputs, settings)

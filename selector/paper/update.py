@@ -26,7 +26,7 @@ from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
 from ..update.coverage import Coverage
-from ..update.inputs import TaskInputs, check_answers, check_previous, require_context
+from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import PAPER
 from ..update.result import UpdateResult
 from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
@@ -61,11 +61,9 @@ def update_paper(
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
     phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    check_previous(backbone, inputs, settings.budget, settings.payload_tokens, PAPER)
-    check_answers(inputs)
-    pairs = grid(inputs, settings)
     with phases.phase("check"):
-        require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors), progress)
+        pairs = grid(inputs, settings)
+        check_inputs(scorer, inputs, settings, PAPER, progress=progress)
     with phases.phase("extract"):
         extraction = extract(
             backbone,

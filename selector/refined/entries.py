@@ -1,49 +1,25 @@
-"""A new task's entries before training: how many, which examples they start from, and their tensors."""
+"""A new task's entries before training: which examples they start from, and their tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import EntryRecord
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import ConfigError
 
 from ..backbone.extraction import extract
 from ..backbone.injection import Memory
 from ..backbone.model import Backbone
 from ..data.choice import pick
-from ..data.examples import Example, entry_records
+from ..data.examples import entry_records
 from ..update.inputs import TaskInputs
 from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
+from .checks import number_of_entries
 from .settings import RefinedSettings
-
-
-def new_task(examples: Sequence[Example]) -> str:
-    """The task of the examples.
-
-    Raises:
-        TaskDataError: they belong to several tasks.
-    """
-    names = sorted({example.task for example in examples})
-    if len(names) > 1:
-        raise TaskDataError(f"the refined recipe takes one task at a time, found {', '.join(map(repr, names))}")
-    return names[0]
-
-
-def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:
-    """Of the new task. Raises ConfigError: the budget does not hold as many beside those of the earlier tasks."""
-    count = min(settings.entries_per_task, len(inputs.training))
-    earlier = sum(inputs.entries_by_task.values())
-    if earlier + count > settings.budget:
-        raise ConfigError(
-            f"the budget of {settings.budget} entries does not hold {count} of a new task beside {earlier} of the "
-            "earlier ones: give a larger --budget, or take tasks out with `inducekv-bundle forget`"
-        )
-    return count
 
 
 def initial_entries(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
 from ..backbone.extraction import extract_keys
 from ..backbone.injection import Memory
@@ -29,11 +28,12 @@ from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.distributed import together
 from ..runtime.phases import Phases
-from ..update.inputs import TaskInputs, check_answers, check_previous, require_context
+from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
 from .candidates import Candidate, latest_good, train_candidates
-from .entries import check_rank, initial_entries, new_task, number_of_entries
+from .checks import check_tasks, own_questions
+from .entries import check_rank, initial_entries
 from .report import report_update
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
@@ -63,12 +63,10 @@ def update_refined(
             gate can tell the tasks from each other or from everyday requests.
     """
     phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    check_previous(backbone, inputs, settings.budget, settings.payload_tokens, REFINED)
-    check_tasks(inputs, settings)
-    check_rank(backbone, settings)
     with phases.phase("check"):
-        examples = (*inputs.training, *inputs.validation, *inputs.anchors, *base, *background)
-        require_context(scorer, examples, progress)
+        check_tasks(inputs, settings)
+        check_rank(backbone, settings)
+        check_inputs(scorer, inputs, settings, REFINED, (*base, *background), progress)
     with phases.phase("extract"):
         options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": progress}
         training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
@@ -88,62 +86,6 @@ def update_refined(
     with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, candidates, chosen)
     return UpdateResult(bundle, report | {"phases": phases.records}, training.keys)
-
-
-def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
-    """The checks that need no model.
-
-    Raises:
-        TaskDataError: an answer is empty, or the examples belong to several tasks or to one of the previous bundle.
-        BundleError: the previous bundle has another form, weighting or rank of maps.
-        ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
-    """
-    check_answers(inputs)
-    task = new_task(inputs.training)
-    for example in inputs.validation:
-        if example.task != task:
-            raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
-    if task in inputs.entries_by_task:
-        raise TaskDataError(
-            f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
-            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
-        )
-    if missing := sorted(inputs.entries_by_task.keys() - {anchor.task for anchor in inputs.anchors}):
-        raise ConfigError(
-            f"there are no anchors of the task {missing[0]!r}, which the previous bundle holds: "
-            "the gate is fitted to anchors of every task; give the store that its run has written"
-        )
-    if inputs.previous is None and inputs.anchors:
-        raise ConfigError(
-            f"the store holds anchors of the task {inputs.anchors[0].task!r}, but there is no previous bundle: "
-            "name it, or use another store for this stream"
-        )
-    previous = inputs.previous.metadata if inputs.previous is not None else None
-    if previous is not None and previous.recipe == REFINED:
-        for name in ("form", "weighting"):
-            if getattr(previous, name) != getattr(settings, name):
-                raise BundleError(
-                    f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
-                    f"found {getattr(settings, name)!r} in the settings"
-                )
-        rank = 0 if previous.output_map is None else previous.output_map.rank
-        if rank != settings.map_rank:
-            raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
-    if previous is None or previous.recipe == REFINED:
-        number_of_entries(inputs, settings)
-    if not inputs.validation:
-        if settings.learning_rate is None:
-            raise ConfigError(
-                "the learning rate is searched on validation examples, and there are none: give it, or some"
-            )
-        if settings.activation == "search":
-            raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
-
-
-def own_questions(inputs: TaskInputs) -> dict[str, list[Example]]:
-    """What the gate takes for questions of each task: anchors of the earlier ones, all examples of the new one."""
-    earlier = {task: [anchor for anchor in inputs.anchors if anchor.task == task] for task in inputs.entries_by_task}
-    return earlier | {new_task(inputs.training): [*inputs.training, *inputs.validation]}
 
 
 def joined(old: Memory, new: Memory) -> Memory:
