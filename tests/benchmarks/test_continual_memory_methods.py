@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.continual.methods import METHODS, RunContext
-from benchmarks.continual.methods.built_memory import shares
-from benchmarks.continual.methods.memory import BUNDLE, selector_settings
-from benchmarks.continual.methods.paper_memory import Paper
-from benchmarks.continual.methods.refined_memory import Refined
+from benchmarks.continual.methods.memory import BUNDLE
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
@@ -25,9 +18,7 @@ from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import entry_records
-from selector.paper.settings import PaperSettings
-from selector.refined.settings import RefinedSettings
-from tests.benchmarks.learned_streams import BUDGET, MEMORIES, NUM_TASKS, M
+from tests.benchmarks.learned_streams import BUDGET, MEMORIES, M
 from tests.benchmarks.small_streams import ORDER
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, TOLERANCE, deviation, engine, greedy, make_world, prompts
 
@@ -60,10 +51,6 @@ def extracted(backbone, bundle, task):
     by_digest = {record.source_digest: e for e in task.train for record in entry_records([e])}
     records = [bundle.metadata.entries[row] for row in of_task(bundle, task.name)]
     return extract(backbone, [by_digest[record.source_digest] for record in records], M, payload_dtype=torch.float16)
-
-
-def test_there_is_every_memory_method_once():
-    assert ["random_memory", "kcenter_memory", *PAPER, *REFINED] == MEMORIES
 
 
 @pytest.mark.parametrize("name", MEMORIES)
@@ -123,26 +110,6 @@ def test_built_memories_share_the_budget_among_tasks_and_keep_what_they_held(nam
     torch.testing.assert_close(second.payload_values[:, of_task(second, ORDER[1])], fresh.payload_values)
 
 
-def test_k_center_keeps_the_two_that_lie_farthest_apart(learned):
-    """Of the four of the first task: wherever it begins, the second is the one least similar to the first."""
-    first, second = learned("kcenter_memory").bundles
-    similarity = first.retrieval_keys.float() @ first.retrieval_keys.float().T
-    one, other = kept(first, second)
-    assert int(similarity[one].argmin()) == other or int(similarity[other].argmin()) == one
-
-
-def test_shares_are_equal_add_up_to_the_budget_and_never_grow():
-    assert shares(32, 3) == [11, 11, 10]
-    for budget in (8, 32, 33, 64):
-        before = [budget]
-        for tasks in range(1, 9):
-            now = shares(budget, tasks)
-            assert sum(now) == budget
-            assert max(now) - min(now) <= 1
-            assert all(after <= old for after, old in zip(now, before, strict=False))
-            before = now
-
-
 @pytest.mark.parametrize("name", PAPER)
 def test_a_paper_ablation_differs_in_one_setting_and_in_its_calibration(name, learned):
     bundle = learned(name).bundles[1]
@@ -150,13 +117,6 @@ def test_a_paper_ablation_differs_in_one_setting_and_in_its_calibration(name, le
     assert {key: value for key, value in settings.items() if value != full[key]} == PAPER[name]
     assert (float(bundle.temperature) == pytest.approx(0.07, abs=1e-7)) is (name == "fixed_calibration")
     assert bool((bundle.value_gates == 0.5).all()) is (name == "fixed_calibration")
-
-
-@pytest.mark.parametrize("name", REFINED)
-def test_a_refined_memory_has_a_gate_for_all_tasks(name, learned):
-    bundle = learned(name).bundles[1]
-    assert bundle.metadata.gate_tasks == ORDER
-    assert bundle.metadata.weighting == ("uniform" if name == "refined_decoupled" else "prior")
 
 
 def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned, backbone):
@@ -168,28 +128,6 @@ def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned
         store = AnchorStore(state / "anchors")
         assert len(store.read()) == 5 * number
         assert artifact.report["anchor_bytes"] == store.bytes()
-
-
-def test_without_refinement_entries_are_as_they_were_extracted(learned, backbone):
-    stream = learned("refined_no_refinement")
-    bundle = stream.bundles[0]
-    fresh = extracted(backbone, bundle, stream.suite.tasks[0])
-    torch.testing.assert_close(bundle.payload_values, fresh.payload_values, atol=1e-2, rtol=1e-2)
-    assert float(bundle.temperature) == pytest.approx(0.07)
-    assert stream.artifacts[0].report["history"] == []
-    assert not torch.allclose(learned("refined").bundles[0].payload_values, bundle.payload_values)
-
-
-def test_the_selector_gets_every_setting_of_the_method():
-    context = RunContext(Path("model"), 5, 3, 0, NUM_TASKS)
-    paper = selector_settings(PaperSettings, Paper(iterations=7, beta=0.25), context)
-    assert (paper.budget, paper.seed, paper.iterations, paper.beta) == (5, 3, 7, 0.25)
-    refined = selector_settings(RefinedSettings, Refined(steps=9, entries_per_task=2), context)
-    assert (refined.budget, refined.seed, refined.steps, refined.entries_per_task) == (5, 3, 9, 2)
-    # Every field of a recipe's method but these is one of its settings: nothing is lost on the way.
-    for name, settings, own in (("paper", PaperSettings, set()), ("refined", RefinedSettings, {"base"})):
-        settings_of_method = {field.name for field in fields(METHODS[name])}
-        assert settings_of_method - settings.model_fields.keys() == {"name", "anchors_per_task"} | own
 
 
 def test_the_plugin_serves_what_the_ablations_make(learned, model, tmp_path):
