@@ -29,7 +29,6 @@ PAPER = {
     "paper_no_coverage": {"gamma": 0.0},
     "fixed_calibration": {"inner_steps": 0},
 }
-REFINED = ["refined", "refined_decoupled", "refined_no_refinement"]
 
 
 def of_task(bundle: Bundle, task: str) -> list[int]:
