@@ -16,7 +16,7 @@ from inducekv_vllm.retrieval.page_terms import PageTerms
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.routing import routed_tasks, routing
+from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.token_values import evidence_in, token_values
 
 

@@ -232,6 +232,11 @@ class Finished:
         return self._keys[task.name]
 
 
+def describe_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Of one method and budget: what most diagnostics' JSON values begin with."""
+    return {"method": runs[0].method, "budget": runs[0].budget, "seeds": [run.seed for run in runs]}
+
+
 def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> dict[str, Any]:
     """The content of a file. Raises ConfigError: it is no JSON, or not what `check` finds true; `problem` says what."""
     try:

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from selector.report.plots import COLOURS, style
+from benchmarks.drawing import COLOURS, STYLE
 
 MARKERS = {"decode": "o", "prefill": "s"}
 TERA = 1e12
@@ -24,7 +25,7 @@ def main() -> int:
     result = json.loads(args.result.read_text())
     if "peaks" not in result:
         parser.error(f"{args.result} has no times: it was not measured on a GPU")
-    with style():
+    with mpl.rc_context(STYLE):
         draw(result).savefig(args.plot, format="svg", metadata={"Date": None, "Creator": None})
     return 0
 

@@ -52,7 +52,7 @@ def allowed(backbone):
 # All methods
 
 
-@pytest.mark.parametrize("name", [*RIVALS, "random_memory", "kcenter_memory", "paper", "refined_no_quotas"])
+@pytest.mark.parametrize("name", [*RIVALS, "random_memory", "kcenter_memory", "paper", "refined"])
 def test_the_same_arguments_give_the_same_state_whatever_becomes_of_the_one_before(name, learned, tmp_path):
     stream = learned(name)
     shutil.copytree(stream.states[0], tmp_path / "before")

@@ -11,7 +11,7 @@ the previous one is gone, the pool is the training examples of all tasks so far.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +21,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.drawing import blank, name_ticks
-from benchmarks.continual.diagnostics.statistics import describe_runs
-from benchmarks.continual.results import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun, describe_runs
+from benchmarks.drawing import COLOURS, HATCHES, STROKES, blank, finite, name_ticks
 from selector.backbone.extraction import extract_keys
-from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 from selector.update.measures import diversity, pairwise_cosines
 
-SOURCE = "Inducing-set diversity protocol"
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
+NO_COVERAGE = "paper_no_coverage"  # the method
 LABELS = {SELECTED: "as selected", WITHOUT_COVERAGE: "gamma = 0", RANDOM: "random"}
 DRAWS = 10  # random sets of each pool
 QUANTILES = 201  # of all cosines of a rule: what a violin is drawn from
@@ -45,13 +43,8 @@ class Chosen:
     pool: int  # how many entries it was chosen from
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.set_defaults(method="paper")
-    parser.add_argument("--without-coverage", default="paper_no_coverage", help="the method (default %(default)s)")
-
-
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    runs, other = finished.chosen(options), options.without_coverage
+    runs, other = finished.chosen(options), NO_COVERAGE
     pools = Pools(finished)
     sets = [chosen for run in runs for chosen in selected_and_random(run, pools)]
     if finished.has(other):
@@ -59,7 +52,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         sets += [replace(chosen, rule=WITHOUT_COVERAGE) for chosen in others if chosen.rule == SELECTED]
     rules = {rule: summary([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
     return {
-        "finding": _finding({rule: row for rule, row in rules.items() if row["sets"]}),
+        "finding": f"Mean cosine of two keys: {_listed(rules, 'cosine')}; log det: {_listed(rules, 'logdet')}.",
         **describe_runs(runs),
         "without_coverage": other if finished.has(other) else None,
         "rules": rules,
@@ -130,15 +123,8 @@ def summary(sets: Sequence[Chosen]) -> dict[str, Any]:
     }
 
 
-def _finding(rules: dict[str, dict[str, Any]]) -> str:
-    def listed(name: str, digits: str) -> str:
-        values = [(rule, row[name]) for rule, row in rules.items() if row[name] is not None]
-        return ", ".join(f"{value:{digits}} {LABELS[rule]}" for rule, value in values) or "unknown"
-
-    return (
-        f"Within a memory the mean cosine of two keys is {listed('cosine', '.3f')} (lower is more diverse), and the "
-        f"log det of their coverage {listed('logdet', '.1f')} (higher is more diverse)."
-    )
+def _listed(rules: dict[str, dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{row[name]:.3f} {LABELS[rule]}" for rule, row in rules.items() if row[name] is not None)
 
 
 def plot(measured: dict[str, Any]) -> Figure:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from benchmarks.continual.methods.fit import Fit, Penalty
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from selector.backbone.model import Backbone
@@ -52,7 +52,6 @@ class Lora:
     precision: Precision = "bfloat16"  # of matrix products in training
     modules: Modules = "all"  # the layers that are adapted
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
-    trials: ClassVar[Trials] = ({"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)

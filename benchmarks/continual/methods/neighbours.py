@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
@@ -47,7 +47,6 @@ class PromptReplay:
     name: str = "prompt_replay"
     shown: int = 4  # exemplars before a question
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
-    trials: ClassVar[Trials] = ({"shown": 1}, {"shown": 4}, {"shown": 8})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
@@ -77,7 +76,6 @@ class KnnCopier:
     name: str = "knn_copier"
     k: int = 5
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
-    trials: ClassVar[Trials] = ({"k": 1}, {"k": 5}, {"k": 15})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 
 
@@ -16,7 +16,6 @@ class NoMemory:
 
     kind: ClassVar[Kind] = "none"
     name: str = "no_memory"
-    trials: ClassVar[Trials] = ()  # it has no settings
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         return Artifact("none", None, 0, {})

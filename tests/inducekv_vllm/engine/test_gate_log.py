@@ -13,6 +13,7 @@ import pytest
 from inducekv_vllm.engine import gate_log
 from inducekv_vllm.engine.gate_log import GateLog, open_log
 from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup, QueryFeatures
+from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import GateDecision
 from inducekv_vllm.host.config import InduceKVConfig
 from tests.inducekv_vllm.bundles import random_gated_bundle

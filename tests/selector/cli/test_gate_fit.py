@@ -143,15 +143,6 @@ def test_a_log_that_cannot_be_used(
     assert not files.new.exists()
 
 
-def test_a_log_without_lines(gate: Gate, old: Path, files: Files, tmp_path: Path) -> None:
-    log = tmp_path / "gate.jsonl"
-    assert "cannot read the gate log" in refuse(*files.arguments(old, "--from-log", log))
-    log.touch()
-    assert "the gate log holds no requests" in refuse(*files.arguments(old, "--from-log", log))
-    log.write_text('{"gate": "ab", "evid')
-    assert "line 1: malformed JSON" in refuse(*files.arguments(old, "--from-log", log))
-
-
 def test_what_is_refused_leaves_nothing(
     old: Path, files: Files, tmp_path: Path, model_folders: dict[str, Path]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The refined recipe with decoupled memory: a stream of tasks, the choice of an activation, and what is refused."""
+"""The refined recipe: a stream of tasks, the choice of activation and learning rate, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,39 +15,30 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
+from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.data.examples import Example, read_task, source_digest_of
+from selector.data.examples import Example, source_digest_of
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
-from selector.refined.candidates import DECOUPLED_RATES, Candidate, latest_good
+from selector.refined.candidates import LEARNING_RATES, Candidate, latest_good
 from selector.refined.settings import RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 
-DECOUPLED: dict[str, Any] = {
-    "form": "decoupled",
-    "weighting": "uniform",
-    "calibrate": "never",
-    "budget": 4,
+SMALL: dict[str, Any] = {
+    "budget": 8,
     "payload_tokens": 2,
     "entries_per_task": 4,
+    "map_rank": 0,
     "steps": 3,
     "batch_size": 4,
     "learning_rate": 0.3,
     "precision": "float32",
     "patience": None,
 }
-
-
-MERGED = {"form": "merged", "weighting": "prior", "calibrate": "first"}
-
-
-@pytest.fixture(scope="module")
-def examples(task_file: Path) -> list[Example]:
-    return read_task(task_file)
 
 
 def asked_for(task: str, example: Example) -> Example:
@@ -75,26 +66,7 @@ def learn(
     inputs = TaskInputs(named[:8], named[8:], anchors, previous)
     folder.mkdir(exist_ok=True)
     checkpoint, _ = Checkpoint.open(folder / task, changes)
-    return update_refined(llava, inputs, RefinedSettings(**(DECOUPLED | changes)), checkpoint)
-
-
-def test_a_stream_of_tasks(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    first = learn(llava, tmp_path, examples, activation="generation").bundle
-    assert (first.metadata.form, first.metadata.activations) == ("decoupled", {"colours": "generation"})
-    assert torch.equal(first.value_gates, torch.ones(llava.num_layers))
-    assert torch.equal(first.layer_bias, torch.zeros(llava.num_layers))
-    assert first.payload_values.abs().max() > 0
-    second = learn(
-        llava,
-        tmp_path,
-        examples,
-        "counts",
-        first,
-        [replace(e, id=f"anchor-{e.id}") for e in examples[:2]],
-        activation="text",
-    ).bundle
-    assert second.metadata.activations == {"colours": "generation", "counts": "text"}
-    assert torch.equal(second.payload_values[:, :2], first.payload_values[:, :2])  # the first half of the quota
+    return update_refined(llava, inputs, RefinedSettings(**(SMALL | changes)), checkpoint)
 
 
 def test_what_a_task_learns_does_not_depend_on_the_tasks_before(
@@ -109,45 +81,44 @@ def test_what_a_task_learns_does_not_depend_on_the_tasks_before(
         assert torch.equal(after.tensors()[name][:, 1:], alone.tensors()[name])
 
 
-def test_maps_are_trained_and_kept(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    first = learn(llava, tmp_path, examples, map_rank=3).bundle
+def test_a_stream_of_tasks(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    first = learn(llava, tmp_path, examples, activation="generation", map_rank=3).bundle
+    assert (first.metadata.form, first.metadata.activations) == ("decoupled", {"colours": "generation"})
+    assert torch.equal(first.value_gates, torch.ones(llava.num_layers))
+    assert torch.equal(first.layer_bias, torch.zeros(llava.num_layers))
     assert first.map_in is not None
     assert first.map_out is not None
     width = llava.num_heads // llava.num_kv_heads * llava.head_dim
     assert first.map_in.shape == (llava.num_layers, 4, llava.num_kv_heads, 3, width)
+    assert first.payload_values.abs().max() > 0
     assert first.map_out.abs().max() > 0
     anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
-    second = learn(llava, tmp_path, examples, "counts", first, anchors, map_rank=3).bundle
-    assert second.map_in is not None
-    assert second.map_out is not None
-    assert torch.equal(second.map_in[:, :2], first.map_in[:, :2])
-    assert torch.equal(second.map_out[:, :2], first.map_out[:, :2])
-    assert second.map_out[:, 2:].abs().max() > 0
-    with pytest.raises(BundleError, match="the previous bundle has maps of rank 3, found 2 in the settings"):
-        learn(llava, tmp_path, examples, "shapes", first, anchors, map_rank=2)
-    with pytest.raises(ConfigError, match=f"a map of width {width} has at most that rank, found map_rank 999"):
-        learn(llava, tmp_path, examples, map_rank=999)
+    second = learn(llava, tmp_path, examples, "counts", first, anchors, activation="text", map_rank=3).bundle
+    assert second.metadata.activations == {"colours": "generation", "counts": "text"}
+    assert second.metadata.gate_tasks == ("colours", "counts")
+    for name in ("payload_keys", "payload_values", "map_in", "map_out"):
+        assert torch.equal(second.tensors()[name][:, :4], first.tensors()[name]), "an earlier task's entries moved"
+        assert second.tensors()[name].shape[1] == 8
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (BundleError, "the previous bundle has maps of rank 3, found 2 in the settings", {"map_rank": 2}),
+        (BundleError, "refined for the form 'decoupled', found 'merged'", {"form": "merged"}),
+        (BundleError, "refined for the weighting 'uniform', found 'prior'", {"weighting": "prior", "map_rank": 3}),
+        (ConfigError, "budget of 7 entries does not hold 4 of a new task beside 4", {"budget": 7, "map_rank": 3}),
+        (ConfigError, f"a map of width {width} has at most that rank, found map_rank 999", {"map_rank": 999}),
+    ]
+    for error, message, changes in refused:
+        before = {} if changes.get("map_rank") == 999 else {"previous": first, "anchors": anchors}
+        with pytest.raises(error, match=message):
+            learn(llava, tmp_path, examples, "shapes", **before, **changes)
 
 
 @pytest.mark.parametrize("map_rank", [0, 2])
 def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples: list[Example], map_rank: int) -> None:
-    bundle = learn(llava, tmp_path, examples, steps=0, gate="none", map_rank=map_rank).bundle
+    bundle = learn(llava, tmp_path, examples, steps=0, activation="prompt", map_rank=map_rank).bundle
     scorer = Scorer(llava)
     keys = torch.cat([llava.retrieval_keys(llava.encode_example(e)) for e in examples])
     losses = [BundledModel(scorer, each).mean_loss(examples, keys) for each in (bundle, None)]
     assert losses[0] == losses[1]
-
-
-def test_the_activation_is_searched(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    result = learn(llava, tmp_path, examples, activation="search")
-    report = result.report["activation"]
-    assert [trial["activation"] for trial in report["search"]] == ["prompt", "text", "generation"]
-    # The random model answers no question rightly, with any: the latest is kept.
-    assert {trial["accuracy"] for trial in report["search"]} == {0.0}
-    assert report["chosen"] == "generation"
-    alone = learn(llava, tmp_path / "..", examples, activation="generation").bundle
-    assert result.bundle.metadata.activations == {"colours": "generation"}
-    assert torch.equal(result.bundle.payload_values, alone.payload_values)
 
 
 def candidate(activation: str, accuracy: float, loss: float = 1.0) -> Candidate:
@@ -189,32 +160,13 @@ def test_the_least_loss_of_an_activation_stands_for_it() -> None:
     assert latest_good([alone], 0) is alone
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            {"weighting": "sqrt", "gate": "none"},
-            'decoupled memory needs the weighting "prior" or "uniform" and calibrate="never"',
-        ),
-        ({"calibrate": "first"}, "decoupled memory needs .* calibrate=\"never\", found 'uniform' and 'first'"),
-        ({"form": "merged"}, "merged memory acts on the whole prompt .* found the weighting 'uniform'"),
-        ({"form": "merged", "weighting": "prior", "activation": "text"}, "and the activation 'text'"),
-        ({**MERGED, "map_rank": 2}, "merged memory has no maps of the attention output, found map_rank 2"),
-        ({"activation": "answer"}, "activation must be prompt, text, generation or search, found 'answer'"),
-    ],
-)
-def test_settings_that_contradict_each_other(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        RefinedSettings(**(DECOUPLED | changes))
-
-
 def test_activation_and_learning_rate_are_searched_together(
     llava: Backbone, tmp_path: Path, examples: list[Example]
 ) -> None:
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
     trials = result.report["activation"]["search"]
     latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["activation"] == "generation"}
-    assert set(latest) == set(DECOUPLED_RATES)
+    assert set(latest) == set(LEARNING_RATES)
     rate = min(latest, key=lambda each: latest[each])
     earlier = [(t["activation"], t["learning_rate"]) for t in trials if t["activation"] != "generation"]
     assert {("prompt", rate), ("text", rate)} <= set(earlier)
@@ -249,27 +201,6 @@ def test_an_earlier_activation_worse_than_a_later_one_gets_the_lower_rate_too(
     assert {t["nll"] for t in trials} == set(losses[2:])
 
 
-def test_an_earlier_activation_that_diverges_is_trained_with_the_lower_rate(
-    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured, made_up = Scorer.mean_loss, iter([2.0, 1.0])  # of the generation: 0.3 is the better rate
-
-    def loss(*args: Any) -> float:
-        if (first := next(made_up, None)) is not None:
-            return first
-        if len(diverged) < 2:
-            diverged.append(args)
-            raise TaskDataError("the loss is not a finite number")
-        return measured(*args)
-
-    diverged: list[Any] = []  # "text" with 0.3, and with 0.1
-    monkeypatch.setattr(Scorer, "mean_loss", loss)
-    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
-    trials = result.report["activation"]["search"]
-    assert {t["activation"] for t in trials} == {"prompt", "generation"}
-    assert ("prompt", 0.3) in [(t["activation"], t["learning_rate"]) for t in trials]
-
-
 def test_nothing_earlier_is_tried_once_all_answers_are_right(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,9 +221,9 @@ def test_with_a_patience_a_rate_that_cannot_be_beaten_is_the_last(
     trained: list[float] = []
     measured = candidates.train
 
-    def train(training: Any, *arguments: Any, **options: Any) -> None:
+    def train(training: Any, *arguments: Any) -> Memory:
         trained.append(training.learning_rate)
-        measured(training, *arguments, **options)
+        return measured(training, *arguments)
 
     monkeypatch.setattr(candidates, "train", train)
     monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
@@ -303,21 +234,9 @@ def test_with_a_patience_a_rate_that_cannot_be_beaten_is_the_last(
 def test_trainings_that_diverge_are_left_out(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "DECOUPLED_RATES", (1e30, 0.3))
+    monkeypatch.setattr(candidates, "LEARNING_RATES", (1e30, 0.3))
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
     assert {trial["learning_rate"] for trial in result.report["activation"]["search"]} == {0.3}
-    monkeypatch.setattr(candidates, "DECOUPLED_RATES", (1e30,))
+    monkeypatch.setattr(candidates, "LEARNING_RATES", (1e30,))
     with pytest.raises((TaskDataError, BundleError)):
         learn(llava, tmp_path / "none", examples, activation="search", learning_rate=None)
-
-
-def test_a_search_needs_validation_examples(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    with pytest.raises(ConfigError, match="the activation is searched on validation examples, and there are none"):
-        learn(llava, tmp_path, examples[:8], activation="search")
-
-
-def test_a_bundle_of_another_form_is_not_continued(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
-    first = learn(llava, tmp_path, examples, **MERGED).bundle
-    anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
-    with pytest.raises(BundleError, match="refined for the form 'merged', found 'decoupled' in the settings"):
-        learn(llava, tmp_path, examples, "counts", first, anchors)
