@@ -69,10 +69,9 @@ class PromptMaker:
         solved = [message for index in order for message in self._solved(self.exemplars[index])]
         return [*solved, *self.question(tokens)]
 
-    def continued(self, messages: list[Message], answer: str, tokens: int) -> list[Message]:
-        """The conversation with its answer and one more user turn of `tokens` words."""
-        words = self._rng.choice(self._words, size=tokens)
-        return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "".join(words)}]
+    def follow_up(self, tokens: int) -> Message:
+        """One more user turn, of `tokens` words."""
+        return {"role": "user", "content": "".join(self._rng.choice(self._words, size=tokens))}
 
     def exemplar_tokens(self) -> int:
         """By how many tokens the longest of the exemplars makes a prompt longer."""

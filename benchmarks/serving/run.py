@@ -1,35 +1,34 @@
 """The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR | --geometry NAME] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-targets, where the time of a request with memory goes, and one JSON object as the last line; the
-same object goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of
-another length), or to `--output`.
+targets, and one JSON object as the last line; the same object goes to `benchmarks/results/serving_MODEL_DTYPE.json`
+(not with --smoke; `..._TOKENS.json` for prompts of another length), or to `--output`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoConfig
 
-from benchmarks.chat import Message
+from benchmarks.chat import chat_body
 from benchmarks.demo.world import write_task
 from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from benchmarks.serving import breakdown, report, retrieval
+from benchmarks.serving import report
 from benchmarks.serving.bundles import (
     SEED,
     build_bundles,
@@ -39,7 +38,6 @@ from benchmarks.serving.bundles import (
     stored_bytes,
 )
 from benchmarks.serving.checkpoints import save, save_without_weights
-from benchmarks.serving.load import REQUEST_SECONDS, Block, chat_body, send_requests
 from benchmarks.serving.methods import (
     BASE_METHOD,
     BUDGETS,
@@ -55,7 +53,7 @@ from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 
-FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 KV_CACHE_BYTES = 2 << 30  # at least
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
@@ -90,11 +88,10 @@ def main() -> int:
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
             every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens, args.budgets)
             methods = chosen(every, args.methods)
-            measured = measure(url, methods, args, console)
-            parts = breakdown.measure(url, methods, args.rounds)
+            measured = measure(url, methods, args, work)
         with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
             rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
-            for concurrency, blocks in measure(url, rivals, args, console).items():
+            for concurrency, blocks in measure(url, rivals, args, work).items():
                 measured[concurrency] |= blocks
         stored = {method.name: stored_bytes(bundles, method.model) for method in methods} | {LORA: adapter_bytes}
     rows = report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)})
@@ -102,15 +99,12 @@ def main() -> int:
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
         **{name: getattr(args, name) for name in REPORTED},
-        "retrieval_ms": retrieval.measure(),
-        "breakdown_ms": parts,
         "lora_rank": rank,
         "stored_bytes": stored,
         "concurrency": rows,
         "machine": describe_machine(),
     }
-    targets = report.check_targets(rows["1"])
-    result["targets"] = targets + report.check_retrieval(result["retrieval_ms"])
+    result["targets"] = report.check_targets(rows["1"])
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
@@ -229,40 +223,34 @@ def base_name(url: str) -> str:
     return str(next(model["id"] for model in models if not model.get("parent")))
 
 
-def measure(url: str, methods: list[Method], args: argparse.Namespace, console: Console) -> report.Measured:
+def measure(url: str, methods: list[Method], args: argparse.Namespace, work: Path) -> report.Measured:
     """All methods in turn, round after round, at each concurrency, after one round that warms up and is dropped."""
     measured: report.Measured = {concurrency: defaultdict(list) for concurrency in args.concurrency}
-    # More requests a round at higher concurrency, so fewer rounds give as many timings.
-    rounds = {concurrency: max(1 if args.smoke else 2, args.rounds // concurrency) for concurrency in args.concurrency}
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=(1 + sum(rounds.values())) * len(methods))
-        for method in methods:
-            send(url, method, 1, args.output_tokens)
-            progress.advance(task)
-        for concurrency in args.concurrency:
-            for _ in range(rounds[concurrency]):
-                for method in methods:
-                    measured[concurrency][method.name].append(send(url, method, concurrency, args.output_tokens))
-                    progress.advance(task)
+    plan = [(None, method) for method in methods]  # in the order of sending: its concurrency (None: dropped)
+    for concurrency in args.concurrency:
+        # More requests a round at higher concurrency, so fewer rounds give as many timings.
+        rounds = max(1 if args.smoke else 2, args.rounds // concurrency)
+        plan += [(concurrency, method) for _ in range(rounds) for method in methods]
+    blocks, timings = work / "blocks.jsonl", work / "timings.jsonl"
+    with blocks.open("w") as file:
+        for concurrency, method in plan:
+            file.write(json.dumps(block_of(method, concurrency or 1, args.output_tokens)) + "\n")
+    command = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--host", url, "--headless", "--only-summary"]
+    command += ["-u", "1", "--loglevel", "WARNING", "--blocks", blocks, "--timings", timings]
+    subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr, cwd=LOCUSTFILE.parents[2])
+    for (concurrency, method), line in zip(plan, timings.read_text().splitlines(), strict=True):
+        if concurrency is not None:
+            measured[concurrency][method.name].append(json.loads(line))
     return measured
 
 
-def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Block:
+def block_of(method: Method, concurrency: int, output_tokens: int) -> dict[str, Any]:
     """One block: a single request alone, otherwise two requests for each place."""
-    number = 1 if concurrency == 1 else 2 * concurrency
-    bodies = [chat_body(method.model, messages(url, method), output_tokens, method.xargs) for _ in range(number)]
-    return asyncio.run(send_requests([(url, body) for body in bodies], concurrency))
-
-
-def messages(url: str, method: Method) -> list[Message]:
-    """Those of the request that is measured; the first turn of a conversation is asked here, and not measured."""
-    first = method.messages()
-    if method.follow_up is None:
-        return first
-    body = chat_body(method.model, first, FIRST_ANSWER_TOKENS, method.xargs) | {"stream": False}
-    del body["stream_options"]
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=REQUEST_SECONDS).raise_for_status().json()
-    return method.follow_up(first, reply["choices"][0]["message"]["content"])
+    requests = []
+    for _ in range(1 if concurrency == 1 else 2 * concurrency):
+        body = chat_body(method.model, method.messages(), output_tokens, method.xargs)
+        requests.append({"body": body} | ({"then": method.then()} if method.then else {}))
+    return {"method": method.name, "concurrency": concurrency, "requests": requests}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.continual.answering import Ask, OfflineAnswerer, OfflineModel, plan
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
+from benchmarks.continual.answering import MAX_NEW_TOKENS, Ask, OfflineAnswerer, OfflineModel, plan
 from benchmarks.continual.answering.plans import Copied, Gated, Plain, Shown
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, write_gate

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.continual.diagnostics.__main__ import DIAGNOSTICS, as_json
+from benchmarks.continual.diagnostics.__main__ import as_json
 from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from tests.benchmarks.finished_runs import refusal, write_configuration, write_finished_run
@@ -55,23 +55,6 @@ def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "3: not a prediction"),
-        ('{"task": "a"}', "3: not a prediction"),
-        ('{"task": "a", "id": "0", "expected": "", "answer": "", "right": true}', "3: question '0' of task 'a' stands"),
-    ],
-)
-def test_predictions_that_do_not_parse_are_named_by_line(out, line, problem):
-    run = Finished.read(out).runs("refined")[0]
-    path = run.task_folder(0) / "predictions.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
-    with pytest.raises(TaskDataError, match=f"predictions.jsonl:{problem}"):
-        run.predictions(0)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("paper", 32), r"no finished run of paper with budget 32 under .*; there are: no_memory with"),
@@ -88,11 +71,6 @@ def test_what_is_missing_is_named(out, arguments, message):
         finished.runs(*arguments)
     with pytest.raises(ConfigError, match=r"run.json: not the folder of a run"):
         Finished.read(out / "refined")
-
-
-def test_a_run_that_is_not_complete_is_as_good_as_absent(out):
-    write_finished_run(out, "refined", MEMORY, seed=1, complete=False)
-    assert [run.seed for run in Finished.read(out).runs("refined")] == [0]
 
 
 def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_path):
@@ -118,16 +96,6 @@ def test_model_and_data_are_where_the_run_found_them(out, model, tmp_path_factor
     data.rmdir()
     assert Finished.read(out).data == out / "data"
     assert Finished.read(out, data=data).data == data
-
-
-def test_every_diagnostic_has_its_parts():
-    assert sorted(DIAGNOSTICS) == [
-        *("ambiguity", "calibration", "diversity", "hit_rate", "memory_attention", "order", "sweeps"),
-    ]
-    for name, diagnostic in DIAGNOSTICS.items():
-        assert diagnostic.__doc__, name
-        assert diagnostic.SOURCE, name
-        assert all(callable(getattr(diagnostic, part)) for part in ("add_arguments", "measure", "plot")), name
 
 
 def test_json_has_six_digits_and_none_for_what_is_no_number():

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.continual.diagnostics.order import distribution
-from benchmarks.continual.diagnostics.statistics import correlation, spread
+from benchmarks.continual.diagnostics.calibration import correlation
+from benchmarks.continual.diagnostics.comparison import spread
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_run
 
 # Order: the suite has field before guild (`benchmarks.demo.streams`).
@@ -39,12 +39,6 @@ def test_order_gives_mean_and_deviation_of_all_runs_and_stars_the_suites_own(ord
     assert moved["within_orders"] == pytest.approx(math.sqrt((0 + 0.02) / 2), rel=1e-5)
     assert (moved["default"], steady["standard_deviation"]) == (pytest.approx(0.6), 0)
     assert found["left_out"] == ["alone with budget 32: not in every folder"]
-    assert "the order matters least to steady" in found["finding"]
-
-
-def test_without_the_suites_own_order_there_is_no_star():
-    measured = distribution([{0: 0.2}, {0: 0.4}], default=None)
-    assert (measured["default"], measured["within_orders"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +57,6 @@ def test_folders_that_differ_otherwise_are_no_orders(orders, changed, message, c
 
 def test_orders_that_cannot_be_compared_are_named(orders, capsys):
     assert "needs at least two orders" in refusal(capsys, "order", orders[0])
-    message = refusal(capsys, "order", orders[0], "--also", orders[1], "--score", "BLEU")
-    assert "there is no metric 'BLEU', there are: AP" in message
     write_run(orders[1], "moved", FIELD_FIRST, seed=1, metrics={"AP": 0.7}, settings={"steps": 9})
     message = refusal(capsys, "order", orders[0], "--also", orders[1])
     assert "differ in steps, not in order alone: None and 9" in message
@@ -124,7 +116,6 @@ def test_a_sweep_gives_mean_and_deviation_by_value(swept):
     low, high = found["settings"]["skill"][:2]
     assert (low["AP"]["mean"], high["AP"]["mean"]) == (pytest.approx(0.25), pytest.approx(0.55))
     assert high["AP"]["standard_deviation"] == pytest.approx(0.1 / 2**0.5, rel=1e-5)
-    assert "0.250 to 0.950 over skill (best at 9); 0.550 at any steps" in found["finding"]
     found = diagnose("sweeps", first, "--method", "learner", "--also", others[0], "--seed", 1)
     assert [row["AP"]["mean"] for row in found["settings"]["skill"]] == pytest.approx([0.3, 0.6])
 

@@ -113,7 +113,6 @@ def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, capsys):
     assert found["bins"][3]["gain"]["mean"] == pytest.approx(1 / 3, abs=1e-5)
     assert found["bins"][1]["accuracy_without"]["mean"] == 1.0
     assert found["closed"] == 0
-    assert "-0.667 where 20% to 40%" in found["finding"]
     message = refusal(capsys, "hit_rate", out[0], "--method", "paper", "--top-k", 0)
     assert "top_k must be at least 1, found 0" in message
 
@@ -129,4 +128,4 @@ def test_the_ambiguity_of_each_question_is_drawn_with_its_gain(out, demo_backbon
             expected.append([pytest.approx(largest[0] - largest[1], abs=1e-5), gain, task.name == "field"])
     assert found["points"] == expected
     assert found["questions"] == 6
-    assert "50.0% of 6 answers retrieve mostly from other tasks, where the gain is -0.667" in found["finding"]
+    assert "50.0% of 6 answers retrieve mostly from other tasks" in found["finding"]

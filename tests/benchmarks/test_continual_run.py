@@ -15,15 +15,12 @@ import pytest
 
 from benchmarks.continual import stream
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answering import OfflineAnswerer
-from benchmarks.continual.answering.endpoint import LOADS
 from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.methods import METHODS, Artifact
 from benchmarks.continual.stream import Run, run_stream
 from benchmarks.locks import locked
 from server.demo import CHECKPOINT
 from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
-from tests.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -114,13 +111,12 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
         (("--order", "guild", "nonesuch"), "has no task 'nonesuch'"),
         (("--order", "guild", "guild"), "names each task once"),
         (("--test-limit", "0"), "at least one example and one question"),
-        (("--budget", "0"), "budgets must be positive"),
+        (("--budget", "0"), "budgets, jobs and threads must be positive"),
         (("--method", "nonesuch"), "there is no method 'nonesuch'"),
         (("--set", "nonesuch=1"), "has the setting 'nonesuch=1'"),
         (("--set", "steps=many"), "steps must be like 2, found 'many'"),
         (("--model", "/nonesuch"), "/nonesuch"),
         (("--jobs", "0"), "jobs and threads must be positive"),
-        (("--endpoint", "http://127.0.0.1:1"), "give one of them"),
         (("--order", "random:x"), "random:SEED, found 'random:x'"),
         (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
         (("--serve-args", "--dtype", "float32"), "--serve-args are for a run's own servers"),
@@ -131,42 +127,6 @@ def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
     assert main(command(data, tmp_path / "out", *arguments)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_pictures_for_a_text_only_model_are_refused_before_the_folder_is_taken(data, tmp_path, capsys):
-    model = FAMILIES["llama"](tmp_path / "model")
-    assert main(command(data, tmp_path / "out", "--model", str(model))) == 2
-    assert "a text-only model, and guild of suite 'demo' has pictures" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A method that dies at its second task, once."""
-
-    name: str = "interrupted"
-
-    def learn(self, task, previous, out, context):
-        (out / "half").write_text("of a state")
-        if previous is not None and not (previous.parent / "died").exists():
-            (previous.parent / "died").touch()
-            raise KeyboardInterrupt
-        return Artifact("none", None, 0, {"after": previous is not None})
-
-
-def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
-    run = Run(suite, Interrupted(), CHECKPOINT, 32, 0, tmp_path)
-    logged: list[str] = []
-    monkeypatch.setattr(stream, "log", logged.append)
-    with pytest.raises(KeyboardInterrupt):
-        run_stream(run, OfflineAnswerer(CHECKPOINT))
-    assert json.loads((run.own_folder / "matrix.json").read_bytes())["complete"] is False
-    collected = run_stream(run, OfflineAnswerer(CHECKPOINT))
-    assert collected["complete"]
-    assert [report["after"] for report in collected["reports"]] == [False, True]
-    assert len(logged) == 2  # one line for each task, though the first was asked for twice
-    assert collected["accuracy"] == [[0.0], [0.0, 0.0]]  # the untouched model knows neither task
-    assert min(collected["base"]) > 0.7
 
 
 @pytest.mark.slow
@@ -294,10 +254,6 @@ def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(s
         file.write_bytes(whole[:-cut])
         assert known.answers(NOTHING, state, examples) == (expected, 1)
         assert sorted(file.read_bytes().splitlines()) == sorted(whole.splitlines())
-
-
-def test_every_method_says_what_kind_of_artifact_it_makes():
-    assert {method.kind for method in METHODS.values()} <= set(LOADS)
 
 
 def test_a_random_order_follows_from_its_seed(data):
