@@ -54,7 +54,7 @@ class InUse:
         )
 
 
-async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool], seconds: float) -> T:
+async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool], seconds: float = REST_SECONDS) -> T:
     """What is seen once it is right, or after so many seconds."""
     deadline = time.monotonic() + seconds
     while not is_right(found := await look()) and time.monotonic() < deadline:
@@ -69,11 +69,11 @@ async def held_at_rest(url: str, open_files: int) -> Held:
         return Held.by(url)
 
     gc.collect()
-    return await settled(look, lambda held: held.open_files <= open_files, REST_SECONDS)
+    return await settled(look, lambda held: held.open_files <= open_files)
 
 
 async def in_use_at_rest(client: httpx.AsyncClient, expected: InUse) -> InUse:
-    return await settled(lambda: InUse.on(client), lambda found: found == expected, REST_SECONDS)
+    return await settled(lambda: InUse.on(client), lambda found: found == expected)
 
 
 async def drained(client: httpx.AsyncClient, key: str) -> None:

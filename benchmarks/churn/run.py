@@ -25,14 +25,15 @@ from typing import Any
 
 import httpx
 
+from benchmarks.chat import question_of, user_turn
+from benchmarks.demo.world import examples
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from server.demo import CHECKPOINT
 
-from .changes import Admin, meanwhile
-from .contents import BASE, Content, ask_alone, make_contents, make_questions
-from .crowd import Crowd, Verdicts
+from .changes import Admin, Content, meanwhile
+from .crowd import BASE, Crowd, Verdicts, ask_alone, make_contents
 from .leaks import Held, InUse, drained, held_at_rest, in_use_at_rest
 
 QUESTIONS = 12
@@ -77,7 +78,8 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
     # A connection for each request: the server closes idle ones.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        admin, questions = Admin(client, key, paths), make_questions(QUESTIONS)
+        admin, asked = Admin(client, key, paths), examples("guild", "test", QUESTIONS)
+        questions = [[user_turn(pixels, question_of(record))] for record, pixels in asked]
         references = await ask_alone(client, questions, {BASE: BASE})
         empty = await InUse.on(client)
         for content in paths:
@@ -104,9 +106,9 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
         in_use = await in_use_at_rest(client, empty)
         metrics = (await client.get("/metrics")).text
     preempted = sum(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(PREEMPTIONS))
-    verdicts = crowd.verdicts
-    passed = not verdicts.faults and verdicts.counts["right"] > 0 and preempted > 0 and in_use == empty
-    grown = after.resident_mib - before.resident_mib
+    verdicts, grown = crowd.verdicts, after.resident_mib - before.resident_mib
+    right = not verdicts.faults and verdicts.counts["right"] > 0 and preempted > 0
+    nothing_left = in_use == empty and after.open_files <= before.open_files and grown < MIB_THAT_MAY_GROW
     return {
         "requests": requests,
         "concurrency": concurrency,
@@ -114,10 +116,9 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
         "faults": verdicts.faults[:20],
         "changes": admin.loads,
         "preemptions": preempted,
-        "resident_mib": {"before": before.resident_mib, "after": after.resident_mib},
-        "open_files": {"before": before.open_files, "after": after.open_files},
+        "held": {"before": asdict(before), "after": asdict(after)},
         "in_use": {"before": asdict(empty), "after": asdict(in_use)},
-        "passed": passed and grown < MIB_THAT_MAY_GROW and after.open_files <= before.open_files,
+        "passed": right and nothing_left,
     }
 
 

@@ -114,8 +114,9 @@ def test_what_is_missing_is_named():
     unfinished = stream("gated_lora_replay", 2, [0.6, 0.6], budget=64, done=1)
     assert gaps(Streams([*UNTOUCHED, *GATED, *larger, unfinished, REPLAY[0]])) == [
         "gated_lora_replay, budget 64, seed 2: 1 of 2 tasks done; not counted.",
-        "lora_replay, budget 32: not run with seed 1, 2.",
-        "lora_replay: not run with budget 64.",
+        "lora_replay, budget 32, seed 1: not run.",
+        "lora_replay, budget 32, seed 2: not run.",
+        *(f"lora_replay, budget 64, seed {seed}: not run." for seed in range(3)),
     ]
     assert gaps(Streams([*UNTOUCHED, *GATED])) == []
 

@@ -50,17 +50,17 @@ def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
     # Predictions of other questions are not paired.
     path = out / "no_memory/budget-32/seed-5/01-b/predictions.jsonl"
     path.write_text(path.read_text().replace('"base", "id": "0"', '"base", "id": "9"'))
-    with pytest.raises(TaskDataError, match="different questions: '0' of task 'base' is in one of them only"):
+    with pytest.raises(TaskDataError, match="predictions of different questions"):
         finished.paired(finished.runs("refined")[0])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("paper", 32), r"no finished run of paper with budget 32 under .*; there are: no_memory with"),
-        (("refined", 128), "no finished run of refined with budget 128"),
-        (("refined", 32, [0, 3]), r"with seed 3 under .*; there are the seeds 0, 1"),
-        (("refined",), "runs of refined with the budgets 32, 64: name one"),
+        (("paper", 32), r"no finished run of paper, budget 32, seeds any under .*; there are: no_memory"),
+        (("refined", 128), "no finished run of refined, budget 128"),
+        (("refined", 32, [0, 3]), r"no finished run of refined, budget 32, seeds \[0, 3\]"),
+        (("refined",), r"runs of refined with the budgets \[32, 64\]: name one"),
     ],
 )
 def test_what_is_missing_is_named(out, arguments, message):
@@ -105,6 +105,6 @@ def test_json_has_six_digits_and_none_for_what_is_no_number():
 
 def test_the_command_names_what_is_missing(out, capsys):
     error = refusal(capsys, "calibration", out, "--method", "paper", "--budget", 32)
-    assert "error: no finished run of paper with budget 32 under" in error
+    assert "error: no finished run of paper, budget 32" in error
     assert error.count("\n") == 1
     assert not (out / "diagnostics").exists()

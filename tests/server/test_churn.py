@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.churn.changes import Admin, Span, meanwhile
-from benchmarks.churn.contents import BASE, ask_alone
-from benchmarks.churn.crowd import Crowd, Verdicts
+from benchmarks.churn.crowd import BASE, Crowd, Verdicts, ask_alone
 from benchmarks.churn.leaks import Held, InUse, drained, held_at_rest, in_use_at_rest
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.bundles import remade
