@@ -36,10 +36,3 @@ def save(geometry: Geometry, directory: Path) -> Path:
     torch.manual_seed(SEED)
     model = LlavaForConditionalGeneration(config_of(geometry))
     return export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory)
-
-
-def save_without_weights(geometry: Geometry, directory: Path) -> Path:
-    """Write all of a checkpoint but its weights, which a server with `--load-format dummy` makes up."""
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config_of(geometry))
-    return export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory, weights=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,14 +42,7 @@ def decoupled_name(activation: Activation) -> str:
     return f"decoupled_B{DECOUPLED_BUDGET}_{activation}"
 
 
-def make_methods(
-    prompts: PromptMaker,
-    base: str,
-    context: int,
-    output_tokens: int,
-    prompt_tokens: int,
-    budgets: Sequence[int] = BUDGETS,
-) -> list[Method]:
+def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: int, prompt_tokens: int) -> list[Method]:
     """All methods, over prompts of `prompt_tokens` tokens and a context of `context` tokens."""
     room = context - output_tokens - prompt_tokens
     replayed = min(len(prompts.exemplars), room // prompts.exemplar_tokens())
@@ -61,7 +54,7 @@ def make_methods(
         return prompts.follow_up(SECOND_TURN_TOKENS)
 
     methods = [Method(BASE_METHOD, base, question)]
-    for budget in budgets:
+    for budget in BUDGETS:
         name = bundle_name(budget)
         methods.append(Method(f"{name}_all", name, question))
         methods.append(Method(f"{name}_top{TOP_K}", name, question, {"inducekv_top_k": TOP_K}))

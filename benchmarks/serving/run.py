@@ -1,4 +1,4 @@
-"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR | --geometry NAME] [--smoke]`.
+"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
 targets, and one JSON object as the last line; the same object goes to `benchmarks/results/serving_MODEL_DTYPE.json`
@@ -24,20 +24,13 @@ from transformers import AutoConfig
 
 from benchmarks.chat import chat_body
 from benchmarks.demo.world import write_task
-from benchmarks.geometries import GEOMETRIES, Geometry
+from benchmarks.geometries import GEOMETRIES
 from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import report
-from benchmarks.serving.bundles import (
-    SEED,
-    build_bundles,
-    decouple,
-    random_bundles,
-    save_adapter,
-    stored_bytes,
-)
-from benchmarks.serving.checkpoints import save, save_without_weights
+from benchmarks.serving.bundles import SEED, build_bundles, save_adapter, stored_bytes
+from benchmarks.serving.checkpoints import save
 from benchmarks.serving.methods import (
     BASE_METHOD,
     BUDGETS,
@@ -45,7 +38,6 @@ from benchmarks.serving.methods import (
     LORA,
     PROMPT_TOKENS,
     Method,
-    bundle_name,
     lora_methods,
     make_methods,
 )
@@ -55,19 +47,10 @@ from server.demo import CHECKPOINT
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 KV_CACHE_BYTES = 2 << 30  # at least
+POOL_ENTRIES = 2 * (sum(BUDGETS) + len(ACTIVATIONS) * DECOUPLED_BUDGET)  # room for all bundles, and for as many more
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-REPORTED = (
-    "model",
-    "geometry",
-    "budgets",
-    "dtype",
-    "attention_backend",
-    "weighting",
-    "prompt_tokens",
-    "output_tokens",
-    "smoke",
-)
+REPORTED = ("model", "dtype", "attention_backend", "prompt_tokens", "output_tokens", "smoke")
 
 
 def main() -> int:
@@ -75,18 +58,14 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model, geometry = resolve_model(args, work)
-        adapter, rank, adapter_bytes = save_adapter(model, geometry, work)
-        tasks = write_exemplars(work, args.budgets)
-        if geometry is None:
-            bundles = build_bundles(model, tasks, args.budgets, args.weighting, work)
-        else:
-            bundles = random_bundles(model, args.budgets, args.weighting, work)
-        bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
+        model = resolve_model(args.model, work)
+        adapter, rank, adapter_bytes = save_adapter(model, work)
+        tasks = write_exemplars(work)
+        bundles = build_bundles(model, tasks, work)
         prompts = PromptMaker(model, read_exemplars(tasks), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens, args.budgets)
+            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
             methods = chosen(every, args.methods)
             measured = measure(url, methods, args, work)
         with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
@@ -109,7 +88,7 @@ def main() -> int:
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
         length = "" if args.prompt_tokens == PROMPT_TOKENS else f"_{args.prompt_tokens}"
-        path = args.output or RESULTS / f"serving_{args.geometry or Path(args.model).name}_{args.dtype}{length}.json"
+        path = args.output or RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -117,15 +96,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
-    model.add_argument(
-        "--geometry",
-        choices=GEOMETRIES,
-        help="instead of a model: one of this shape, whose random weights are made where they are served",
-    )
-    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help=f"{DECOUPLED_BUDGET} among them")
-    parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
+    parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
     # Left to itself vLLM serves a float32 checkpoint in bfloat16.
     dtypes = "(default: float32 on a CPU, bfloat16 on a GPU, where FlashAttention has no float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtypes)
@@ -140,12 +111,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if 1 not in args.concurrency or min(args.concurrency) < 1:
         parser.error("--concurrency takes positive numbers, 1 among them")
-    if DECOUPLED_BUDGET not in args.budgets or min(args.budgets) < 1 or len(set(args.budgets)) < len(args.budgets):
-        parser.error(f"--budgets takes different positive numbers, {DECOUPLED_BUDGET} among them")
     if args.rounds < 1 or args.output_tokens < 2:
         parser.error("--rounds must be at least 1 and --output-tokens at least 2")
-    if args.geometry is not None:
-        args.model = None
     on_gpu = torch.cuda.is_available()
     if on_gpu and args.dtype == "float32":
         parser.error("--dtype float32 cannot be measured on a GPU: merged memory needs FlashAttention, which has none")
@@ -157,38 +124,28 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def resolve_model(args: argparse.Namespace, work: Path) -> tuple[Path, Geometry | None]:
-    """The checkpoint's folder, and its geometry if it has no weights."""
-    if args.geometry is not None:
-        geometry = GEOMETRIES[args.geometry]
-        return save_without_weights(geometry, work / args.geometry), geometry
-    if args.model == "80m":
-        return save(GEOMETRIES["80m"], work / "model_80m"), None
-    return CHECKPOINT if args.model == "demo" else Path(args.model), None
+def resolve_model(name: str, work: Path) -> Path:
+    """The checkpoint's folder."""
+    if name == "80m":
+        return save(GEOMETRIES["80m"], work / "model_80m")
+    return CHECKPOINT if name == "demo" else Path(name)
 
 
-def write_exemplars(work: Path, budgets: Sequence[int] = BUDGETS) -> Path:
+def write_exemplars(work: Path) -> Path:
     """Task data enough for the largest bundle; returns the JSONL."""
-    write_task(work / TASK, TASK, {"train": max(budgets)})
+    write_task(work / TASK, TASK, {"train": max(BUDGETS)})
     return work / TASK / "train.jsonl"
 
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
-    memories += ["--memory-pool-entries", str(pool_entries(args.budgets))]
+    memories += ["--memory-pool-entries", str(POOL_ENTRIES)]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
     limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
     if args.attention_backend is not None:
         limits += ["--attention-backend", args.attention_backend]
-    if args.geometry is not None:
-        limits += ["--load-format", "dummy"]
     return [str(model), *memories, *limits, *args.serve_args]
-
-
-def pool_entries(budgets: Sequence[int]) -> int:
-    """Room for all bundles, and for as many more."""
-    return 2 * (sum(budgets) + len(ACTIVATIONS) * DECOUPLED_BUDGET)
 
 
 def kv_cache_bytes(model: Path, context: int, requests: int) -> int:

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from benchmarks.continual.diagnostics.calibration import correlation
-from benchmarks.continual.diagnostics.comparison import spread
 from tests.benchmarks.finished_runs import diagnose, refusal, write_configuration, write_run
 
 # Order: the suite has field before guild (`benchmarks.demo.streams`).
@@ -62,19 +61,7 @@ def test_orders_that_cannot_be_compared_are_named(orders, capsys):
     assert "differ in steps, not in order alone: None and 9" in message
 
 
-def test_the_digest_of_a_suite_does_not_depend_on_the_order(demo_suite):
-    suite = demo_suite(2, 1, 1)[1]
-    field_first, guild_first = suite.ordered(FIELD_FIRST), suite.ordered(GUILD_FIRST)
-    assert field_first.digest() == guild_first.digest()
-    assert field_first.digest() != suite.ordered(("guild", "beside")).digest()
-
-
 # Statistics
-
-
-def test_spread_of_known_values():
-    assert spread([1.0, 2.0, 3.0]) == {"mean": 2.0, "standard_deviation": 1.0, "standard_error": 1 / math.sqrt(3)}
-    assert spread([4.0]) == {"mean": 4.0, "standard_deviation": None, "standard_error": None}
 
 
 def test_correlations_are_of_the_finite_pairs():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.continual.diagnostics.retrieval import Answered, Retrieval, ambiguity_bins, hit_rate_bins, retrievals
+from benchmarks.continual.diagnostics.retrieval import Answered, Retrieval, hit_rate_bins, retrievals
 from inducekv_vllm.bundle import EntryRecord, Gate
 from selector.backbone.extraction import extract_keys
 from selector.update.build import build_bundle
@@ -54,12 +54,6 @@ def test_behind_a_gate_only_the_entries_of_its_task_are_retrieved():
     assert closed is None
 
 
-def test_one_entry_alone_has_no_gap():
-    (found,) = retrievals(memory("a"), query(0.5), UNGATED, "a", top_k=8)
-    assert math.isnan(found.gap)
-    assert (found.hits, found.retrieved) == (1, 1)
-
-
 def answered(hits: int, retrieved: int, right: bool, plain: bool, gap: float = 0.0) -> Answered:
     return Answered("a", Retrieval(gap, hits, retrieved), right, plain)
 
@@ -76,16 +70,6 @@ def test_bins_of_the_hit_rate():
     assert found[0]["accuracy_without"]["mean"] == 0.5
     assert found[4]["accuracy"] == {"mean": 1.0, "standard_error": 0.0}
     assert math.isnan(found[3]["gain"]["standard_error"])
-
-
-def test_bins_of_ambiguity_hold_equally_many_and_part_the_groups():
-    clear = [answered(8, 8, True, number >= 8, gap=number / 16) for number in range(1, 16)]
-    found = ambiguity_bins([*clear, answered(0, 8, False, True, gap=0.0)])
-    assert [(one["bin"], one["questions"], one["gain"]) for one in found["cross_task"]] == [(0, 1, -1.0)]
-    own = found["own_task"]
-    assert [one["questions"] for one in own] == [1, 2, 2, 2, 2, 2, 2, 2]
-    assert [one["gain"] for one in own] == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert own[1]["gap"] == pytest.approx(2.5 / 16)
 
 
 @pytest.fixture(scope="module")

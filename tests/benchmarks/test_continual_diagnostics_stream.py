@@ -112,16 +112,3 @@ def test_a_memory_is_compared_with_random_ones_of_its_pool(demo, memory):
     assert [row[RANDOM]["sets"] for row in found["tasks"]] == [10, 10]
     assert found["rules"]["selected"]["sets"] == 2
     assert found["without_coverage"] == "paper_no_coverage"
-
-
-def test_the_whole_pool_is_the_same_whoever_chose(demo, memory):
-    everything = memory(*((0, row) for row in range(4)))
-    folder = write_run(demo, "paper", ORDER, bundles=[everything, memory((0, 0), (1, 1))])
-    found = diagnose("diversity", demo)
-    first = found["tasks"][0]
-    assert first["random"]["logdet"] == pytest.approx(first["selected"]["logdet"], rel=1e-4)
-    assert first["without_coverage"]["sets"] == 0
-    (folder / "00-guild" / "state").rename(folder / "gone")  # as `--keep-states last` leaves it
-    found = diagnose("diversity", demo)
-    assert [row["task"] for row in found["tasks"]] == ["field"]
-    assert found["tasks"][0]["random"]["pool"] == 8.0  # the training examples of both tasks

@@ -88,16 +88,3 @@ def test_the_presets_that_come_with_it_are_sound(name):
     assert choose_methods(names, read["set"])
     suite = name.removesuffix("-small")
     assert read["suite"] == (suite if suite.startswith("real-") else "demo")
-
-
-@pytest.mark.parametrize("name", ["real-text", "real-pictures"])
-def test_a_real_comparison_runs_in_parts_with_the_same_settings(name):
-    """Its settings name their methods, so one of them alone has those it has among all."""
-    read = options("--preset", name)
-    together = {method.name: method for method in choose_methods(read["method"], read["set"])}
-    for method in read["method"]:
-        assert choose_methods([method], read["set"]) == [together[method]]
-    trained = [together[name] for name in ("refined", "refined_decoupled", "lora_replay", "gated_task_lora")]
-    assert len({(method.steps, method.batch_size, method.precision) for method in trained}) == 1
-    assert together["gated_task_lora"].learning_rate is None
-    assert together["paper"] == METHODS["paper"]

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from benchmarks.continual.methods import METHODS, Artifact
 from benchmarks.continual.stream import Run, run_stream
 from benchmarks.locks import locked
 from server.demo import CHECKPOINT
-from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
+from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -53,16 +52,6 @@ def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
     assert "<html" in (finished / "report.html").read_text()
 
 
-def test_the_results_file_holds_everything_but_predictions_and_history(finished):
-    results = json.loads((finished.parent / "results.json").read_bytes())
-    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
-    assert [row["seeds"] for row in results["results"]] == [[0]]
-    assert results["runs"][0]["accuracy"] == matrix["accuracy"]
-    assert "history" in matrix["reports"][0]
-    assert "history" not in results["runs"][0]["reports"][0]
-    assert results["order"] == list(ORDER)
-
-
 @pytest.fixture
 def out(finished, tmp_path) -> Path:
     """A copy of the finished run, in which the last task is not done."""
@@ -81,17 +70,6 @@ def test_killed_between_learning_and_answering_it_goes_on_and_counts_nothing_twi
     after = json.loads((own_folder(out) / "matrix.json").read_bytes())
     assert timeless(after) == timeless(before)
     assert len((task / "predictions.jsonl").read_text().splitlines()) == 6 + 6 + 9
-
-
-def test_killed_while_learning_the_task_is_learned_again_to_the_same_end(out, data):
-    task = own_folder(out) / "01-field"
-    adapter = Path("adapter") / "adapter_model.safetensors"
-    before = (task / "state" / adapter).read_bytes()
-    (task / "state").rename(task / "state.tmp")  # as it stands in the middle
-    (task / "state.tmp" / "artifact.json").unlink()
-    assert main(command(data, out)) == 0
-    assert (task / "state" / adapter).read_bytes() == before
-    assert not (task / "state.tmp").exists()
 
 
 def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
@@ -164,13 +142,6 @@ def test_states_that_nothing_needs_are_removed(keep, left, out, data):
         assert not any((folder / "state.tmp").exists() for folder in folders)
 
 
-def test_a_stream_whose_last_state_is_gone_cannot_go_on(out, data, capsys):
-    shutil.rmtree(own_folder(out) / "00-guild" / "state")
-    shutil.rmtree(own_folder(out) / "01-field")
-    assert main(command(data, out)) == 2
-    assert f"{own_folder(out) / '00-guild' / 'state'} is gone" in capsys.readouterr().err
-
-
 def test_a_stream_that_another_process_is_at_is_refused(out, data, monkeypatch, capsys):
     monkeypatch.setattr(stream, "PATIENCE", 0.1)
     with locked(own_folder(out) / "lock"):
@@ -218,32 +189,6 @@ def state(tmp_path) -> Path:
     return tmp_path / "state"
 
 
-def test_answers_belong_to_the_content_of_the_state(suite, state, tmp_path):
-    known = StoredAnswers(tmp_path / "answers", Counting())
-
-    def asked(kind: str = "bundle") -> int:
-        return known.answers(Artifact(kind, "memory", 0, {}), state, suite.tasks[0].test)[1]
-
-    (state / "memory").write_text("one")
-    assert (asked(), asked()) == (6, 0)
-    (state / "artifact.json").write_text("what it took is no content")
-    assert asked() == 0
-    (state / "memory").write_text("two")
-    assert (asked(), asked()) == (6, 0)
-    assert asked("adapter") == 6
-    (state / "gate").write_text("beside it")
-    assert (asked(), asked()) == (6, 0)
-
-
-def test_two_who_ask_the_same_at_once_ask_it_once(suite, state, tmp_path):
-    known = StoredAnswers(tmp_path / "answers", Counting(seconds=0.3))
-    examples = suite.tasks[0].test
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(lambda _: known.answers(NOTHING, state, examples), range(2)))
-    assert sorted(number for _, number in results) == [0, 6]
-    assert results[0][0] == results[1][0] == [example.source_digest for example in examples]
-
-
 def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(suite, state, tmp_path):
     known = StoredAnswers(tmp_path / "answers", Counting())
     examples = suite.tasks[0].test
@@ -254,13 +199,3 @@ def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(s
         file.write_bytes(whole[:-cut])
         assert known.answers(NOTHING, state, examples) == (expected, 1)
         assert sorted(file.read_bytes().splitlines()) == sorted(whole.splitlines())
-
-
-def test_a_random_order_follows_from_its_seed(data):
-    suite = small_suite(data)
-    orders = [[task.name for task in suite.in_order([f"random:{seed}"]).tasks] for seed in (0, 0, 1)]
-    default = [task.name for task in suite.in_order(["default"]).tasks]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
-    assert orders[0] != default
-    assert sorted(orders[0]) == sorted(default)

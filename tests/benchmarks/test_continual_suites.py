@@ -28,13 +28,6 @@ def test_settings_can_be_chosen_without_a_look_at_the_test_questions(suite):
     assert suite.asked_about("test") == suite
 
 
-def test_limits_leave_the_first_of_each_split(suite):
-    limited = suite.limited(train=3, test=2, base=4)
-    assert [task.train for task in limited.tasks] == [task.train[:3] for task in suite.tasks]
-    assert [task.test for task in limited.tasks] == [task.test[:2] for task in suite.tasks]
-    assert (limited.base.train, limited.base.test) == (suite.base.train, suite.base.test[:4])
-
-
 def description(folder: str = "data") -> dict[str, Any]:
     def splits(name: str) -> dict[str, str]:
         return {split: f"{folder}/{name}/{split}.jsonl" for split in SPLITS}

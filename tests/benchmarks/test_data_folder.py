@@ -10,9 +10,7 @@ import pytest
 from benchmarks import data_folder as module
 from benchmarks.data_folder import FACTS, data_folder
 from benchmarks.locks import HeldElsewhere, locked
-from benchmarks.real import stream
 from inducekv_vllm.errors import ConfigError
-from tests.benchmarks.made_up_packages import MadeUp
 
 
 def test_another_process_waits_and_another_suite_is_refused(tmp_path: Path) -> None:
@@ -51,18 +49,3 @@ def test_a_folder_that_cannot_be_written_is_read_or_refused(tmp_path: Path, monk
     (tmp_path / FACTS).write_text("{")
     with pytest.raises(ConfigError, match=r"suite\.json: damaged"), data_folder(tmp_path, "mine", 7):
         pass
-
-
-def test_the_command_that_writes_the_text_stream_says_what_is_wrong_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stream, "Packages", MadeUp)
-    monkeypatch.setattr(stream, "SIZES", {"train": 4, "validation": 2, "test": 2})
-    monkeypatch.setattr(stream, "BASE_SIZES", {"train": 4, "validation": 2, "test": 2})
-    assert stream.main(["--out", str(tmp_path / "data")]) == 0
-    assert stream.main(["--out", str(tmp_path / "data"), "--seed", "8"]) == 2
-    (tmp_path / "file").touch()
-    assert stream.main(["--out", str(tmp_path / "file" / "data")]) == 2
-    seed, path = capsys.readouterr().err.splitlines()
-    assert "expected the data of {'suite': 'real-text', 'seed': 8}" in seed
-    assert "cannot write the data of real-text" in path

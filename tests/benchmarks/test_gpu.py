@@ -39,14 +39,6 @@ def test_make_gpu_would_run_every_check_and_benchmark(monkeypatch: pytest.Monkey
     assert {"qwen3-vl-4b", "llava-1.5-7b"} == set(gpu.MODELS)
 
 
-def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-    assert "needs a CUDA device, and PyTorch finds none" in capsys.readouterr().err
-
-
 def test_a_step_that_fails_or_is_left_out_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,8 +19,7 @@ import torch
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels import attention, rivals
 from benchmarks.kernels.rivals import Inputs
-from benchmarks.kernels.run import SECTIONS, parse_arguments
-from benchmarks.kernels.self_attention import attend
+from benchmarks.kernels.run import SECTIONS
 from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build, plan_of
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
@@ -72,14 +71,6 @@ runpy.run_module("benchmarks.kernels.run", run_name="__main__")
     assert "peaks" not in result  # nothing is timed
 
 
-def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["run", "--geometry", "tiny", "--device", "cuda"])
-    with pytest.raises(SystemExit):
-        parse_arguments()
-    assert "needs a CUDA device, and PyTorch finds none" in capsys.readouterr().err
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small cases on the timed paths; a clock that runs each call once and says 100 us, whatever it was.
@@ -129,30 +120,6 @@ def test_a_wrong_rival_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for row in rivals.measure(TINY, torch.float32, "cpu", print, timed=False):
         assert not row["right"]
         assert "error" not in row
-
-
-def test_rows_see_the_tokens_up_to_their_own() -> None:
-    """What stands in front of a prompt is seen by each of its rows."""
-    g = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(2, tokens, 3, 16, generator=g) for tokens in (4, 7, 7))
-    output, lse = attend(query, keys, values, causal=True, scale=0.25)
-    for row in range(4):
-        seen = slice(None, 7 - 3 + row)
-        expected = attend(query[:, row : row + 1], keys[:, seen], values[:, seen], causal=False, scale=0.25)
-        assert torch.allclose(output[:, row : row + 1], expected[0], atol=1e-6)
-        assert torch.allclose(lse[:, row : row + 1], expected[1], atol=1e-6)
-
-
-def test_a_rival_that_fails_is_named(clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Inputs) -> Callable[[int], torch.Tensor]:
-        raise RuntimeError("out of registers")
-
-    monkeypatch.setattr(rivals, "RIVALS", {"copied": fails})
-    rows = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
-    assert [row["case"] for row in rows] == [case.name for case in rivals.small_cases()]
-    for row in rows:
-        assert not row["right"]
-        assert row["error"] == "RuntimeError: out of registers"
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

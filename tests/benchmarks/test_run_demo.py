@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 from rich.console import Console
 
+from benchmarks.continual.suites.made import load_real_text
 from benchmarks.demo import run_demo, smollm2
 from benchmarks.demo.asking import Reply
 from benchmarks.demo.run_demo import MEMORY, about_pictures, about_text
@@ -24,7 +26,7 @@ QUICK = ("--steps=2", "--batch-size=2", "--precision=float32", "--learning-rate=
 def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, console = FAMILIES["llama"](tmp_path / "model"), Console(quiet=True)
     monkeypatch.setattr(smollm2, "SETTINGS", (*QUICK, "--allow-worse"))
-    monkeypatch.setattr(smollm2, "BASE_SIZES", SIZES)
+    monkeypatch.setattr(smollm2, "load_real_text", partial(load_real_text, base_sizes=SIZES))
     bundle = smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
     metadata = read_bundle(bundle).metadata
     assert metadata.tasks == smollm2.TASKS

@@ -7,19 +7,13 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.serving import methods, report
-from benchmarks.serving.bundles import decouple, random_bundles, save_adapter, stored_bytes
-from benchmarks.serving.checkpoints import config_of, save_without_weights
 from benchmarks.serving.prompts import PromptMaker, read_exemplars
 from benchmarks.serving.run import chosen, parse_arguments, server_arguments, write_exemplars
-from inducekv_vllm.backbone.footprint import footprint_bytes
 from server.demo import CHECKPOINT
 
 
@@ -66,18 +60,6 @@ def test_prompts_have_their_exact_length_and_are_unique(prompts: PromptMaker) ->
     pictures = {messages[0]["content"][0]["image_url"]["url"] for messages in made}
     texts = {messages[0]["content"][1]["text"][:40] for messages in made}  # a common start would be a cached prefix
     assert len(pictures) == len(texts) == len(made)
-
-
-def test_the_length_is_what_the_model_sees(prompts: PromptMaker) -> None:
-    from transformers import AutoProcessor
-
-    messages = prompts.replayed(3, methods.PROMPT_TOKENS)
-    length = prompts.length(messages)  # first, because the processor rewrites the messages it is given
-    processor = AutoProcessor.from_pretrained(CHECKPOINT)
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    pictures = [exemplar.pixels.copy() for exemplar in prompts.exemplars[:4]]
-    tokens = processor(images=pictures, text=[text], return_tensors="pt").input_ids  # [1, T]
-    assert tokens.shape[1] == length
 
 
 def test_replay_fills_the_context_and_stays_inside_it(prompts: PromptMaker) -> None:
@@ -128,39 +110,6 @@ def test_the_server_has_a_dtype_and_a_backend_that_memory_can_be_served_with(
     arguments = server_arguments(CHECKPOINT, {}, 256, args)
     given = {flag: value for flag, value in itertools.pairwise(arguments) if flag.startswith("--")}
     assert (args.dtype, given["--dtype"], given.get("--attention-backend")) == (dtype, dtype, backend)
-
-
-def test_a_dtype_that_a_gpu_cannot_serve_memory_with_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["run", "--dtype", "float32"])
-    with pytest.raises(SystemExit):
-        parse_arguments()
-    assert "--dtype float32 cannot be measured on a GPU" in capsys.readouterr().err
-
-
-def test_a_4b_geometry_has_the_papers_footprint() -> None:
-    """Paper, table of footprints: 72.31 MiB for 64 entries of 8 tokens at Qwen3-VL-4B."""
-    text = config_of(GEOMETRIES["qwen3-vl-4b"]).text_config
-    shape = (text.hidden_size, text.num_hidden_layers, text.num_key_value_heads, 8, text.head_dim)
-    assert footprint_bytes(64, *shape) / 2**20 == pytest.approx(72.31, abs=0.005)
-
-
-def test_a_geometry_needs_no_weights(tmp_path: Path) -> None:
-    geometry = Geometry(layers=2, heads=6, kv_heads=2, head_size=16, hidden_size=64, intermediate_size=96)
-    model = save_without_weights(geometry, tmp_path / "model")
-    assert not list(model.glob("*.safetensors"))
-    bundles = random_bundles(model, [64], "sqrt", tmp_path)
-    bundles |= decouple(bundles["memory_B64"], tmp_path)
-    assert stored_bytes(bundles, "memory_B64") == stored_bytes(bundles, "decoupled_B64_text") > 0
-    assert stored_bytes(bundles, "model") == 0
-    adapter, rank, size = save_adapter(model, geometry, tmp_path)
-    assert rank >= 1
-    assert 0 < size <= stored_bytes(bundles, "memory_B64")
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    assert sum(tensor.nbytes for tensor in tensors.values()) == size
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 @pytest.mark.slow
