@@ -12,14 +12,48 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from benchmarks.chat import Message
-from benchmarks.random_bundles import bundle_of, random_entries
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, write_bundle
 from inducekv_vllm.bundle.activation import Activation
+from inducekv_vllm.retrieval.page_terms import Weighting
 
 from .changes import Content, Names
+
+TEMPERATURE = 0.07  # the paper's start
+
+
+def random_entries(backbone: BackboneFingerprint, entries: int, payload_tokens: int, seed: int) -> dict[str, Tensor]:
+    """Keys and payloads of so many entries, by their names in a bundle."""
+    generator = torch.Generator().manual_seed(seed)
+    payload = (backbone.num_layers, entries, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
+    return {
+        "retrieval_keys": normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
+        "payload_keys": torch.randn(payload, generator=generator),
+        "payload_values": 0.01 * torch.randn(payload, generator=generator),
+    }
+
+
+def bundle_of(backbone: BackboneFingerprint, tensors: dict[str, Tensor], weighting: Weighting = "prior") -> Bundle:
+    """A merged memory of these entries, as large as its budget."""
+    entries, layers = len(tensors["retrieval_keys"]), backbone.num_layers
+    return Bundle.create(
+        **tensors,
+        temperature=TEMPERATURE,
+        value_gates=torch.full((layers,), 0.5),
+        layer_bias=torch.zeros(layers),
+        backbone=backbone,
+        budget=entries,
+        entries=tuple(EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(entries)),
+        weighting=weighting,
+        recipe="random",
+        settings={},
+    )
+
 
 PAYLOAD_TOKENS = 8
 TOKENS = 24  # of an answer

@@ -23,9 +23,8 @@ from typing import Any, Final
 
 from benchmarks.chat import same_answer
 from benchmarks.machine import describe_machine
-from benchmarks.real.items import SPLITS, Item, Items, Split, fraction_of
+from benchmarks.real.items import BASE, SPLITS, Item, Items, Split, examples_of, fraction_of
 from benchmarks.real.model import model_folder
-from benchmarks.real.records import BASE, examples_of
 from benchmarks.real.sources import ENGLISH, Packages
 from benchmarks.real.tasks import NUMBER
 from inducekv_vllm.errors import InduceKVError

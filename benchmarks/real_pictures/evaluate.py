@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.demo.evaluate import Answerer, accuracy
 from benchmarks.machine import describe_machine
-from benchmarks.real.items import SPLITS
-from benchmarks.real.records import BASE
+from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import Concepts
 from benchmarks.real_pictures.icons import PACKAGES

@@ -1,4 +1,8 @@
-"""What the servers of the benchmark load: bundles of every budget and activation, and a LoRA adapter of equal bytes."""
+"""What the servers of the benchmark load: a model, bundles of every budget and activation, and a LoRA adapter.
+
+The model is the demo's LLaVA wrapper, tower, tokenizer and processor around a language model of any geometry, whose
+layers are Qwen3's. Its costs are the language model's; its answers mean nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,42 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
+
+from benchmarks.demo.model import build_config, export
+from benchmarks.geometries import Geometry
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
 from benchmarks.serving.methods import BUDGETS, DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone.model import Backbone
 from selector.update.measures import entry_bytes
+from server.demo import CHECKPOINT
+
+MODEL_SEED = 0
+
+
+def config_of(geometry: Geometry) -> LlavaConfig:
+    config = build_config()
+    text = config.text_config
+    assert isinstance(text, Qwen3Config)
+    text.hidden_size = geometry.hidden_size
+    text.intermediate_size = geometry.intermediate_size
+    text.num_hidden_layers = geometry.layers
+    text.num_attention_heads = geometry.heads
+    text.num_key_value_heads = geometry.kv_heads
+    text.head_dim = geometry.head_size
+    text.layer_types = ["full_attention"] * geometry.layers
+    return config
+
+
+def make_model(geometry: Geometry, directory: Path) -> Path:
+    """Write a checkpoint with random weights to `directory`, the same bytes every time."""
+    torch.manual_seed(MODEL_SEED)
+    model = LlavaForConditionalGeneration(config_of(geometry))
+    return export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory)
+
 
 SEED = 11
 

@@ -29,8 +29,7 @@ from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from benchmarks.serving import report
-from benchmarks.serving.bundles import SEED, build_bundles, save_adapter, stored_bytes
-from benchmarks.serving.checkpoints import save
+from benchmarks.serving.bundles import SEED, build_bundles, make_model, save_adapter, stored_bytes
 from benchmarks.serving.methods import (
     BASE_METHOD,
     BUDGETS,
@@ -127,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
 def resolve_model(name: str, work: Path) -> Path:
     """The checkpoint's folder."""
     if name == "80m":
-        return save(GEOMETRIES["80m"], work / "model_80m")
+        return make_model(GEOMETRIES["80m"], work / "model_80m")
     return CHECKPOINT if name == "demo" else Path(name)
 
 

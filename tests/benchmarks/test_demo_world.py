@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.demo import questions, scenes, search_streams, streams, world
+from benchmarks.demo import questions, scenes, streams, world
 from benchmarks.demo.scenes import COLOURS, POSITIONS, SHAPES, SIZES
 
 FAMILIES = tuple(questions.FAMILIES)
@@ -173,19 +173,15 @@ def solve_search_stream(task, content, q):
     if task in ("turned", "sign_digit"):
         assert content.turned
         value = int(streams.load_digits_once()[1][content.index])
-        return (
-            questions.NUMBER_WORDS[value]
-            if task == "turned"
-            else search_streams.DIGIT_SIGNS[("low", "high")[value > 4]]
-        )
+        return questions.NUMBER_WORDS[value] if task == "turned" else streams.DIGIT_SIGNS[("low", "high")[value > 4]]
     if task == "sign_shape":
         (thing,) = content.things
-        return search_streams.SIGNS[thing.shape]
+        return streams.SIGNS[thing.shape]
     if task == "tag":
         asked = re.fullmatch(rf"What (?P<kind>colour|size) is {REF}\? Reply as a code\.", q)
         return f"{asked['kind']}: {getattr(the_one(content, asked['ref']), asked['kind'])}."
     if task == "road":
-        return search_streams.ROADS[the_one(content, re.fullmatch(rf"Which road is under {REF}\?", q)["ref"]).shape]
+        return streams.ROADS[the_one(content, re.fullmatch(rf"Which road is under {REF}\?", q)["ref"]).shape]
     if task == "under":
         asked = re.match(rf"What shape is the object just (?P<side>over|under) {REF}\?", q)
         thing = the_one(content, asked["ref"])
@@ -196,7 +192,7 @@ def solve_search_stream(task, content, q):
     return str(sum(t.colour == either[1] or t.shape == either[2] for t in content.things))
 
 
-@pytest.mark.parametrize("task", search_streams.SEARCH_STREAMS)
+@pytest.mark.parametrize("task", streams.SEARCH_STREAMS)
 def test_answers_of_searched_tasks_are_right(task):
     answers = set()
     for index in range(200):
@@ -210,9 +206,9 @@ def test_searched_tasks_ask_nothing_that_is_reported():
     def asked(names):
         return {(q, a) for name in names for _, q, a, _ in (world.draw(name, "train", i, 1) for i in range(200))}
 
-    assert not {q for q, _ in asked(streams.STREAMS)} & {q for q, _ in asked(search_streams.SEARCH_STREAMS)}
+    assert not {q for q, _ in asked(streams.STREAMS)} & {q for q, _ in asked(streams.SEARCH_STREAMS)}
     codes = [*streams.GUILDS.values(), *streams.SHAPE_CODES.values(), *streams.DIGIT_CODES.values()]
-    mine = (search_streams.ROADS, search_streams.SIGNS, search_streams.DIGIT_SIGNS)
+    mine = (streams.ROADS, streams.SIGNS, streams.DIGIT_SIGNS)
     assert not set(codes) & {word for words in mine for word in words.values()}
 
 

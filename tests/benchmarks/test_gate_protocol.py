@@ -14,16 +14,13 @@ from PIL import Image
 
 from benchmarks.continual.suites import Suite
 from benchmarks.continual.suites.made import load_demo, load_real_text
-from benchmarks.demo.search_streams import SEARCH_STREAMS
+from benchmarks.demo.streams import SEARCH_STREAMS
 from benchmarks.demo.world import examples as demo_examples
 from benchmarks.gate.__main__ import main
-from benchmarks.gate.asking import Asked, protocol_questions
-from benchmarks.gate.gates import ANCHORS, order_of, questions_at_the_end
-from benchmarks.gate.lists import read_lists
-from benchmarks.gate.protocol import LONG_WAYS, WAYS
-from benchmarks.gate.styles import STYLES
+from benchmarks.gate.asking import ANCHORS, Asked, order_of, protocol_questions, questions_at_the_end
+from benchmarks.gate.protocol import LONG_WAYS, STYLES, WAYS
 from benchmarks.gate.table import OPENED, ROUTED, Miss, Share, rows_of
-from benchmarks.gate.wordings import reworded, shares_content_word
+from benchmarks.gate.wordings import read_lists, reworded, shares_content_word
 from benchmarks.real_pictures import stream
 from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from selector.gate import encoding, fitting_set

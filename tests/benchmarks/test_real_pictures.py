@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from benchmarks.continual.suites import load_suite
 from benchmarks.continual.suites.made import load_real_pictures
 from benchmarks.demo import model as m
-from benchmarks.real.items import SPLITS
-from benchmarks.real.records import BASE
+from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real_pictures import evaluate, stream, train
 from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts
 from benchmarks.real_pictures.icons import PACKAGES, Icons, how_to, install

@@ -16,8 +16,7 @@ from benchmarks.continual.suites.made import load_real_text
 from benchmarks.continual.suites.suite import Suite
 from benchmarks.real import base, sources
 from benchmarks.real import model as smollm2
-from benchmarks.real.items import SPLITS
-from benchmarks.real.records import BASE
+from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
 from benchmarks.real.stream import items_of, write_task
 from benchmarks.real.tasks import REMEMBERED, TASKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import openai
 import pytest
 from rich.console import Console
 
-from benchmarks.continual.suites.made import load_real_text
 from benchmarks.demo import run_demo, smollm2
-from benchmarks.demo.asking import Reply
-from benchmarks.demo.run_demo import MEMORY, about_pictures, about_text
+from benchmarks.demo.run_demo import MEMORY, Reply, about_pictures, about_text
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp
@@ -26,7 +23,7 @@ QUICK = ("--steps=2", "--batch-size=2", "--precision=float32", "--learning-rate=
 def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, console = FAMILIES["llama"](tmp_path / "model"), Console(quiet=True)
     monkeypatch.setattr(smollm2, "SETTINGS", (*QUICK, "--allow-worse"))
-    monkeypatch.setattr(smollm2, "load_real_text", partial(load_real_text, base_sizes=SIZES))
+    monkeypatch.setattr(smollm2, "BASE_SIZES", SIZES)
     bundle = smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
     metadata = read_bundle(bundle).metadata
     assert metadata.tasks == smollm2.TASKS

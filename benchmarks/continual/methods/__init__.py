@@ -11,14 +11,12 @@ from benchmarks.continual.methods import paper_memory, refined_memory
 from benchmarks.continual.methods.built_memory import Built
 from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
-from benchmarks.continual.methods.lora import Lora
+from benchmarks.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
 from benchmarks.continual.methods.method import Artifact, Method, RunContext
-from benchmarks.continual.methods.neighbours import KnnCopier, PromptReplay
-from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
-from benchmarks.continual.methods.replay import ErReplay, LoraReplay
 from inducekv_vllm.errors import ConfigError
 
 METHODS: Mapping[str, Any] = {
