@@ -13,51 +13,19 @@ from typing import Any
 
 import httpx
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.chat import Message
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, write_bundle
-from inducekv_vllm.bundle.activation import Activation
-from inducekv_vllm.retrieval.page_terms import Weighting
 
 from .changes import Content, Names
-
-TEMPERATURE = 0.07  # the paper's start
-
-
-def random_entries(backbone: BackboneFingerprint, entries: int, payload_tokens: int, seed: int) -> dict[str, Tensor]:
-    """Keys and payloads of so many entries, by their names in a bundle."""
-    generator = torch.Generator().manual_seed(seed)
-    payload = (backbone.num_layers, entries, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    return {
-        "retrieval_keys": normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
-        "payload_keys": torch.randn(payload, generator=generator),
-        "payload_values": 0.01 * torch.randn(payload, generator=generator),
-    }
-
-
-def bundle_of(backbone: BackboneFingerprint, tensors: dict[str, Tensor], weighting: Weighting = "prior") -> Bundle:
-    """A merged memory of these entries, as large as its budget."""
-    entries, layers = len(tensors["retrieval_keys"]), backbone.num_layers
-    return Bundle.create(
-        **tensors,
-        temperature=TEMPERATURE,
-        value_gates=torch.full((layers,), 0.5),
-        layer_bias=torch.zeros(layers),
-        backbone=backbone,
-        budget=entries,
-        entries=tuple(EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(entries)),
-        weighting=weighting,
-        recipe="random",
-        settings={},
-    )
-
 
 PAYLOAD_TOKENS = 8
 TOKENS = 24  # of an answer
 BASE = "base"  # the served name of the model without memory
+HANG_UPS = 0.05  # of the requests
+LOGPROB_TOLERANCE = 1e-4  # float32, as in the parity tests
 
 
 @dataclass(frozen=True)
@@ -70,27 +38,50 @@ References = Mapping[tuple[Content, int], Answer]  # by content and question
 
 
 def make_contents(model: Path, work: Path) -> dict[Content, Path]:
-    """Bundles of random entries: two of both forms, one with its later version, which shares two thirds of the
-    entries, and two more of both forms.
+    """Bundles of random entries: two of both forms, one with a later version that changes a third of the entries, and
+    two more of both forms.
     """
     backbone = backbone_fingerprint(model)
-    a, b, c = (random_entries(backbone, count, PAYLOAD_TOKENS, seed=count) for count in (8, 12, 10))
-    for tensors in (a, b, c):
-        tensors["payload_values"] *= 100  # no two contents are to give the same answer
-    later = b | {"payload_values": b["payload_values"].clone()}
-    later["payload_values"][:, ::3] *= 0.75
-    merged, first, second, other = (bundle_of(backbone, tensors) for tensors in (a, b, later, c))
-    bundles = (merged, _decoupled(other, "prompt"), first, second, other, _decoupled(merged, "text"))
+    merged, first, other = (random_bundle(backbone, entries) for entries in (8, 12, 10))
+    values = first.payload_values.clone()
+    values[:, ::3] *= 0.75
+    later = remade(first, payload_values=values)
+    decoupled = [
+        remade(each, weighting="uniform", form="decoupled", activations={"random": activation})
+        for each, activation in ((other, "prompt"), (merged, "text"))
+    ]
+    bundles = (merged, decoupled[0], first, later, other, decoupled[1])
     paths = {bundle.digest: work / f"{bundle.digest:.12}.safetensors" for bundle in bundles}
     for bundle in bundles:
         write_bundle(bundle, paths[bundle.digest])
     return paths
 
 
-def _decoupled(merged: Bundle, activation: Activation) -> Bundle:
-    facts = {name: getattr(merged.metadata, name) for name in ("backbone", "budget", "entries", "recipe", "settings")}
-    activations = dict.fromkeys(merged.metadata.tasks, activation)
-    return Bundle.create(**merged.tensors(), **facts, weighting="uniform", form="decoupled", activations=activations)
+def random_bundle(backbone: BackboneFingerprint, entries: int) -> Bundle:
+    """A merged memory of so many entries; no two are to give the same answer."""
+    layers, generator = backbone.num_layers, torch.Generator().manual_seed(entries)
+    payload = (layers, entries, backbone.num_kv_heads, PAYLOAD_TOKENS, backbone.head_dim)
+    return Bundle.create(
+        retrieval_keys=normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
+        payload_keys=torch.randn(payload, generator=generator),
+        payload_values=torch.randn(payload, generator=generator),
+        temperature=0.07,
+        value_gates=torch.full((layers,), 0.5),
+        layer_bias=torch.zeros(layers),
+        backbone=backbone,
+        budget=entries,
+        entries=tuple(EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(entries)),
+        weighting="prior",
+        recipe="random",
+        settings={},
+    )
+
+
+def remade(bundle: Bundle, **changed: Any) -> Bundle:
+    """The bundle with other tensors or facts."""
+    names = ("backbone", "budget", "entries", "recipe", "settings", "weighting")
+    facts = {name: getattr(bundle.metadata, name) for name in names}
+    return Bundle.create(**bundle.tensors() | facts | changed)
 
 
 def body(model: str, messages: list[Message]) -> dict[str, Any]:
@@ -116,10 +107,6 @@ async def ask_alone(
             response.raise_for_status()
             found[content, number] = answer_of(response.json())
     return found
-
-
-HANG_UPS = 0.05  # of the requests
-LOGPROB_TOLERANCE = 1e-4  # float32, as in the parity tests
 
 
 @dataclass
@@ -176,14 +163,10 @@ class Crowd:
             return "without_bundle", ""
         if response.status_code != 200:
             return "failed", f"{model}: HTTP {response.status_code}: {response.text[:200]}"
-        answer = response.json()
-        content = BASE if model == BASE else answer["kv_transfer_params"]["inducekv"]["digest"]
+        content = BASE if model == BASE else response.json()["kv_transfer_params"]["inducekv"]["digest"]
         if model != BASE and content not in self.names.may_be(model, begin, end):
             return "wrong_version", f"{model} answered with {content:.12}"
-        return self._compare(model, content, number, answer_of(answer))
-
-    def _compare(self, model: str, content: Content, number: int, answer: Answer) -> tuple[str, str]:
-        expected = self.references[content, number]
+        answer, expected = answer_of(response.json()), self.references[content, number]
         if answer.tokens != expected.tokens:
             return "other_tokens", f"{model}, question {number}: {answer.tokens}, alone {expected.tokens}"
         worst = max(abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True))

@@ -86,11 +86,6 @@ def test_rows_of_the_comparison():
     assert lora["learn_seconds"]["mean"] == 4.0
 
 
-def test_where_the_untouched_model_answers_no_base_question_nothing_can_be_retained():
-    runs = [stream("no_memory", 0, [0.1, 0.1], base=0.0), stream("lora", 0, [0.2, 0.2], base=0.0)]
-    assert all("base_retention" not in row["metrics"] for row in compare(Streams(runs)))
-
-
 def test_the_untouched_model_stands_in_for_every_budget_and_others_do_not():
     streams = Streams([*UNTOUCHED, *GATED, *seeds("lora", [[0.2, 0.2]] * 3, budget=64)])
     assert streams.methods(64) == ("no_memory", "lora")

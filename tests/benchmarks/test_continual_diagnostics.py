@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.continual.diagnostics.__main__ import as_json
 from benchmarks.continual.results import Finished
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from tests.benchmarks.finished_runs import refusal, write_configuration, write_finished_run
@@ -84,23 +83,6 @@ def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_
     (data / "guild" / "train.jsonl").write_text(lines[0] + "\n")
     with pytest.raises(ConfigError, match="not the data of the run"):
         _ = Finished.read(tmp_path).suite
-
-
-def test_model_and_data_are_where_the_run_found_them(out, model, tmp_path_factory):
-    data = tmp_path_factory.mktemp("data")
-    write_configuration(out, where={"data": str(data), "model": str(model)})
-    finished = Finished.read(out)
-    assert (finished.data, finished.model) == (data, model)
-    with pytest.raises(ConfigError, match=r"not the model of the run .*, which is 'checkpoint'"):
-        _ = finished.backbone
-    data.rmdir()
-    assert Finished.read(out).data == out / "data"
-    assert Finished.read(out, data=data).data == data
-
-
-def test_json_has_six_digits_and_none_for_what_is_no_number():
-    found = as_json({1: (0.123456789, float("nan")), "deep": [{"x": float("inf"), "y": True, "z": 12345678}]})
-    assert found == {"1": [0.123457, None], "deep": [{"x": None, "y": True, "z": 12345678}]}
 
 
 def test_the_command_names_what_is_missing(out, capsys):

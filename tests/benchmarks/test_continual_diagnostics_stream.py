@@ -10,7 +10,6 @@ from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run, write_run
 from tests.benchmarks.small_streams import ORDER
-from tests.inducekv_vllm.bundles import random_bundle
 
 YES, NO = True, False
 # a[i, t] of b and c as they are learned after a: base 1, 1/2, 0.
@@ -61,15 +60,6 @@ def test_the_calibration_is_traced_with_its_gain_and_what_it_goes_with(out):
     assert found["correlations"]["forgotten"] == {"pairs": 2, "pearson": None, "spearman": None}
     assert found["fixed"] == "fixed_calibration"
     assert "mean gain over fixed_calibration when a task is learned: +0.500" in found["finding"]
-
-
-def test_a_calibration_that_was_not_reported_is_read_from_the_memory(out):
-    memories = [random_bundle(seed=seed, temperature=0.1 * (1 + seed)) for seed in range(3)]
-    write_finished_run(out, "random", STREAM, bundles=memories)
-    found = diagnose("calibration", out, "--method", "random")
-    assert found["trace"]["temperature"] == pytest.approx([0.1, 0.2, 0.3])
-    assert found["trace"]["value_gate"] == [0.5] * 3
-    assert found["correlations"] is None
 
 
 def test_orthogonal_keys_are_as_diverse_as_can_be():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.continual.methods.built_memory import shares
 from benchmarks.continual.methods.memory import BUNDLE
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
@@ -41,7 +40,6 @@ REFINED = [
     "refined_no_refinement",
 ]
 REFINED += ["refined_sqrt"]
-GATELESS = ("refined_no_gate", "refined_sqrt")
 
 
 def of_task(bundle: Bundle, task: str) -> list[int]:
@@ -122,18 +120,6 @@ def test_built_memories_share_the_budget_among_tasks_and_keep_what_they_held(nam
     torch.testing.assert_close(second.payload_values[:, of_task(second, ORDER[1])], fresh.payload_values)
 
 
-def test_shares_are_equal_add_up_to_the_budget_and_never_grow():
-    assert shares(32, 3) == [11, 11, 10]
-    for budget in (8, 32, 33, 64):
-        before = [budget]
-        for tasks in range(1, 9):
-            now = shares(budget, tasks)
-            assert sum(now) == budget
-            assert max(now) - min(now) <= 1
-            assert all(after <= old for after, old in zip(now, before, strict=False))
-            before = now
-
-
 @pytest.mark.parametrize("name", PAPER)
 def test_a_paper_ablation_differs_in_one_setting_and_in_its_calibration(name, learned):
     bundle = learned(name).bundles[1]
@@ -153,16 +139,6 @@ def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned
         store = AnchorStore(state / "anchors")
         assert len(store.read()) == 5 * number
         assert artifact.report["anchor_bytes"] == store.bytes()
-
-
-def test_without_refinement_entries_are_as_they_were_extracted(learned, backbone):
-    stream = learned("refined_no_refinement")
-    bundle = stream.bundles[0]
-    fresh = extracted(backbone, bundle, stream.suite.tasks[0])
-    torch.testing.assert_close(bundle.payload_values, fresh.payload_values, atol=1e-2, rtol=1e-2)
-    assert float(bundle.temperature) == pytest.approx(0.07)
-    assert stream.artifacts[0].report["history"] == []
-    assert not torch.allclose(learned("refined").bundles[0].payload_values, bundle.payload_values)
 
 
 def test_the_plugin_serves_what_the_ablations_make(learned, model, tmp_path):

@@ -20,15 +20,14 @@ from benchmarks.continual.methods.lora import AdapterTraining
 from benchmarks.continual.methods.lwf import Lwf, divergence
 from benchmarks.continual.methods.neighbours import Neighbours
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
-from benchmarks.lora_adapter import attach, largest_rank, memory_bytes
+from benchmarks.lora_adapter import attach, memory_bytes
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle.tensors import DTYPES
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.gate import TurnMarks
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
-from selector.data.choice import choose_anchors
 from selector.data.examples import Example
 from tests.benchmarks.learned_streams import BUDGET, NUM_TASKS, RIVALS, SMALL, LearnedStream
 from tests.benchmarks.small_streams import ORDER
@@ -101,17 +100,6 @@ def test_stored_bytes_are_those_of_the_files_and_never_more_than_the_memory_has(
 # Adapters
 
 
-def test_a_new_adapter_changes_nothing_and_reaches_every_linear_layer(suite, model):
-    backbone = Backbone.load(model)
-    prompt = backbone.encode_example(suite.tasks[0].train[0])
-    before = backbone.hidden_states(prompt)
-    adapted = attach(backbone, 3, seed=0)
-    assert torch.equal(backbone.hidden_states(prompt), before)
-    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
-    assert len(trained) == 2 * 7 * LAYERS  # A and B of seven layers in each block
-    assert not [name for name in trained if "vision" in name or "lm_head" in name]
-
-
 def test_an_adapter_has_the_rank_that_the_bytes_allow_in_float16(learned, backbone, allowed):
     entries = footprint_bytes(BUDGET, HIDDEN, LAYERS, KV_HEADS, 8, HEAD_DIM)
     assert entries < allowed
@@ -124,15 +112,6 @@ def test_an_adapter_has_the_rank_that_the_bytes_allow_in_float16(learned, backbo
     tensors = load_file(learned("lora").states[1] / MATRICES)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert len(tensors) == 2 * 7 * LAYERS
-
-
-def test_a_budget_below_rank_one_is_refused(learned, backbone, suite, tmp_path):
-    with pytest.raises(ConfigError, match=f"a LoRA of rank 1 takes {RANK_BYTES} bytes, the budget allows 12095"):
-        largest_rank(backbone, RANK_BYTES - 1)
-    assert largest_rank(backbone, RANK_BYTES) == largest_rank(backbone, 2 * RANK_BYTES - 1) == 1
-    stream = learned("gated_task_lora")
-    with pytest.raises(ConfigError, match="a LoRA of rank 1 takes"):
-        stream.method.learn(suite.tasks[0], None, tmp_path, replace(stream.context(0), num_tasks=100))
 
 
 def test_each_task_takes_the_learning_rate_of_the_least_validation_loss(model, suite, tmp_path, monkeypatch):
@@ -287,14 +266,6 @@ def test_a_reservoir_is_what_it_would_be_had_it_seen_the_stream_at_once():
             assert sum(map(content_bytes, kept)) <= 500
         assert kept == reservoir([], stream, 500, seed)
         assert len(kept) > 5
-
-
-def test_anchors_are_those_that_the_selector_would_keep(learned, suite):
-    stream = learned("lora_replay")
-    unread = torch.empty(0)  # "random" reads no keys
-    chosen = [t.train[row].id for t in suite.tasks for row in choose_anchors(t.train, 5, "random", 0, keys=unread)]
-    assert [anchor.id for anchor in AnchorStore(stream.states[1] / "anchors").read()] == chosen
-    assert [artifact.report["rehearsed"] for artifact in stream.artifacts] == [0, 5]
 
 
 # The gate

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.continual import stream
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.methods import METHODS, Artifact
@@ -140,13 +139,6 @@ def test_states_that_nothing_needs_are_removed(keep, left, out, data):
         assert main(command(data, out, "--keep-states", keep)) == 0
         assert [(folder / "state").exists() for folder in folders] == left, again
         assert not any((folder / "state.tmp").exists() for folder in folders)
-
-
-def test_a_stream_that_another_process_is_at_is_refused(out, data, monkeypatch, capsys):
-    monkeypatch.setattr(stream, "PATIENCE", 0.1)
-    with locked(own_folder(out) / "lock"):
-        assert main(command(data, out)) == 2
-    assert f"{own_folder(out)}: another process is at this stream" in capsys.readouterr().err
 
 
 def test_a_stream_that_cannot_be_run_does_not_stop_the_others(out, data, capsys, monkeypatch):

@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from benchmarks.chat import normalise_answer, same_answer
 from benchmarks.demo import model as m
 from benchmarks.demo import packing, questions, stages, train, world
 from benchmarks.demo.evaluate import Answerer, accuracy
@@ -23,20 +22,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def answerer():
     return Answerer(CHECKPOINT)
-
-
-@pytest.mark.parametrize(
-    "text", ["What colour is the circle?", "zorp=blick", "é漢 🙂\n\t\0", " two  spaces ", "\N{BOM}x"]
-)
-def test_tokenizer_round_trips_any_text(tokenizer, text):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < m.VOCABULARY
-
-
-def test_every_word_of_the_world_is_one_token(tokenizer):
-    forms = [form for word in questions.COPY_WORDS for form in (word, " " + word)]
-    assert {len(ids) for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]} == {1}
 
 
 def test_the_committed_tokenizer_is_the_one_training_builds(tokenizer):
@@ -104,10 +89,3 @@ def test_checkpoint_is_small_and_has_published_names():
 def test_checkpoint_answers_held_out_base_questions(answerer):
     scored = accuracy(answerer, list(world.examples("base", "test", 90)))
     assert np.mean([right for _, right in scored]) >= 0.9
-
-
-def test_answers_are_compared_without_case_space_and_final_stop():
-    assert normalise_answer(" Red. ") == "red"
-    assert same_answer(" Zorp.\n", "zorp")
-    assert not same_answer("zorp blick", "zorp")
-    assert not same_answer("The circle is red.", "red")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from benchmarks.continual.suites.made import load_demo, load_real_text
 from benchmarks.demo.streams import SEARCH_STREAMS
 from benchmarks.demo.world import examples as demo_examples
 from benchmarks.gate.__main__ import main
-from benchmarks.gate.asking import ANCHORS, Asked, order_of, protocol_questions, questions_at_the_end
+from benchmarks.gate.asking import ANCHORS, Asked, protocol_questions, questions_at_the_end
 from benchmarks.gate.protocol import LONG_WAYS, STYLES, WAYS
 from benchmarks.gate.table import OPENED, ROUTED, Miss, Share, rows_of
-from benchmarks.gate.wordings import read_lists, reworded, shares_content_word
+from benchmarks.gate.wordings import read_lists, reworded
 from benchmarks.real_pictures import stream
 from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from selector.gate import encoding, fitting_set
@@ -73,12 +72,6 @@ def test_every_question_of_every_task_has_other_wordings(suites: dict[str, list[
             assert len(wordings) > 1
 
 
-def test_a_shared_word_is_one_that_many_training_questions_have_outside_their_slots() -> None:
-    training = [f"Which guild owns the {colour} circle?" for colour in ("red", "blue", "green")]
-    assert shares_content_word("guild", "Name the guild of this.", training)
-    assert not shares_content_word("guild", "Whose is the red circle?", training)  # of its slot alone
-
-
 # The questions
 
 
@@ -122,14 +115,6 @@ def test_a_gate_knows_anchors_of_earlier_tasks_and_all_of_the_last(suite: Suite)
     assert {e.id for e in one["guild"]} <= {e.id for e in first.train}
     assert one["guild"] != other["guild"]
     assert one["digit"] == other["digit"] == [*last.train, *last.validation]
-
-
-def test_the_order_is_that_of_the_suites_preset(suite: Suite) -> None:
-    assert order_of(suite) == suite
-    tasks = [replace(suite.tasks[0], name=name) for name in ("element", "rhyme", "valence", "airport", "language")]
-    tasks += [replace(suite.tasks[0], name=name) for name in ("calling_code", "emoji", "larger", "syllables")]
-    names = [task.name for task in order_of(replace(suite, name="real-text", tasks=tuple(tasks))).tasks]
-    assert names == ["valence", "airport", "language", "calling_code", "emoji", "larger", "rhyme", "syllables"]
 
 
 # The table

@@ -7,24 +7,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoTokenizer
 
 from benchmarks.continual.suites import load_suite
 from benchmarks.continual.suites.made import load_real_pictures
-from benchmarks.demo import model as m
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real_pictures import evaluate, stream, train
-from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts
-from benchmarks.real_pictures.icons import PACKAGES, Icons, how_to, install
+from benchmarks.real_pictures.concepts import Concepts
+from benchmarks.real_pictures.icons import PACKAGES, Icons
 from benchmarks.real_pictures.questions import FAMILIES, vocabulary
 from benchmarks.real_pictures.stream import examples
 from benchmarks.real_pictures.tasks import TASKS
-from benchmarks.real_pictures.train import Lessons, build_tokenizer, from_demo, model_folder
+from benchmarks.real_pictures.train import model_folder
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import read_task
-from server.demo import CHECKPOINT
 from tests.benchmarks.made_up_icons import made_up_concepts, save_icons
 from tests.benchmarks.made_up_packages import MadeUp
 
@@ -61,17 +57,6 @@ def test_no_vendor_draws_for_two_splits() -> None:
     vendors = {split: {package.vendor for package in PACKAGES if package.role == split} for split in SPLITS}
     assert all(vendors.values())
     assert sum(map(len, vendors.values())) == len(set().union(*vendors.values()))
-
-
-def test_half_of_each_group_is_base_and_every_split_can_draw_all(concepts: Concepts) -> None:
-    base, new = ({c.name for c in half} for half in (concepts.base, concepts.new))
-    assert len(base) == len(new) == 200
-    assert not base & new
-    assert not (base | new) & LEFT_OUT
-    for concept in (*concepts.base, *concepts.new):
-        assert len(concepts.drawn_by("train", concept)) >= 4
-        assert concepts.drawn_by("validation", concept)
-        assert concepts.drawn_by("test", concept)
 
 
 @pytest.mark.parametrize("task", [BASE, *TASKS])
@@ -145,44 +130,7 @@ def test_missing_and_other_packages_are_named(
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
 
 
-def test_packages_are_installed_by_name_and_only_what_is_missing(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    npm = tmp_path / "bin" / "npm"
-    npm.parent.mkdir()
-    npm.write_text('#!/bin/sh\necho "$@" > "$0.asked"\necho "no such release" >&2\nexit 3\n')
-    npm.chmod(0o755)
-    monkeypatch.setenv("PATH", str(npm.parent), prepend=":")
-    install(icons)  # all there
-    assert not npm.with_suffix(".asked").exists()
-    with pytest.raises(ConfigError, match="npm could not install the pictures: no such release; install it with"):
-        install(tmp_path / "cache")
-    asked = npm.with_suffix(".asked").read_text().split()
-    assert asked[:2] == ["install", "--ignore-scripts"]
-    assert asked[-len(PACKAGES) :] == [f"@iconify-json/{package.name}@{package.version}" for package in PACKAGES]
-    assert all(requirement in how_to(icons) for requirement in asked[-len(PACKAGES) :])
-
-
 # The model.
-
-
-@pytest.fixture(scope="module")
-def lessons(concepts: Concepts) -> Lessons:
-    words = vocabulary(concepts.base, MadeUp())
-    return Lessons(concepts, words, build_tokenizer(concepts.base, words, 0))
-
-
-def test_training_begins_with_the_demo_model_and_words_of_its_own(lessons: Lessons) -> None:
-    model = from_demo(lessons.tokenizer, seed=0)
-    demo = AutoTokenizer.from_pretrained(CHECKPOINT)
-    begun = m.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    new, old = (x.get_input_embeddings().weight for x in (model, begun))
-    for word in (" yes", " the", "zorp"):
-        (row,) = lessons.tokenizer(word, add_special_tokens=False)["input_ids"]
-        (known,) = demo(word, add_special_tokens=False)["input_ids"]
-        assert torch.equal(new[row], old[known])
-    for name, tensor in begun.state_dict().items():
-        assert "embed_tokens" in name or "lm_head" in name or torch.equal(model.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from benchmarks.continual.suites import load_suite
 from benchmarks.continual.suites.made import load_real_text
 from benchmarks.continual.suites.suite import Suite
 from benchmarks.real import base, sources
-from benchmarks.real import model as smollm2
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
 from benchmarks.real.stream import items_of, write_task
@@ -42,18 +38,6 @@ def packages(request: pytest.FixtureRequest) -> Packages:
         except ConfigError as error:
             pytest.skip(str(error))
     return installed
-
-
-def test_the_extra_installs_every_package_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(sources, "_from", lambda package, _: read.append(package))
-    for name, attribute in vars(Packages).items():
-        if isinstance(attribute, cached_property):
-            getattr(Packages(), name)
-    real = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["real"]
-    installed = {Requirement(requirement).name for requirement in real}
-    assert len(read) >= 7
-    assert installed >= {*read, smollm2.PACKAGE, smollm2.READER}
 
 
 @pytest.mark.parametrize("task", BY_CONCEPT)

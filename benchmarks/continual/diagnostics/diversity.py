@@ -51,7 +51,8 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
         sets += [replace(chosen, rule=WITHOUT_COVERAGE) for chosen in others if chosen.rule == SELECTED]
     rules = {rule: means([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
     return {
-        "finding": f"Mean cosine of two keys: {_listed(rules, 'cosine')}; log det: {_listed(rules, 'logdet')}.",
+        "finding": "Mean cosine of two keys: "
+        + ", ".join(f"{row['cosine']:.3f} {rule}" for rule, row in rules.items() if row["cosine"] is not None),
         **describe_runs(runs),
         "without_coverage": other if finished.has(other) else None,
         "rules": rules,
@@ -110,10 +111,6 @@ def means(sets: Sequence[Chosen]) -> dict[str, Any]:
         "cosine": [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1],
     }
     return {"sets": len(sets)} | {name: float(np.mean(of)) if of else None for name, of in values.items()}
-
-
-def _listed(rules: dict[str, dict[str, Any]], name: str) -> str:
-    return ", ".join(f"{row[name]:.3f} {LABELS[rule]}" for rule, row in rules.items() if row[name] is not None)
 
 
 def plot(measured: dict[str, Any]) -> Figure:

@@ -44,18 +44,14 @@ METHODS: Mapping[str, Any] = {
 __all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "parsed_value", "with_setting"]
 
 
-def choose_methods(
-    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] | None = None
-) -> list[Method]:
+def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
     "lora.steps=100" sets it in that method alone, if it is among `names`; a preset may name more methods than are run.
-    `start` has the methods as they are before that, if not as registered. Raises ConfigError: an unknown method or
-    setting.
+    Raises ConfigError: an unknown method or setting.
     """
     require_known(names)
-    start = METHODS if start is None else start
-    chosen = {name: start[name] for name in names}
+    chosen = {name: METHODS[name] for name in names}
     for setting in settings:
         left, equals, text = setting.partition("=")
         only, _, key = left.rpartition(".") if equals else ("", "", left)
