@@ -9,10 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,16 +18,7 @@ from benchmarks.kernels import attention, rivals
 from benchmarks.kernels.rivals import Inputs
 from benchmarks.kernels.run import SECTIONS
 from benchmarks.kernels.timing import Peaks
-from benchmarks.kernels.workloads import Case, build, plan_of
-from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
-from inducekv_vllm.attention.kernel_step import rows_with_memory
-from inducekv_vllm.attention.kernels.geometry import MemoryRows
-from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.pool import PagePool, PoolShape
-from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.term_tables import TermTables
-from inducekv_vllm.host.config import DEFAULT_POOL_ENTRIES
-from tests.inducekv_vllm.attention.pools import CPU, full_attention
+from benchmarks.kernels.workloads import Case, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROOT = Path(__file__).parents[2]
@@ -139,46 +127,6 @@ def test_bytes_and_operations_of_a_step() -> None:
     pages, maps, rows = 2 * 16 * 64 * 2 * 2, 3 * 6 * 64 * 2 * 2, 5 * 6 * 3 * 64 * 2
     assert mapped.bytes == pages + maps + rows + (16 * 3 + 3) * 4 + (16 + 3) * 4
     assert mapped.operations == 2 * 2 * 5 * 6 * 64 * (16 + 3)
-
-
-H200 = Processors(132, 227 * 1024)
-
-
-@pytest.mark.parametrize("name", ["qwen3-vl-4b", "llava-1.5-7b", "qwen2.5-vl-7b"])
-def test_the_launches_are_those_of_the_engine(name: str) -> None:
-    """Of its default pool, beside FlashAttention: what graphs were captured with, and the steps of prompts."""
-    g = GEOMETRIES[name]
-    shape = PoolShape(DEFAULT_POOL_ENTRIES, 1, g.kv_heads, g.heads_per_kv_head, g.head_size)
-    tables, pool = TermTables.allocate(1, shape, CPU), PagePool(shape, torch.bfloat16, CPU)
-    model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
-    engine = KernelMemoryAttention(pool, tables, MemoryOfRequests(1, tables), CPU, model, H200, 256)
-    engine.attach(full_attention(), {}, [])
-    for case in attention.cases():
-        found, plan = plan_of(case, g, torch.bfloat16, H200)
-        assert {type(constant) for constant in found.kind} == {int, bool}  # Triton compiles for no others
-        if case.phase == "decode":
-            captured = engine._graphs.launch(case.rows)
-            assert found == captured.shape
-            assert found.maps
-            assert found.lse
-            engine._graphs.write(case.rows, _engine_rows(case))
-            for own, array in zip(captured.tensors.plan, plan.arrays(), strict=True):
-                assert np.array_equal(own.numpy(), array)
-        else:
-            assert found == engine._geometry.of_step(_engine_rows(case))
-
-
-def _engine_rows(case: Case) -> MemoryRows:
-    """By the engine's function: a request with `rows` tokens of a prompt, or as many requests with one row each."""
-    bundle: Any = SimpleNamespace(map_rank=case.map_rows, form=case.form)
-    requests = case.rows if case.phase == "decode" else 1
-    memories: list[Any] = [
-        SimpleNamespace(slot=n + 1, page_set=(0, bytes([n % case.page_sets])), table_length=case.tokens, bundle=bundle)
-        for n in range(requests)
-    ]
-    rows = rows_with_memory(memories, [0] * requests, [0] * requests, [case.rows // requests] * requests)
-    assert rows is not None
-    return rows
 
 
 def _compiled(*arguments: str) -> list[str]:
