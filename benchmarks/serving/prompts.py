@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.chat import Message, user_turn
@@ -21,17 +19,6 @@ class Exemplar:
     pixels: np.ndarray  # [48, 48, 3] uint8
     question: str
     answer: str
-
-
-def read_exemplars(tasks: Path) -> list[Exemplar]:
-    """The examples of a task's JSONL file."""
-    exemplars = []
-    for line in tasks.read_text().splitlines():
-        record = json.loads(line)
-        picture, question = record["messages"][0]["content"]
-        pixels = np.asarray(Image.open(tasks.parent / picture["image_url"]["url"]).convert("RGB"))
-        exemplars.append(Exemplar(pixels, question["text"], record["answer"]))
-    return exemplars
 
 
 class PromptMaker:

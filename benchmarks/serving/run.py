@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-from benchmarks.chat import chat_body
-from benchmarks.demo.world import write_task
+from benchmarks.chat import chat_body, question_of
+from benchmarks.demo.world import examples, write_task
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
@@ -40,7 +40,7 @@ from benchmarks.serving.methods import (
     lora_methods,
     make_methods,
 )
-from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from benchmarks.serving.prompts import Exemplar, PromptMaker
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 
@@ -59,9 +59,9 @@ def main() -> int:
         work = Path(folder)
         model = resolve_model(args.model, work)
         adapter, rank, adapter_bytes = save_adapter(model, work)
-        tasks = write_exemplars(work)
-        bundles = build_bundles(model, tasks, work)
-        prompts = PromptMaker(model, read_exemplars(tasks), SEED)
+        write_task(work / TASK, TASK, {"train": max(BUDGETS)})
+        bundles = build_bundles(model, work / TASK / "train.jsonl", work)
+        prompts = PromptMaker(model, exemplars(), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
             every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
@@ -130,10 +130,10 @@ def resolve_model(name: str, work: Path) -> Path:
     return CHECKPOINT if name == "demo" else Path(name)
 
 
-def write_exemplars(work: Path) -> Path:
-    """Task data enough for the largest bundle; returns the JSONL."""
-    write_task(work / TASK, TASK, {"train": max(BUDGETS)})
-    return work / TASK / "train.jsonl"
+def exemplars() -> list[Exemplar]:
+    """Enough for the largest bundle."""
+    found = examples(TASK, "train", max(BUDGETS))
+    return [Exemplar(pixels, question_of(record), record["answer"]) for record, pixels in found]
 
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.serving import methods, report
-from benchmarks.serving.prompts import PromptMaker, read_exemplars
-from benchmarks.serving.run import chosen, parse_arguments, server_arguments, write_exemplars
+from benchmarks.serving.prompts import PromptMaker
+from benchmarks.serving.run import chosen, exemplars, parse_arguments, server_arguments
 from server.demo import CHECKPOINT
 
 
@@ -50,8 +50,8 @@ def test_targets_are_judged(ttft: float, met: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptMaker:
-    return PromptMaker(CHECKPOINT, read_exemplars(write_exemplars(tmp_path_factory.mktemp("tasks"))), seed=0)
+def prompts() -> PromptMaker:
+    return PromptMaker(CHECKPOINT, exemplars(), seed=0)
 
 
 def test_prompts_have_their_exact_length_and_are_unique(prompts: PromptMaker) -> None:
