@@ -27,7 +27,6 @@ from benchmarks.continual import __main__ as continual
 from benchmarks.continual import run as stream_run
 from benchmarks.continual import search
 from benchmarks.continual.report.names import title
-from benchmarks.continual.tuned import read_tuned
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
@@ -249,16 +248,10 @@ def begin_stream_benchmark(arguments: list[str]) -> None:
     if shown != rest and "--out" not in shown:  # RUN: options that stand in a file of results, --out among them
         shown += ["--out", "DIR"]
     options = continual.parse([subcommand, *shown])
-    tuned = getattr(options, "tuned", None)
-    if tuned is not None and not (ROOT / tuned).is_relative_to(RESULTS):
-        options.tuned = None  # a placeholder
     if options.command is continual.run_and_report:
         assert stream_run.methods_of(options)
     elif options.command is search.command:
-        _, trials = search.trials_to_make(options)
-        search.require_equal_trials(trials)
-    elif getattr(options, "tuned", None) is not None:
-        read_tuned(options.tuned)
+        assert search.methods_of_trials(options)
 
 
 @pages

@@ -13,6 +13,7 @@ from benchmarks.continual.answering.http import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
 from benchmarks.continual.report import command as report
 from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, add_stream_options, run
+from benchmarks.continual.suites import load_suite
 from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
@@ -51,6 +52,12 @@ def run_and_report(options: argparse.Namespace) -> int:
     return 0
 
 
+def write_data(options: argparse.Namespace) -> int:
+    load_suite(options.suite, options.out)
+    print(options.out)
+    return 0
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, a preset under the user's own; `given` are the arguments. Raises ConfigError: no method is named."""
     parser = _parser()
@@ -85,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--answer", choices=(HTTP, OFFLINE), default=HTTP, help="ask a server (default), or transformers in-process")
     add("--keep-states", choices=("last", "all", "none"), default="last", help="of what the tasks of a stream left")
     add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own servers, last of all")
+    data = commands.add_parser("data", help="write a suite's questions and pictures, as task data")
+    data.set_defaults(command=write_data)
+    data.add_argument("--suite", required=True)
+    data.add_argument("--out", type=Path, required=True)
     for module in (report, search, footprint_table):
         module.add_parser(commands)
     return parser

@@ -10,10 +10,10 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.continual.suites.made import load_real_text
-from benchmarks.real.records import BASE
+from benchmarks.data_folder import data_folder
+from benchmarks.real.items import BASE
 from benchmarks.real.sources import Packages
-from benchmarks.real.stream import SIZES, Sizes
+from benchmarks.real.stream import BASE_SIZES, NAME, SEED, SIZES, Sizes, write_task
 from inducekv_vllm.errors import ConfigError
 from selector.cli.select import main as select
 
@@ -32,8 +32,10 @@ SERVING: Final = ("--block-size", "32", "--enforce-eager", "--max-model-len", "2
 
 def teach(folder: Path, model: Path, console: Console, packages: Packages | None = None, sizes: Sizes = SIZES) -> Path:
     """The memory of all tasks, in `folder`; what was stopped goes on. Raises ConfigError: a task was refused."""
-    data = folder / "data"
-    load_real_text(data, sizes, packages=packages)
+    data, packages = folder / "data", packages or Packages()
+    with data_folder(data, NAME, SEED):
+        for task in (BASE, *TASKS):
+            write_task(data / task, task, packages, BASE_SIZES if task == BASE else sizes)
     previous: Path | None = None
     for number, task in enumerate(TASKS):
         bundle = folder / f"{number}-{task}.safetensors"

@@ -11,8 +11,7 @@ from random import Random
 from typing import Final
 
 from benchmarks.real.base import base_items
-from benchmarks.real.items import SPLITS, Items, Split
-from benchmarks.real.records import BASE, write_split
+from benchmarks.real.items import BASE, SPLITS, Items, Split, write_split
 from benchmarks.real.sources import Packages
 from benchmarks.real.tasks import TASKS, cut
 from inducekv_vllm.errors import ConfigError

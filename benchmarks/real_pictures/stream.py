@@ -15,9 +15,8 @@ import numpy as np
 from benchmarks.demo.questions import pick
 from benchmarks.demo.scenes import stable_hash
 from benchmarks.demo.world import record_of, write_split
-from benchmarks.real.items import SPLITS, Split
+from benchmarks.real.items import BASE, SPLITS, Split
 from benchmarks.real.model import cache_folder
-from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import Concepts, concepts_of
 from benchmarks.real_pictures.drawings import drawing, picture

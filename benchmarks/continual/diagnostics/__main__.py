@@ -13,14 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics import calibration, diversity, memory_attention
-from benchmarks.continual.diagnostics.comparison import measure_order, measure_sweeps, plot_order, plot_sweeps
-from benchmarks.continual.diagnostics.retrieval import (
-    measure_ambiguity,
-    measure_hit_rate,
-    plot_ambiguity,
-    plot_hit_rate,
-)
+from benchmarks.continual.diagnostics import calibration, comparison, diversity, memory_attention, retrieval
 from benchmarks.continual.results import Finished
 from benchmarks.drawing import png
 from benchmarks.machine import describe_machine
@@ -42,15 +35,15 @@ class Diagnostic:
 
 
 DIAGNOSTICS: Mapping[str, Diagnostic] = {
-    "ambiguity": Diagnostic("When Does InduceKV Help the Most?", measure_ambiguity, plot_ambiguity),
+    "ambiguity": Diagnostic("When Does InduceKV Help the Most?", retrieval.measure_ambiguity, retrieval.plot_ambiguity),
     "calibration": Diagnostic("Calibration-dynamics protocol", calibration.measure, calibration.plot, "paper"),
     "diversity": Diagnostic("Inducing-set diversity protocol", diversity.measure, diversity.plot, "paper"),
-    "hit_rate": Diagnostic("Retrieval Quality Diagnosis", measure_hit_rate, plot_hit_rate),
+    "hit_rate": Diagnostic("Retrieval Quality Diagnosis", retrieval.measure_hit_rate, retrieval.plot_hit_rate),
     "memory_attention": Diagnostic(
         "Memory-attention utilization protocol", memory_attention.measure, memory_attention.plot
     ),
-    "order": Diagnostic("Effect of Task Order", measure_order, plot_order),
-    "sweeps": Diagnostic("Hyperparameter Sensitivity", measure_sweeps, plot_sweeps),
+    "order": Diagnostic("Effect of Task Order", comparison.measure_order, comparison.plot_order),
+    "sweeps": Diagnostic("Hyperparameter Sensitivity", comparison.measure_sweeps, comparison.plot_sweeps),
 }
 
 

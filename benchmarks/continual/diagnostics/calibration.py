@@ -53,34 +53,25 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
 def traced(run: FinishedRun) -> dict[str, list[float]]:
     """One run's numbers after each of T tasks, by name, [T] each."""
     after_tasks = [calibration(run, number) for number in range(len(run.order))]
+    losses = [(report.get("history") or [{}])[-1].get("anchors") for report in run.matrix["reports"]]
     a = run.accuracy
     return {
         "temperature": [row["temperature"] for row in after_tasks],
         "value_gate": [float(np.mean(row["value_gates"])) for row in after_tasks],
         "layer_bias": [float(np.mean(row["layer_bias"])) for row in after_tasks],
-        "anchor_loss": [anchor_loss(report) for report in run.matrix["reports"]],
+        # The mean NLL of the last batch of anchors that a task's training has seen.
+        "anchor_loss": [math.nan if loss is None else loss for loss in losses],
         "forgotten": [*(float(a[t:, t].max() - a[-1, t]) for t in range(len(a) - 1)), math.nan],
     }
 
 
 def calibration(run: FinishedRun, number: int) -> Mapping[str, Any]:
     """That of the memory after task `number`: as the method reported it, or else from the memory, if that was kept."""
-    reported = run.matrix["reports"][number].get("calibration")
-    if reported is not None:
+    if (reported := run.matrix["reports"][number].get("calibration")) is not None:
         return reported
     bundle = run.bundle(number)
-    return {
-        "temperature": float(bundle.temperature),
-        "value_gates": bundle.value_gates.tolist(),
-        "layer_bias": bundle.layer_bias.tolist(),
-    }
-
-
-def anchor_loss(report: Mapping[str, Any]) -> float:
-    """The mean NLL of the last batch of anchors that a task's training has seen; NaN without anchors."""
-    history = report.get("history") or [{}]
-    loss = history[-1].get("anchors")
-    return math.nan if loss is None else loss
+    gates, bias = bundle.value_gates.tolist(), bundle.layer_bias.tolist()
+    return {"temperature": float(bundle.temperature), "value_gates": gates, "layer_bias": bias}
 
 
 def gains(run: FinishedRun, fixed: FinishedRun) -> dict[str, list[float]]:

@@ -47,7 +47,6 @@ def measure_order(finished: Finished, options: Namespace) -> dict[str, Any]:
             require_same(first.matrix["settings"], run.matrix["settings"], f"{first.folder} and {run.folder}", "order")
         scores = [{run.seed: run.matrix["metrics"][SCORE] for run in group} for group in groups_of_method]
         rows.append({"method": method, "budget": budget} | distribution(scores, default))
-    left_out = {key for groups in by_folder for key in groups} - set(in_all)
     found = [f"{r['method']} ({r['budget']}) {r['mean']:.3f} ± {r['standard_deviation']:.3f}" for r in rows]
     return {
         "finding": f"AP over {len(orders)} orders, mean ± standard deviation of runs: {'; '.join(found)}.",
@@ -55,23 +54,18 @@ def measure_order(finished: Finished, options: Namespace) -> dict[str, Any]:
         "orders": orders,
         "default_order": default,
         "methods": rows,
-        "left_out": [f"{method} with budget {budget}: not in every folder" for method, budget in sorted(left_out)],
     }
 
 
 def require_different_orders(folders: Sequence[Finished]) -> None:
     """Raises ConfigError: names what else differs, or that the order does not."""
-    first, seen = folders[0], set()
+    first, orders = folders[0], {tuple(folder.configuration["order"]) for folder in folders}
+    if len(orders) < len(folders) or len(folders) < 2:
+        raise ConfigError("order sensitivity needs at least two folders (--also), each with another order")
+    if len({tuple(sorted(order)) for order in orders}) > 1:
+        raise ConfigError(f"{first.out} and the others are not orders of the same tasks")
     for folder in folders:
-        order = tuple(folder.configuration["order"])
-        if order in seen:
-            raise ConfigError(f"{folder.out} and another folder have the same order, {', '.join(order)}")
-        seen.add(order)
-        if sorted(order) != sorted(first.configuration["order"]):
-            raise ConfigError(f"{first.out} and {folder.out} are not orders of the same tasks: {', '.join(order)}")
         require_same(first.configuration, folder.configuration, f"{first.out} and {folder.out}", but="order")
-    if len(folders) < 2:
-        raise ConfigError("order sensitivity needs at least two orders, found one: give others with --also")
 
 
 def distribution(scores: Sequence[Mapping[int, float]], default: int | None) -> dict[str, Any]:
@@ -95,11 +89,7 @@ def plot_order(measured: dict[str, Any]) -> Figure:
     axes = figure.add_subplot()
     for place, row in enumerate(measured["methods"]):
         scores = [run["score"] for run in row["runs"]]
-        colour = COLOURS[place % len(COLOURS)]
-        if len(set(scores)) > 1:  # a violin needs some width
-            for body in axes.violinplot(scores, positions=[place], widths=0.8, showextrema=False)["bodies"]:
-                body.set(facecolor=colour, alpha=0.25)
-        axes.plot([place] * len(scores), scores, "o", color=colour, markersize=4, alpha=0.7)
+        axes.plot([place] * len(scores), scores, "o", color=COLOURS[place % len(COLOURS)], markersize=4, alpha=0.7)
         axes.plot([place], [row["mean"]], "_", color="black", markersize=16)
         if row["default"] is not None:
             axes.plot([place], [row["default"]], "*", color="black", markersize=11)

@@ -57,9 +57,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     for row, value in zip(rows, [*normalised, None], strict=True):  # the base questions are no task of the stream
         row["normalised_gain"] = value
     return {
-        "finding": "Memory's share of the attention: "
-        + ", ".join(f"{row['task']} {mean(row['mass']):.1%}" for row in rows)
-        + ".",
+        "finding": ", ".join(f"{row['task']} {mean(row['mass']):.1%}" for row in rows) + " of the attention.",
         **describe_runs(runs),
         "questions": {task.name: len(task.test[: options.limit]) for task in (*suite.tasks, suite.base)},
         "rows": rows,

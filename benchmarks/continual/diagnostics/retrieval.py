@@ -28,8 +28,6 @@ from selector.backbone.gate_rule import routing
 from selector.backbone.scoring import Scorer
 
 HIT_RATE_BINS, AMBIGUITY_BINS = 5, 8
-POINTS = 1500  # at most as many are drawn; means are over all
-JITTER = 0.08  # of a drawn gain, so that points do not cover each other
 GROUPS = {"own_task": "most entries of its own task", "cross_task": "most entries of other tasks"}
 
 
@@ -160,8 +158,6 @@ def measure_ambiguity(finished: Finished, options: Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"no question of {runs[0].method} has two entries to retrieve: there is no ambiguity to measure"
         )
-    rng = np.random.default_rng(0)
-    drawn = [clear[row] for row in sorted(rng.choice(len(clear), min(POINTS, len(clear)), replace=False).tolist())]
     crossing = sum(question.retrieval.is_cross_task for question in clear) / len(clear)
     gain = float(np.mean([question.gain for question in clear]))
     return {
@@ -171,7 +167,6 @@ def measure_ambiguity(finished: Finished, options: Namespace) -> dict[str, Any]:
         "closed": closed,
         "questions": len(clear),
         "bins": ambiguity_bins(clear),
-        "points": [[q.retrieval.gap, q.gain, q.retrieval.is_cross_task] for q in drawn],
     }
 
 
@@ -205,20 +200,14 @@ def ambiguity_bins(answered: Sequence[Answered]) -> dict[str, list[dict[str, Any
 def plot_ambiguity(measured: dict[str, Any]) -> Figure:
     figure = blank(3.6)
     axes = figure.add_subplot()
-    rng = np.random.default_rng(0)
     for (group, label), colour, marker in zip(GROUPS.items(), COLOURS, "ox", strict=False):
-        points = np.array([point[:2] for point in measured["points"] if point[2] == (group == "cross_task")])
-        if len(points):
-            heights = points[:, 1] + rng.uniform(-JITTER, JITTER, len(points))
-            axes.scatter(points[:, 0], heights, s=6, color=colour, marker=marker, alpha=0.3, linewidths=0.6)
         if line := measured["bins"][group]:
             gaps, gains = [row["gap"] for row in line], [row["gain"] for row in line]
             errors = np.nan_to_num(finite([row["standard_error"] for row in line]))
-            axes.errorbar(gaps, gains, errors, color=colour, marker=marker, capsize=2, linewidth=1.6, label=label)
+            axes.errorbar(gaps, gains, errors, color=colour, marker=marker, capsize=2, label=label)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="g(x): gap between the two largest similarities", ylabel="gain over no memory")
-    axes.set_yticks([-1, 0, 1])
-    axes.legend(frameon=False, ncols=2, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.set(xlabel="g(x): gap between the two largest similarities", ylabel="mean gain over no memory")
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -17,10 +17,9 @@ from typing import ClassVar
 import safetensors
 import safetensors.torch
 
-from benchmarks.continual.methods.lora import ADAPTER
+from benchmarks.continual.methods.lora import ADAPTER, LoraReplay
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors
-from benchmarks.continual.methods.replay import LoraReplay
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Gate

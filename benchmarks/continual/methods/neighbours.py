@@ -1,6 +1,6 @@
-"""Methods that store examples and find those nearest to a question by their query keys; no model learns anything.
+"""Methods in which no model learns anything: nothing at all, or stored examples that are found by their query keys.
 
-Both keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
+The latter keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
 
 Shapes: n questions, N stored examples, d hidden size, k neighbours.
 """
@@ -31,6 +31,18 @@ from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """Learns nothing."""
+
+    kind: ClassVar[Kind] = "none"
+    name: str = "no_memory"
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        return Artifact("none", None, 0, {})
+
 
 EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
 

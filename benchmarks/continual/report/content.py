@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.continual import comparison
 from benchmarks.continual.comparison import UNTOUCHED, Difference, Streams, final_accuracy, metric, rounded
-from benchmarks.continual.footprint_table import conversions
 from benchmarks.continual.report.names import ABLATIONS, RECIPES, RIVALS, is_ours, place, title
 from benchmarks.continual.results import WHERE, Finished, read_json
 from benchmarks.machine import describe_machine
-from inducekv_vllm.backbone.footprint import read_config, text_geometry
 from inducekv_vllm.errors import ConfigError
 from selector.runtime.files import replace_file
 
@@ -38,7 +35,6 @@ def read_folder(out: Path, model: Path | None = None) -> Content:
     if finished.model.name != expected:
         raise ConfigError(f"{out} is of the model {expected!r}: name its folder with --model, found {finished.model}")
     streams = Streams([run.matrix for run in runs])
-    geometry = text_geometry(read_config(finished.model / "config.json"))
     return {
         "benchmark": "continual",
         **{key: value for key, value in finished.configuration.items() if key != WHERE},
@@ -53,7 +49,6 @@ def read_folder(out: Path, model: Path | None = None) -> Content:
             | _of_tasks(run)
             for run in streams.runs
         ],
-        "footprint": [asdict(row) for row in conversions(geometry, streams.budgets)],
     }
 
 

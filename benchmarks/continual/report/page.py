@@ -52,7 +52,6 @@ def render_html(content: Content) -> str:
         content=content,
         budgets=[(budget, result_table(content, budget), matrices(content, budget)) for budget in budgets],
         differences=difference_table(content),
-        footprint=footprint_table(content),
         settings=settings_table(content),
         diagnostics=[_diagnostic(diagnostic) for diagnostic in content["diagnostics"]],
         commands=list(dict.fromkeys(record["command"] for record in content["commands"])),
@@ -108,13 +107,6 @@ def settings_table(content: Content) -> Table:
         budgets.setdefault((run["method"], settings), set()).add(run["budget"])
     rows = [[title(m), m, ", ".join(map(str, sorted(used))), settings] for (m, settings), used in budgets.items()]
     return Table(["method", "name in commands", "entries", "settings"], rows)
-
-
-def footprint_table(content: Content) -> Table:
-    head = ["entries", "KV tokens a layer", "memory", "float16 parameters", "text exemplars"]
-    columns = ("budget", "kv_tokens", "bytes", "peft_parameters", "text_exemplars")
-    rows = [[_bytes(row[c]) if c == "bytes" else f"{row[c]:,}" for c in columns] for row in content["footprint"]]
-    return Table(head, rows)
 
 
 def matrices(content: Content, budget: int) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 from benchmarks.continual.suites.suite import Suite, TaskData
 from benchmarks.data_folder import data_folder
 from benchmarks.demo import world
-from benchmarks.demo.search_streams import SEARCH_STREAMS
-from benchmarks.demo.streams import STREAMS
+from benchmarks.demo.streams import SEARCH_STREAMS, STREAMS
 from benchmarks.demo.world import BASE, SPLITS
 from benchmarks.real import stream as text
 from benchmarks.real.sources import Packages
@@ -34,7 +33,7 @@ def load_demo(data: Path, sizes: Sizes = DEMO_SIZES, base_sizes: Sizes = DEMO_BA
 
 
 def load_search(data: Path, sizes: Sizes = DEMO_SIZES, base_sizes: Sizes = DEMO_BASE_SIZES) -> Suite:
-    """The tasks of `benchmarks.demo.search_streams`, on which settings are searched, likewise."""
+    """The tasks of `benchmarks.demo.streams`, on which settings are searched, likewise."""
     return _demo("demo-search", SEARCH_STREAMS, data, sizes, base_sizes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gate.lists import read_lists
+from benchmarks.gate.wordings import read_lists
 from selector.gate.background import everyday_requests, phrases
 
 
