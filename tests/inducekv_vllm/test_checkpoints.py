@@ -304,12 +304,18 @@ def test_components_that_transformers_leaves_out_are_no_error(copy: Path) -> Non
         ("num_hidden_layers", 0, "must state num_hidden_layers as a positive whole number, found 0"),
         ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
         ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
-        ("intermediate_size", -1, "no model can be made of the configuration: .* negative dimension"),
-        ("hidden_act", "bogus", "no model can be made of the configuration: KeyError 'bogus'"),
     ],
 )
 def test_malformed_settings_are_refused_in_one_line(copy: Path, setting: str, value: Any, reason: str) -> None:
     assert re.search(reason, refusals(change_config(copy, **{setting: value})))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"), [("intermediate_size", -1, "negative dimension"), ("hidden_act", "bogus", "bogus")]
+)
+def test_settings_of_which_no_model_can_be_made(copy: Path, setting: str, value: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"copy: cannot load the model: .*{reason}"):
+        Backbone.load(change_config(copy, **{setting: value}))
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
