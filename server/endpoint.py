@@ -84,7 +84,8 @@ class InduceKVEndpoint:
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
         await check_server(engine_client)
         model = engine_client.model_config
-        backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision)
+        cache = engine_client.vllm_config.load_config.download_dir
+        backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
         models: OpenAIServingModels = state.openai_serving_models
         stop = EngineStop(engine_client)
         stop.install()

@@ -86,6 +86,7 @@ class BackboneFingerprint(BaseModel):
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
+    weights_digest: str  # see `inducekv_vllm.backbone.weights`
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
         """List every field in which a model differs as "field: own value, the model has another"."""

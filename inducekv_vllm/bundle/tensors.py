@@ -233,7 +233,12 @@ class Bundle:
 
 
 def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name: str) -> None:
-    """See `Bundle.require_backbone`; the metadata suffices."""
+    """See `Bundle.require_backbone`; the metadata suffices.
+
+    A bundle that names an adapter was made with it merged into the weights, which the served model has not.
+    """
+    if metadata.adapter is not None:
+        served = served.model_copy(update={"weights_digest": metadata.backbone.weights_digest})
     if differences := metadata.backbone.differences(served):
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 

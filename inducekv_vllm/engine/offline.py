@@ -80,7 +80,8 @@ class MemoryLLM:
             raise UnsupportedModel(
                 'the engine\'s workers do not support memory: LLM(worker_cls="inducekv_vllm.worker.InduceKVWorker")'
             ) from error
-        self._backbone = backbone_fingerprint(vllm_config.model_config.model, vllm_config.model_config.revision)
+        model, cache = vllm_config.model_config, vllm_config.load_config.download_dir
+        self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
         self._gate_log = GateLog.of(self.config)

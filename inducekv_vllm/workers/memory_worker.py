@@ -238,7 +238,8 @@ class MemoryWorker(Worker):
     @cached_property
     def _backbone(self) -> BackboneFingerprint:
         """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
-        return backbone_fingerprint(self.model_config.model)
+        model = self.model_config
+        return backbone_fingerprint(model.model, model.revision, self.vllm_config.load_config.download_dir)
 
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it to the pool; runs in a thread."""

@@ -168,6 +168,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "rope": backbone.rope,
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
+        "weights": backbone.weights_digest,
     }
 
 

@@ -20,8 +20,9 @@ FINGERPRINT = BackboneFingerprint(
     head_dim=D,
     hidden_size=d,
     rope={"rope_theta": 10000.0, "rope_type": "default"},
-    norm={"eps": 1e-6, "k_norm": True},
+    norm={"eps": 1e-6},
     tokenizer_digest="0" * 64,
+    weights_digest="0" * 64,
 )
 
 
