@@ -71,8 +71,6 @@ SETTINGS = [
     ("architectures", ["LlamaForSequenceClassification"], "expected a model that generates text"),
     ("hidden_size", "96", "must state hidden_size as a positive whole number, found '96'"),
     ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
-    ("intermediate_size", -1, "no model can be made of the configuration: .* negative dimension"),
-    ("hidden_act", "bogus", "no model can be made of the configuration: KeyError 'bogus'"),
     ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
     ("quantization_config", {"quant_method": "gptq", "bits": 4}, r"quantised \(gptq\)"),
 ]
@@ -93,6 +91,15 @@ OTHERS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "model.safetensors").write_bytes(b"damaged"), r"cannot read the weights in .*header"),
     (lambda folder: (folder / "config.json").unlink(), "expected a model folder, found no config.json in it"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"), [("intermediate_size", -1, "negative dimension"), ("hidden_act", "bogus", "bogus")]
+)
+def test_settings_of_which_no_model_can_be_made(copy: Path, setting: str, value: Any, reason: str) -> None:
+    change_config(copy, **{setting: value})
+    with pytest.raises(UnsupportedModel, match=f"copy: cannot load the model: .*{reason}"):
+        Backbone.load(copy)
 
 
 @pytest.mark.parametrize(
