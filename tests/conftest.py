@@ -23,8 +23,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Files whose tests share a server or an engine, and the name of that group.
-SERVERS = ("access", "bundles", "forgetting", "gate", "isolation", "lora", "observation", "openai_routes", "openapi")
-SERVERS += ("route", "selected_bundle", "shutdown")
+SERVERS = ("access", "bundles", "churn", "forgetting", "gate", "isolation", "lora", "observation", "openai_routes")
+SERVERS += ("openapi", "route", "selected_bundle", "shutdown")
 GROUPS = {
     "tests/benchmarks/test_continual_http.py": "servers",
     **{f"tests/server/test_{name}.py": "servers" for name in SERVERS},

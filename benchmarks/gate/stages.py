@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from selector.backbone.routing import routed_tasks
+from selector.backbone.gate_rule import routed_tasks
 
 from benchmarks.chat import same_answer
 from benchmarks.continual.metrics import accuracy_matrix, average, average_forgetting
 from benchmarks.continual.suites import Suite, load_suite
-from benchmarks.gate.gates import fitted
+from benchmarks.gate.asking import fitted
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import cache_folder
 from inducekv_vllm.bundle import Bundle, read_bundle

@@ -31,7 +31,8 @@ def test_only_signed_bundles_are_loaded(tmp_path: Path, monkeypatch: pytest.Monk
 
     settings = {"inducekv": {"require_signature": [str(tmp_path / "public.pem")]}}
     model = SimpleNamespace(model="m", revision=None, hf_config=None)
-    config = SimpleNamespace(additional_config=settings, model_config=model)
+    load = SimpleNamespace(download_dir=None)
+    config = SimpleNamespace(additional_config=settings, model_config=model, load_config=load)
     llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
     memories = offline.MemoryLLM(llm)
 
