@@ -53,3 +53,18 @@ def normalise_answer(text: str) -> str:
 def same_answer(answer: str, expected: str) -> bool:
     """Exact match of the normalised answers."""
     return normalise_answer(answer) == normalise_answer(expected)
+
+
+def chat_body(model: str, messages: list[dict[str, Any]], output_tokens: int, xargs: dict[str, Any]) -> dict[str, Any]:
+    """A request for exactly `output_tokens` tokens, every one of them visible in the stream."""
+    return {
+        "model": model,
+        "messages": messages,
+        "temperature": 0.0,
+        "max_tokens": output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,  # a token whose text is not yet printable has no text in its chunk
+        **({"vllm_xargs": xargs} if xargs else {}),
+    }

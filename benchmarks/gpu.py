@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in one command: `python -m benchmarks.gpu`, or `make gpu`.
 
-It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype with its roofline plot, and,
+It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, and,
 where vLLM is installed, the tests of a whole engine. It needs torch, triton, numpy, transformers and pytest; what needs
-more is left out by name. A step that fails does not stop the others. JSON and plots go to `benchmarks/results/`; the
+more is left out by name. A step that fails does not stop the others. JSON goes to `benchmarks/results/`; the
 summary, `gpu.json`, is written after each step. Paths are relative to the repository. The exit status is 1 if a step
 has failed.
 """
@@ -46,7 +46,7 @@ class Step:
         return shlex.join(["python", *self.arguments])
 
 
-def steps(models: Sequence[str], dtypes: Sequence[str], results: Path, fa3: Path | None) -> list[Step]:
+def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[Step]:
     """Tests first, then what is measured."""
     tests = [
         Step("kernel tests", (*EVERY_TEST, "tests/inducekv_vllm/attention/kernels")),
@@ -62,13 +62,7 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path, fa3: Path
         for dtype in dtypes:
             stem = f"kernels_{model}_{dtype}"
             benchmark = ("-m", "benchmarks.kernels.run", "--geometry", model, "--device", "cuda", "--dtype", dtype)
-            own_library = () if fa3 is None else ("--fa3", str(fa3))
-            result, plot = str(results / f"{stem}.json"), str(results / f"{stem}.svg")
-            drawing = ("-m", "benchmarks.kernels.plot", result, plot)
-            measured += [
-                Step(f"{model} {dtype}", (*benchmark, *own_library, "--output", result)),
-                Step(f"{model} {dtype} plot", drawing, ("matplotlib", "pillow")),
-            ]
+            measured.append(Step(f"{model} {dtype}", (*benchmark, "--output", str(results / f"{stem}.json"))))
     return tests + measured
 
 
@@ -96,7 +90,7 @@ def main() -> int:
     args = parse_arguments()
     planned = [
         step
-        for step in steps(args.models, args.dtypes, args.results, args.fa3)
+        for step in steps(args.models, args.dtypes, args.results)
         if any(step.name.startswith(chosen) for chosen in args.only or [""])
     ]
     if args.dry_run:
@@ -122,7 +116,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=sorted(GEOMETRIES), default=MODELS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--only", action="append", metavar="STEP", help="steps whose names begin with this; repeatable")
-    parser.add_argument("--fa3", type=Path, help="vLLM's _vllm_fa3_C.abi3.so, for self-attention (default: PyTorch's)")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where files go")
     args = parser.parse_args()
     if not args.dry_run and not torch.cuda.is_available():

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import BundleError, InduceKVError
+from inducekv_vllm.files.regular import open_regular
 from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 SAGEMAKER_ROUTE: Final = "/invocations"
@@ -102,8 +102,6 @@ def opened(real: str, what: str) -> Iterator[str]:
         reason = "it became a symbolic link while it was opened" if error.errno == errno.ELOOP else error.strerror
         raise BundleError(f"{what}: {real!r:.300}: {reason}") from error
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BundleError(f"{what}: {real} is not a regular file")
         yield f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
@@ -118,8 +116,7 @@ def _open_without_links(real: str) -> int:
             inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             os.close(folder)
             folder = inner
-        # A pipe would wait for its writer.
-        return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)
     finally:
         os.close(folder)
 

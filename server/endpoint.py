@@ -36,9 +36,9 @@ from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
 from .audit import AuditLog
 from .first import handlers
 from .followers import Followers
-from .following import FollowingRegistry
 from .metrics import POOL_BYTES
 from .openapi import TAG, describe_routes
+from .peer_registry import PeerRegistry
 from .pins import PIN
 from .registry import BundleRegistry
 from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
@@ -84,14 +84,15 @@ class InduceKVEndpoint:
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
         await check_server(engine_client)
         model = engine_client.model_config
-        backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision)
+        cache = engine_client.vllm_config.load_config.download_dir
+        backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
         models: OpenAIServingModels = state.openai_serving_models
         stop = EngineStop(engine_client)
         stop.install()
         access = Access.from_environment(config.roots, os.environ)
         parallel = engine_client.vllm_config.parallel_config
-        registry: BundleRegistry | FollowingRegistry
-        audit: AuditLog | FollowingRegistry
+        registry: BundleRegistry | PeerRegistry
+        audit: AuditLog | PeerRegistry
         if parallel._api_process_rank == 0:
             audit = AuditLog.of(config, os.environ.get(ADMIN_KEY_VARIABLE))
             followers = Followers(parallel._api_process_count - 1)
@@ -99,9 +100,7 @@ class InduceKVEndpoint:
             registry = BundleRegistry(engine_client, models, backbone, config, stop, audit, followers)
             await registry.start(handlers(registry, access, audit))
         else:
-            registry = audit = FollowingRegistry(
-                engine_client, models, backbone, parallel._api_process_rank, config, stop
-            )
+            registry = audit = PeerRegistry(engine_client, models, backbone, parallel._api_process_rank, config, stop)
             await registry.start()
         engine = TwoPassEngine(engine_client, registry, config, stop, audit.answer if config.audit_answers else None)
         registry.on_gone, registry.own_traces = engine.forget, engine.traces.of_response
@@ -133,7 +132,7 @@ async def check_server(client: EngineClient) -> None:
     POOL_BYTES.set(stats["pool_bytes"])
 
 
-def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry | FollowingRegistry) -> None:
+def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry | PeerRegistry) -> None:
     """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
 
     def refusal(lora_name: str) -> str | None:

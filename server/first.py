@@ -13,7 +13,7 @@ from .registry import BundleRegistry
 
 
 def handlers(registry: BundleRegistry, access: Access, audit: AuditLog) -> Callable[[int], Mapping[str, Handler]]:
-    """What the process of a rank may call here; `FollowingRegistry` is who calls."""
+    """What the process of a rank may call here; `PeerRegistry` is who calls."""
 
     async def change(change: str, name: str, asked: dict[str, Any]) -> Any:
         if change == "load":

@@ -90,7 +90,7 @@ class Followers:
             RetryableRequestError: one of them is gone.
         """
         adapters = {t: [a.lora_name, a.lora_int_id, a.lora_path] for t, a in version.task_adapters.items()}
-        facts = {"digest": version.memory.digest, "path": path, "resident": version.resident.facts()}
+        facts = {"digest": version.memory.digest, "path": path, "resident_bytes": version.resident_bytes}
 
         async def ask(rank: int, link: Link) -> None:
             await link.call("prepare", name=name, adapters=adapters, **facts)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.files.regular import open_regular
 from inducekv_vllm.files.whole import lock_file, replacing
 from inducekv_vllm.host.logs import logger_of
 
@@ -102,11 +103,6 @@ class History:
         except BundleError:
             return False
         return True
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether `store` needs bundles that were read whole."""
-        return self._folder is not None
 
     def store(self, bundle: Bundle, source: str) -> str:
         """Copy a bundle that has been read and checked into the state folder; return the path to load it from.
@@ -269,10 +265,9 @@ def _locked(folder: Path) -> int:
 
 def _read(path: Path) -> _Registry:
     problem = f"{path}: the registry of an earlier server cannot be read"
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{problem}: it is not an ordinary file")
     try:
-        return _Registry.model_validate_json(path.read_bytes())
+        with os.fdopen(open_regular(path), "rb") as file:
+            return _Registry.model_validate_json(file.read())
     except FileNotFoundError:
         return _Registry()
     except OSError as error:

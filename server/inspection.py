@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ModelCard
 
 import inducekv_vllm
-from inducekv_vllm.bundle import FORMAT_VERSIONS
+from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.engine.owner import OWNER
 
 from .openapi import TAG
@@ -91,7 +91,7 @@ async def memory_trace(
 async def memory_server() -> MemoryServer:
     """The versions of InduceKV and vLLM, and which bundles they can load."""
     return MemoryServer(
-        version=inducekv_vllm.__version__, vllm_version=vllm.__version__, bundle_formats=list(FORMAT_VERSIONS)
+        version=inducekv_vllm.__version__, vllm_version=vllm.__version__, bundle_formats=[FORMAT_VERSION]
     )
 
 

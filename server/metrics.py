@@ -102,7 +102,7 @@ class RegistryMetrics:
         BUNDLE_INFO.labels(name, digest).set(1)
         LOADED_AT.labels(name).set(time.time())
         ENTRIES.labels(name).set(version.memory.num_entries)
-        RESIDENT_BYTES.labels(name).set(version.resident.nbytes)
+        RESIDENT_BYTES.labels(name).set(version.resident_bytes)
 
     def unloaded(self, name: str) -> None:
         self._requests.pop(name).end()
@@ -124,9 +124,7 @@ class RegistryMetrics:
         held = list(versions)
         draining = [version for version in held if not version.names]
         if self._is_first:
-            # Versions share pages.
-            pages = {page: version.resident.page_bytes for version in held for page in version.resident.pages}
-            POOL_USED_BYTES.set(sum(pages.values()))
+            POOL_USED_BYTES.set(sum(version.resident_bytes for version in held))
             DRAINING_VERSIONS.set(len(draining))
         DRAINING_REQUESTS.set(sum(version.active for version in draining))
 

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -70,7 +70,7 @@ _NAME = re.compile(NAME_PATTERN)
 PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
 # A request that ends by a stop string ends in this process shortly before it ends in the engine.
 RELEASE_DELAY_S = 0.05
-ERASE_S = 5.0  # changes wait so long for the pages of a version to be overwritten
+ERASE_S = 5.0  # changes wait so long for the memory of a version to be overwritten
 _CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
 _NOBODY: Final[Mapping[str, int]] = {}
 # What changes are called in the audit log.
@@ -240,7 +240,6 @@ class BundleRegistry:
     ) -> MemoryBundleCard:
         """Make a checked memory resident, record it, point `name` to it and log it."""
         version = await self._resident(name, memory)
-        copied = memory.num_entries - version.resident.shared_entries if version.memory is memory else 0
         previous = self._names.by_name.get(name)
         try:
             await self._followers.prepare(name, version, memory.path)
@@ -261,17 +260,14 @@ class BundleRegistry:
             self._release_if_unused(version)
             raise
         logger.info(
-            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries (%d shared, %d copied), %d bytes a rank, "
-            "from %s",
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
             name,
             done if previous is None else f"{_CHANGED.get(done, done)} (digest before {previous.memory.digest})",
             who,
             time.monotonic() - began,
             memory.digest,
             memory.num_entries,
-            memory.num_entries - copied,
-            copied,
-            version.resident.nbytes,
+            version.resident_bytes,
             source,
         )
         if num_expired := memory.num_entries - len(memory.alive()):
@@ -289,8 +285,8 @@ class BundleRegistry:
         self._check_adapter(name, memory)
         version = self._names.versions.get(memory.digest)
         if version is None:
-            resident = await self._engine.load(memory)
-            version = Version(memory, resident, await self._engine.load_adapters(name, memory))
+            resident_bytes = await self._engine.load(memory)
+            version = Version(memory, resident_bytes, await self._engine.load_adapters(name, memory))
         return version
 
     @contextlib.asynccontextmanager
@@ -447,7 +443,6 @@ class BundleRegistry:
             backbone=self._backbone,
             max_bytes=self._config.max_bundle_bytes,
             name=source,
-            known=None if self._history.keeps_copies else self._resident_payloads,
         )
         try:
             if self._signers:
@@ -457,15 +452,6 @@ class BundleRegistry:
             return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
-
-    def _resident_payloads(self, digests: Sequence[str]) -> set[str]:
-        """Those of the payloads that were read and checked with a version that is resident.
-
-        A worker that has one no longer reads and checks it itself.
-        """
-        versions = list(self._names.versions.values())  # at once: this runs in a thread
-        held = {digest for version in versions for digest in version.memory.metadata.payload_digests}
-        return held.intersection(digests)
 
     def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""

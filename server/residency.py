@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.wire import pauses
+from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
 from inducekv_vllm.host.logs import logger_of
 
@@ -27,28 +26,6 @@ def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
     return Path(memory.path).parent / record.path
 
 
-@dataclass(frozen=True)
-class Resident:
-    """A bundle in the pool of a rank."""
-
-    pages: frozenset[int]  # other bundles may lie in them too
-    page_bytes: int
-    shared_entries: int  # that were in the pool already
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.pages) * self.page_bytes
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> Resident:
-        """Read what a worker says, or `facts`."""
-        return cls(frozenset(facts["pages"]), facts["page_bytes"], facts["shared_entries"])
-
-    def facts(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
-        return {"pages": sorted(self.pages), "page_bytes": self.page_bytes, "shared_entries": self.shared_entries}
-
-
 class EngineMemory:
     """What the workers of one engine hold. It belongs to the server's event loop."""
 
@@ -57,16 +34,16 @@ class EngineMemory:
         self._models = models
         self.background: set[asyncio.Task[Any]] = set()
 
-    async def load(self, memory: MemoryIndex) -> Resident:
-        """Load on every rank, while requests run; return what the first one has.
+    async def load(self, memory: MemoryIndex) -> int:
+        """Load on every rank, while requests run; return its bytes in the pool of the first one.
 
         If a rank fails, unload on all and raise CapacityError, or BundleError if it lacks no room.
         """
-        ask, waits = self._client.collective_rpc, pauses()
+        ask, delays = self._client.collective_rpc, poll_delays()
         try:
             await ask("inducekv_load_bundle", args=(memory.path, memory.digest))
             while None in (answers := await ask("inducekv_load_outcome", args=(memory.digest,))):
-                await asyncio.sleep(next(waits))
+                await asyncio.sleep(next(delays))
         except asyncio.CancelledError:  # out of time: the workers may still load it
             self.in_background(ask("inducekv_unload_bundle", args=(memory.digest,)))
             raise
@@ -75,7 +52,7 @@ class EngineMemory:
             await self._client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
             kind = CapacityError if any(answer.get("is_full") for answer in answers) else BundleError
             raise kind(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
-        return Resident.from_facts(answers[0])
+        return int(answers[0]["resident_bytes"])
 
     async def load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
         """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""
@@ -104,13 +81,13 @@ class EngineMemory:
         await self._client.collective_rpc("inducekv_unload_bundle", args=(digest,))
 
     async def wait_until_erased(self, digest: str, seconds: float) -> bool:
-        """Whether every rank has overwritten the pages of an unloaded bundle, within so many seconds."""
-        deadline, waits = time.monotonic() + seconds, pauses()
+        """Whether every rank has overwritten the memory of an unloaded bundle, within so many seconds."""
+        deadline, delays = time.monotonic() + seconds, poll_delays()
         while not all(await self._client.collective_rpc("inducekv_is_erased", args=(digest,))):
             if time.monotonic() > deadline:
-                logger.warning("the pages of digest %s are not erased yet: the engine still reads them", digest)
+                logger.warning("the memory of digest %s is not erased yet: the engine still reads them", digest)
                 return False
-            await asyncio.sleep(next(waits))
+            await asyncio.sleep(next(delays))
         return True
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:

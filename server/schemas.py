@@ -104,10 +104,7 @@ class MemoryBundleCard(BaseModel):
     tasks: dict[str, int] = Field(description="Entries by task.", examples=[{"guild": 2, "digit": 2}])
     gate_tasks: list[str] | None = Field(description="The tasks of the relevance gate; null without a gate.")
     file_bytes: int = Field(description="Bytes of the file.")
-    resident_bytes: int = Field(description="Bytes in the pool of one rank; some of them may be another bundle's too.")
-    shared_entries: int = Field(
-        description="Entries whose payloads were in the pool already when this content was loaded, and were not copied."
-    )
+    resident_bytes: int = Field(description="Bytes in the pool of one rank.")
     adapter: str | None = Field(description="The LoRA adapter that the bundle was made with.")
     active_requests: int = Field(description="Requests on this version, under any of its names.")
     versions: list[MemoryVersion] = Field(description="The versions that are kept of the name, the served one first.")

@@ -12,7 +12,6 @@ from vllm.lora.request import LoRARequest
 from inducekv_vllm.engine.memory_index import MemoryIndex
 
 from .history import VersionRecord
-from .residency import Resident
 from .schemas import MemoryBundleCard, MemoryVersion
 
 
@@ -21,7 +20,7 @@ class Version:
     """A version that is resident on the workers."""
 
     memory: MemoryIndex
-    resident: Resident  # on one worker rank
+    resident_bytes: int  # in the pool of one worker rank
     task_adapters: dict[str, LoRARequest]  # by task
     names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
     active: int = 0  # leases in this API process
@@ -50,8 +49,7 @@ class Version:
             tasks=dict(Counter(entry.task for entry in memory.entries)),
             gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
             file_bytes=memory.file_bytes,
-            resident_bytes=self.resident.nbytes,
-            shared_entries=self.resident.shared_entries,
+            resident_bytes=self.resident_bytes,
             active_requests=self.active + active_elsewhere,
             versions=[
                 MemoryVersion(

@@ -132,6 +132,7 @@ def run_suite(files: Sequence[str], environment: Path, report: Path) -> Result:
     xml, log = report.with_name(f"{report.name}.xml"), report.with_name(f"{report.name}.log")
     xml.unlink(missing_ok=True)
     command = [environment / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["-m", "slow or not slow"]
     command += [f"--junitxml={xml}", *files]
     # The range is what this finds out.
     variables = {**os.environ, "INDUCEKV_ANY_VLLM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

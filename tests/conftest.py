@@ -23,20 +23,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Files whose tests share a server or an engine, and the name of that group.
+SERVERS = ("access", "bundles", "churn", "forgetting", "gate", "isolation", "lora", "observation", "openai_routes")
+SERVERS += ("openapi", "route", "selected_bundle", "shutdown")
 GROUPS = {
     "tests/benchmarks/test_continual_http.py": "servers",
-    "tests/server/test_access.py": "servers",
-    "tests/server/test_bundles.py": "servers",
-    "tests/server/test_churn.py": "servers",
-    "tests/server/test_forgetting.py": "servers",
-    "tests/server/test_gate.py": "servers",
-    "tests/server/test_isolation.py": "servers",
-    "tests/server/test_lora.py": "servers",
-    "tests/server/test_openai_routes.py": "servers",
-    "tests/server/test_openapi.py": "servers",
-    "tests/server/test_observation.py": "servers",
-    "tests/server/test_route.py": "servers",
-    "tests/server/test_selected_bundle.py": "servers",
+    **{f"tests/server/test_{name}.py": "servers" for name in SERVERS},
     "tests/inducekv_vllm/engine/test_two_pass.py": "engine",
     "tests/server/test_registry.py": "engine",
 }
@@ -49,9 +40,8 @@ LONGEST = (
     "tests/selector/runtime/test_distributed.py",
     "tests/benchmarks/test_continual_run.py",
     "engine",
-    "tests/server/test_shutdown.py",
-    "tests/server/test_start.py",
 )
+LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
 
 
 def group_of(nodeid: str) -> str:
@@ -69,11 +59,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest groups. Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are
-    selected by marker.
+    """Begin with the longest groups, and end the shared server last.
+
+    Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker.
     """
     order = {group: position for position, group in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(group_of(item.nodeid), len(LONGEST)))
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        return order.get(group_of(item.nodeid), len(LONGEST)), item.nodeid.startswith(LAST_OF_A_GROUP)
+
+    items.sort(key=place)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     skip_slow = pytest.mark.skip(reason="slow; select it with -m slow")
     for item in items:

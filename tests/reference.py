@@ -13,10 +13,10 @@ from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.bundle.activation import first_active_position
 from inducekv_vllm.retrieval.page_terms import PageTerms
+from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.routing import routed_tasks, routing
 from selector.backbone.token_values import evidence_in, token_values
 
 

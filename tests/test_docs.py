@@ -27,10 +27,6 @@ from benchmarks.continual import __main__ as continual
 from benchmarks.continual import run as stream_run
 from benchmarks.continual import search
 from benchmarks.continual.report.names import title
-from benchmarks.continual.tuned import read_tuned
-from benchmarks.real.tasks import TASKS
-from benchmarks.real_pictures.icons import PACKAGES
-from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
@@ -40,7 +36,6 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-README_LINES = 150
 
 OUR_PACKAGES = ("inducekv_vllm", "selector", "server", "benchmarks", "tests")
 TREE_LISTS = ("inducekv_vllm", "selector", "server")  # every module of these stands in the tree
@@ -133,10 +128,6 @@ def test_paths_exist(page: Path) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
     assert linked == {f"docs/{page.name}" for page in PAGES if page != README}
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= README_LINES
 
 
 def tree() -> Iterator[str]:
@@ -257,16 +248,10 @@ def begin_stream_benchmark(arguments: list[str]) -> None:
     if shown != rest and "--out" not in shown:  # RUN: options that stand in a file of results, --out among them
         shown += ["--out", "DIR"]
     options = continual.parse([subcommand, *shown])
-    tuned = getattr(options, "tuned", None)
-    if tuned is not None and not (ROOT / tuned).is_relative_to(RESULTS):
-        options.tuned = None  # a placeholder
     if options.command is continual.run_and_report:
         assert stream_run.methods_of(options)
     elif options.command is search.command:
-        _, trials = search.trials_to_make(options)
-        search.require_equal_trials(trials)
-    elif getattr(options, "tuned", None) is not None:
-        read_tuned(options.tuned)
+        assert search.methods_of_trials(options)
 
 
 @pages
@@ -278,10 +263,6 @@ def test_commands_of_the_stream_benchmark_begin(page: Path, monkeypatch: pytest.
                 begin_stream_benchmark(words[3:])
             except (SystemExit, InduceKVError) as ended:
                 pytest.fail(f"{page.name}: {' '.join(words)}: {ended}")
-
-
-def test_the_readme_sets_up_runs_and_tests() -> None:
-    assert {("make", "setup"), ("make", "demo"), ("make", "test")} <= {tuple(words) for words in commands(README)}
 
 
 # ------------------------------------------------------------------------------------------------------- examples
@@ -328,14 +309,6 @@ def test_serving_lists_every_setting_and_route() -> None:
     assert listed == {route.replace(":path}", "}") for route in routes}
 
 
-def test_every_slow_proof_of_a_family_is_run_by_one_target() -> None:
-    proofs = [row[-1] for row in rows(section(DOCS / "models.md", "## Proved families"))]
-    slow = {path for proof in proofs if "(slow)" in proof for path in code(proof)}
-    target = (ROOT / "Makefile").read_text().partition("\ntest-families: setup\n")[2].partition("\n\n")[0]
-    assert len(slow) >= 2
-    assert {path for path in slow if path not in target} == set()
-
-
 def test_the_bundle_format_lists_every_tensor_and_field() -> None:
     page = DOCS / "bundle-format.md"
     tensors, _, rest = page.read_text().partition("\n## Metadata\n")
@@ -356,7 +329,7 @@ def test_results_name_every_file_of_numbers() -> None:
     assert named == {path.name for path in RESULTS.glob("*.json")}
 
 
-DECOUPLED_RUN, FULL_RUN = "continual_decoupled.json", "continual_full.json"
+DECOUPLED_RUN = "continual_decoupled.json"
 GATE_RUNS = {
     "demo": "gate_demo.json",
     "SmolLM2": "gate_real_text.json",
@@ -371,9 +344,6 @@ def run(file: str) -> dict[str, Any]:
     return content
 
 
-RIVALS = ("InduceKV (decoupled)", "one gated LoRA a task", "LoRA + replay", "gated LoRA + replay")
-
-
 def metrics_if_run(file: str, method_title: str, budget: int) -> dict[str, Any] | None:
     """Of the method that a run's page gives this title; None if it was not run with this budget."""
     run_with = {title(r["method"]) for r in run(file)["results"] if r["budget"] == budget}
@@ -386,9 +356,6 @@ def metrics(file: str, method_title: str, budget: int) -> dict[str, Any]:
     assert len(found) == 1, method_title
     measured: dict[str, Any] = found[0]["metrics"]
     return measured
-
-
-THREE_TASKS = ("real_text_comparison.json", "real_text_seed1.json")  # the first seed's, the second's
 
 
 def mean(value: dict[str, float]) -> str:
@@ -451,17 +418,6 @@ def share_of(row: dict[str, Any]) -> str:
     return f"{row['shares'][of_interest(row)]['mean']:.3f}"
 
 
-def test_the_tasks_of_the_comparison_are_quoted() -> None:
-    quoted = rows(section(DOCS / "results.md", "### By task"))
-    assert len(quoted) == len(run(DECOUPLED_RUN)["order"])
-    found = {(title(row["method"]), row["budget"]): row["tasks"] for row in run(DECOUPLED_RUN)["results"]}
-    columns = [("no memory", 32), *((name, 32) for name in RIVALS), *((name, 64) for name in RIVALS[:2])]
-    (rates,) = (row["tasks"] for row in run(RATES_RUN)["results"])
-    for task, *cells in quoted:
-        assert cells.pop(3) == mean(rates[task]), task
-        assert cells == [mean(found[column][task]) for column in columns], task
-
-
 def lead(rival_file: str) -> str:
     """Of InduceKV over one gated LoRA a task with 32 entries, in points of AP, paired over the seeds."""
     ours, rival = (
@@ -483,188 +439,6 @@ def test_the_lead_over_one_gated_lora_a_task_is_quoted(page: Path) -> None:
     assert f"{lead(DECOUPLED_RUN)} ahead of one with one rate for all" in text
 
 
-def test_results_quote_the_full_run() -> None:
-    text = section(DOCS / "results.md", "## Six tasks, 25 methods, merged memory").partition("\n### ")[0]
-    quoted = rows(text)
-    assert len(quoted) == 18
-    for name, *cells in quoted:
-        small, large = (metrics(FULL_RUN, name.strip("*"), budget) for budget in (32, 64))
-        expected = [mean_and_error(small["AP"]), mean_and_error(large["AP"])]
-        expected += [f"{mean(small[score])} / {mean(large[score])}" for score in ("AF", "base_final")]
-        assert cells == expected, name
-
-
-def test_what_the_real_model_knows_before_is_quoted() -> None:
-    before, chosen = section(DOCS / "results.md", "### What it knows before").partition("| family |")[::2]
-    mentions, frozen = run("real_text_mentions.json")["tasks"], run("real_text_frozen.json")["results"][0]
-    assert rows(before) == [[task, f"{row['exact']:.3f}", f"{row['mentioned']:.3f}"] for task, row in mentions.items()]
-    for task, row in mentions.items():
-        same = frozen["metrics"]["base_final"] if task == "base" else frozen["tasks"][task]
-        assert mean(same) == f"{row['exact']:.3f}"
-    for name, *cells in rows(f"| family |{chosen}"):
-        row = run("real_text_base.json")["families"][name]
-        assert cells == [f"{row['first_half']:.3f}", f"{row['second_half']:.3f}", "yes" if row["chosen"] else "no"]
-
-
-def test_the_comparison_on_a_real_model_is_quoted() -> None:
-    text = section(DOCS / "results.md", "### Three tasks, one after the other")
-    table, costs = text.partition("What was searched")[0].split("What they cost")
-    both = [{real_title(row["method"]): row for row in run(file)["results"]} for file in THREE_TASKS]
-    assert {name for name, *_ in plain_rows(table)} == set(both[0]) == set(both[1])
-    for name, *cells in plain_rows(table):
-        found = []
-        for row in (results[name] for results in both):
-            tasks = (row["tasks"][task] for task in ("valence", "airport", "language"))
-            found.append([row["metrics"]["AP"], *tasks, row["metrics"]["AF"], row["metrics"]["base_final"]])
-        assert cells == [f"{mean(first)} / {mean(second)}" for first, second in zip(*found, strict=True)], name
-    runs = [{real_title(each["method"]): each for each in run(file)["runs"]} for file in THREE_TASKS]
-    assert {name for name, *_ in plain_rows(costs)} == set(runs[0])
-    for name, *cells in plain_rows(costs):
-        seconds = (sum(task["learn"] for task in by_name[name]["seconds"]) for by_name in runs)
-        stored = {f"{by_name[name]['stored_bytes'][-1] / 1e6:.1f}" for by_name in runs}
-        assert cells == [*stored, " / ".join(f"{each:.0f}" for each in seconds)], name
-    found = run("real_text_perplexity_three.json")
-    assert f"from {found['untouched']:.2f} to {found['perplexity'][0]:.2f}" in " ".join(text.split())
-    paragraphs = f"lets {found['opened'][0] * found['paragraphs']:.0f} of {found['paragraphs']} paragraphs"
-    assert paragraphs in " ".join(text.split())
-
-
-def real_title(method: str) -> str:
-    return title(method).replace("(refined)", "(refined, merged)")
-
-
 def plain_rows(text: str) -> list[list[str]]:
     """Without bold type."""
     return [[cell.strip("*") for cell in row] for row in rows(text)]
-
-
-def test_the_papers_own_steps_on_a_real_model_are_quoted() -> None:
-    text = " ".join(section(DOCS / "results.md", "### The paper's recipe on a real model").split())
-    (measured,) = run("real_text_paper_recipe.json")["runs"]
-    losses = {name: f"{loss:.3f}" for name, loss in measured["test_nll"].items()}
-    assert f"no memory {losses['no memory']}, the paper's selection {losses['selected']};" in text
-    for policy, entries in (("random", "random entries"), ("k-center", "k-center")):
-        start, fitted = (losses[f"{policy}, {which} calibration"] for which in ("starting", "the selection's"))
-        assert f"{entries} {start} as extracted, {fitted} with the selection's calibration" in text
-    rounding, validation, objective = (measured[key] for key in ("rounding", "validation_nll", "objective"))
-    assert f"over {rounding['effective_entries']:.0f} of the {rounding['support']} candidates" in text
-    assert f"from {objective['mean_of_first_10']:.1f} to {objective['mean_of_last_10']:.1f}" in text
-    relaxed, deployed, none = (validation[key] for key in ("relaxed", "deployed", "no_memory"))
-    assert f"has NLL {relaxed:.1f} on validation, the 24 entries have {deployed:.2f}" in text
-    assert f"and no memory has {none:.2f}" in text
-
-
-def test_the_eight_tasks_on_a_real_model_are_quoted() -> None:
-    text = section(DOCS / "results.md", "### Eight tasks")
-    measured = run("real_text_eight.json")
-    by_method: dict[str, list[dict[str, Any]]] = {}
-    for each in sorted(measured["runs"], key=lambda each: each["seed"]):
-        assert each["complete"]
-        by_method.setdefault(title(each["method"]), []).append(each)
-    assert {name for name, *_ in plain_rows(text)} == set(by_method)
-    for name, *cells in plain_rows(text):
-        metrics = [each["metrics"] for each in by_method[name]]
-        tasks = zip(*(each["accuracy"][-1] for each in by_method[name]), strict=True)
-        columns = ([m["AP"] for m in metrics], *tasks, [m["AF"] for m in metrics], [m["base_final"] for m in metrics])
-        assert cells == [" / ".join(f"{value:.3f}" for value in column) for column in columns], name
-    fixed = {row["method"]: row for row in run("real_text_eight_fixed_rate.json")["results"]}
-    assert f"LoRA has AP {mean(fixed['gated_task_lora']['metrics']['AP'])}" in " ".join(text.split())
-    memory, lora, replay = run("real_text_perplexity_eight.json")
-    assert [each["method"] for each in (memory, lora, replay)] == [
-        "refined_decoupled",
-        "gated_task_lora",
-        "lora_replay",
-    ]
-    assert memory["opened"] == [0.0]
-    assert memory["perplexity"] == lora["perplexity"] == [memory["untouched"]]
-    assert f"none of {memory['paragraphs']} paragraphs" in text
-    assert f"is {memory['untouched']:.2f}, as without" in " ".join(text.split())
-    assert f"With LoRA + replay it is {replay['perplexity'][0]:.2f}" in " ".join(text.split())
-    pair = ("refined_decoupled", "gated_task_lora")
-    (ahead,) = [d for d in measured["differences"] if (d["method"], d["against"]) == pair]
-    assert ahead["seeds"] == [0, 1]
-    lead = f"{100 * ahead['AP']['mean']:.1f} ± {100 * ahead['AP']['standard_error']:.1f} points"
-    for page in (text, section(DOCS / "results.md", "## Where InduceKV falls short")):
-        assert lead in " ".join(page.replace("*", "").split())
-    asked = 48 * len(measured["order"])
-    for name, method in (("InduceKV", "InduceKV (decoupled)"), ("LoRA", "one gated LoRA a task")):
-        first, second = (round(48 * sum(each["accuracy"][-1])) for each in by_method[method])
-        assert f"{name} answers {first} and {second} of {asked} questions" in " ".join(text.split())
-
-
-def test_the_parts_of_the_papers_memory_on_a_real_model_are_quoted() -> None:
-    measured: dict[str, dict[str, float]] = {}
-    for row in run("real_text_parts.json")["rows"]:
-        measured.setdefault(row["variant"], {})[row["task"]] = row["nll"]
-    text = section(DOCS / "results.md", "### The paper's recipe on a real model").partition("**What is the smallest")[0]
-    quoted = rows(text)
-    assert len(quoted) == len(measured)
-    for (name, *cells), values in zip(quoted, measured.values(), strict=True):
-        all_of_them = [values[task] for task in ("valence", "airport", "language")]
-        assert cells == [f"{value:.2f}" for value in (*all_of_them, sum(all_of_them) / 3)], name
-
-
-def test_the_steps_from_the_papers_memory_to_one_that_works_are_quoted() -> None:
-    text = section(DOCS / "results.md", "### The paper's recipe on a real model").partition("**What is the smallest")[2]
-    results = {title(row["method"]): row for row in run("real_text_ablations.json")["results"]}
-    assert [name for name, *_ in rows(text)] == list(results)
-    for name, *cells in rows(text):
-        tasks, scores = results[name]["tasks"].values(), results[name]["metrics"]
-        assert cells == [mean(value) for value in (scores["AP"], *tasks, scores["AF"], scores["base_final"])], name
-    runs = {each["method"]: each["accuracy"] for each in run("real_text_ablations.json")["runs"]}
-    assert f"valence is at {runs['refined_sqrt'][0][0]:.3f} when it has been learned" in " ".join(text.split())
-    assert f"falls from {runs['refined_no_gate'][0][0]:.3f} to {runs['refined_no_gate'][2][0]:.3f}" in " ".join(
-        text.split()
-    )
-
-
-def test_what_the_papers_memory_mentions_is_quoted() -> None:
-    text = " ".join(section(DOCS / "results.md", "### The paper's recipe on a real model").split())
-    untouched, random, paper = run("real_text_mentions_three.json")
-    assert [each["method"] for each in (untouched, random, paper)] == ["no_memory", "random_memory", "paper"]
-    valence, base = ([each["tasks"][task] for each in (untouched, random, paper)] for task in ("valence", "base"))
-    before, entries, learned = (f"{100 * row['mentioned']:.1f}%" for row in valence)
-    assert f"in {before} of the answers without memory and in {learned} with the paper's" in text
-    assert f"mention the valence in {entries}" in text
-    before, entries, learned = (f"{100 * row['exact']:.0f}%" for row in base)
-    assert f"the base questions fall from {before} to {learned}" in text
-    assert f"and {entries} of the base questions" in text
-    measured = run("real_text_seed1.json")["runs"]
-    (after,) = (each["composition"] for each in measured if each["method"] == "paper")
-    assert after[1:] == [{"valence": 24}, {"valence": 23, "language": 1}]
-
-
-def test_the_real_data_stream_lists_its_tasks() -> None:
-    listed = {
-        task.strip("`"): cells for task, *cells in rows(section(DOCS / "benchmarks.md", "### Real data, a real model"))
-    }
-    assert list(listed) == list(TASKS)
-    for name, (_, package, licence, split_by) in listed.items():
-        assert package.partition(" ")[0] == TASKS[name].package
-        assert licence == TASKS[name].licence.partition(" (")[0]
-        assert split_by == TASKS[name].split_by
-
-
-def test_the_real_picture_stream_lists_its_packages_and_tasks() -> None:
-    packages, tasks = section(DOCS / "benchmarks.md", "### Real pictures").partition("| task |")[::2]
-    assert rows(packages) == [[f"`{p.name}`", p.vendor, p.licence, p.role] for p in PACKAGES]
-    assert rows(f"| task |{tasks}") == [[f"`{name}`", t.about, t.split_by] for name, t in PICTURE_TASKS.items()]
-
-
-def test_what_the_model_of_real_pictures_sees_is_quoted() -> None:
-    measured = run("real_pictures_model.json")
-    model, stream = section(DOCS / "results.md", "### Real pictures").split("**The stream**")
-    answered, read = model.partition("| things |")[::2]
-    for (who, *cells), row in zip(rows(answered), measured["base"].values(), strict=True):
-        assert who == "vendors that it was trained on" or who.partition(" ")[0] in row["vendors"]
-        assert cells == [f"{row[score]:.3f}" for score in ("overall", "name", "group", "claim")]
-    for (half, *cells), (name, row) in zip(rows(f"| things |{read}"), measured["read_out"].items(), strict=True):
-        assert half.partition(",")[0] == name
-        assert cells == [f"{value:.3f}" for value in row.values()]
-    assert f"answers {100 * measured['base']['test']['overall']:.1f}%" in " ".join(answered.split())
-    results = {title(row["method"]): row for row in run("real_pictures.json")["results"]}
-    assert {name.strip("*") for name, *_ in rows(stream)} == set(results)
-    for name, *cells in rows(stream):
-        row = results[name.strip("*")]
-        values = (*(row["tasks"][task] for task in PICTURE_TASKS), row["metrics"]["AF"], row["metrics"]["base_final"])
-        assert cells == [mean_and_error(row["metrics"]["AP"]), *map(mean, values)], name

@@ -90,18 +90,6 @@ def test_every_alert_is_explained_and_tried() -> None:
     assert fired == alerts
 
 
-def test_panels_do_not_overlap() -> None:
-    taken: dict[tuple[int, int], str] = {}
-    panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    for panel in panels:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24, panel["title"]
-        for x in range(at["x"], at["x"] + at["w"]):
-            for y in range(at["y"], at["y"] + at["h"]):
-                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
-
-
 def image(name: str) -> dict[str, list[str]]:
     """The arguments of each instruction of a Dockerfile, in order."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (DOCKER / name).read_text(), flags=re.MULTILINE))

@@ -1,8 +1,7 @@
 """A soak test of a server under change: requests over four bundles that are replaced and unloaded meanwhile.
 
 run.py        the command
-contents.py   the contents of the bundles, and what each answers when it is asked alone
 changes.py    who changes the bundles, and which contents a name stood for at a time
-crowd.py      the requests, and the verdict on each answer
+crowd.py      what each content answers alone, the requests, and the verdict on each answer
 leaks.py      what is left in the server afterwards
 """

@@ -15,7 +15,7 @@ import httpx
 
 from inducekv_vllm.host.config import ADMIN_HEADER
 
-from .contents import Content
+Content = str  # a digest; or what stands for the model without memory
 
 
 @dataclass
@@ -77,18 +77,15 @@ class Admin:
         response = await self._client.post(f"/v1/{route}", json=request, headers=self._headers)
         assert response.status_code == 200, response.text
 
-    async def keep_replacing(self, name: str, contents: Sequence[Content], every_s: float) -> None:
-        """Swap the content of a name again and again, until cancelled."""
+    async def keep_replacing(
+        self, name: str, contents: Sequence[Content], every_s: float, unload: bool = False
+    ) -> None:
+        """Swap the content of a name again and again, until cancelled; `unload`: it is gone for a while before."""
         for content in itertools.cycle(contents):
             await asyncio.sleep(every_s)
-            await self.load(name, content)
-
-    async def keep_reloading(self, name: str, contents: Sequence[Content], every_s: float) -> None:
-        """Unload a name, and load it again with other contents, until cancelled."""
-        for content in itertools.cycle(contents):
-            await asyncio.sleep(every_s)
-            await self.unload(name)
-            await asyncio.sleep(every_s / 4)
+            if unload:
+                await self.unload(name)
+                await asyncio.sleep(every_s / 4)
             await self.load(name, content)
 
 

@@ -1,4 +1,4 @@
-"""The requests, and the verdict on each answer."""
+"""What each content answers when it is asked alone, the requests, and the verdict on each answer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,107 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import httpx
+import torch
+from torch.nn.functional import normalize
 
 from benchmarks.chat import Message
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, write_bundle
 
-from .changes import Names
-from .contents import BASE, Answer, Content, References, answer_of, body
+from .changes import Content, Names
 
+PAYLOAD_TOKENS = 8
+TOKENS = 24  # of an answer
+BASE = "base"  # the served name of the model without memory
 HANG_UPS = 0.05  # of the requests
 LOGPROB_TOLERANCE = 1e-4  # float32, as in the parity tests
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[str]
+    logprobs: list[float]
+
+
+References = Mapping[tuple[Content, int], Answer]  # by content and question
+
+
+def make_contents(model: Path, work: Path) -> dict[Content, Path]:
+    """Bundles of random entries: two of both forms, one with a later version that changes a third of the entries, and
+    two more of both forms.
+    """
+    backbone = backbone_fingerprint(model)
+    merged, first, other = (random_bundle(backbone, entries) for entries in (8, 12, 10))
+    values = first.payload_values.clone()
+    values[:, ::3] *= 0.75
+    later = remade(first, payload_values=values)
+    decoupled = [
+        remade(each, weighting="uniform", form="decoupled", activations={"random": activation})
+        for each, activation in ((other, "prompt"), (merged, "text"))
+    ]
+    bundles = (merged, decoupled[0], first, later, other, decoupled[1])
+    paths = {bundle.digest: work / f"{bundle.digest:.12}.safetensors" for bundle in bundles}
+    for bundle in bundles:
+        write_bundle(bundle, paths[bundle.digest])
+    return paths
+
+
+def random_bundle(backbone: BackboneFingerprint, entries: int) -> Bundle:
+    """A merged memory of so many entries; no two are to give the same answer."""
+    layers, generator = backbone.num_layers, torch.Generator().manual_seed(entries)
+    payload = (layers, entries, backbone.num_kv_heads, PAYLOAD_TOKENS, backbone.head_dim)
+    return Bundle.create(
+        retrieval_keys=normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
+        payload_keys=torch.randn(payload, generator=generator),
+        payload_values=torch.randn(payload, generator=generator),
+        temperature=0.07,
+        value_gates=torch.full((layers,), 0.5),
+        layer_bias=torch.zeros(layers),
+        backbone=backbone,
+        budget=entries,
+        entries=tuple(EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(entries)),
+        weighting="prior",
+        recipe="random",
+        settings={},
+    )
+
+
+def remade(bundle: Bundle, **changed: Any) -> Bundle:
+    """The bundle with other tensors or facts."""
+    names = ("backbone", "budget", "entries", "recipe", "settings", "weighting")
+    facts = {name: getattr(bundle.metadata, name) for name in names}
+    return Bundle.create(**bundle.tensors() | facts | changed)
+
+
+def body(model: str, messages: list[Message]) -> dict[str, Any]:
+    """A greedy request that tells its tokens' log-probabilities, and with a memory, whose it was."""
+    request = {"model": model, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    request |= {"logprobs": True, "return_tokens_as_token_ids": True}
+    return request | ({} if model == BASE else {"vllm_xargs": {"inducekv_trace": 1}})
+
+
+def answer_of(response: Mapping[str, Any]) -> Answer:
+    steps = response["choices"][0]["logprobs"]["content"]
+    return Answer([step["token"] for step in steps], [step["logprob"] for step in steps])
+
+
+async def ask_alone(
+    client: httpx.AsyncClient, questions: Sequence[list[Message]], names: Mapping[str, Content]
+) -> dict[tuple[Content, int], Answer]:
+    """Every question of every name that stands for a content, one after the other."""
+    found = {}
+    for name, content in names.items():
+        for number, question in enumerate(questions):
+            response = await client.post("/v1/chat/completions", json=body(name, question))
+            response.raise_for_status()
+            found[content, number] = answer_of(response.json())
+    return found
 
 
 @dataclass
@@ -74,14 +163,10 @@ class Crowd:
             return "without_bundle", ""
         if response.status_code != 200:
             return "failed", f"{model}: HTTP {response.status_code}: {response.text[:200]}"
-        answer = response.json()
-        content = BASE if model == BASE else answer["kv_transfer_params"]["inducekv"]["digest"]
+        content = BASE if model == BASE else response.json()["kv_transfer_params"]["inducekv"]["digest"]
         if model != BASE and content not in self.names.may_be(model, begin, end):
             return "wrong_version", f"{model} answered with {content:.12}"
-        return self._compare(model, content, number, answer_of(answer))
-
-    def _compare(self, model: str, content: Content, number: int, answer: Answer) -> tuple[str, str]:
-        expected = self.references[content, number]
+        answer, expected = answer_of(response.json()), self.references[content, number]
         if answer.tokens != expected.tokens:
             return "other_tokens", f"{model}, question {number}: {answer.tokens}, alone {expected.tokens}"
         worst = max(abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True))

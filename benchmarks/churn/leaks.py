@@ -34,27 +34,18 @@ class Held:
         return cls(round(resident, 1), sum(process.num_fds() for process in processes))
 
 
-@dataclass(frozen=True)
-class InUse:
-    """What the requests and bundles of a server have on its workers, all of them together."""
-
-    slots: int
-    pool_tokens: int
-    query_keys: int
-
-    @classmethod
-    async def on(cls, client: httpx.AsyncClient) -> InUse:
-        """By vLLM's route for developers, which needs VLLM_SERVER_DEV_MODE=1."""
-        response = await client.post("/collective_rpc", json={"method": "inducekv_stats"})
-        ranks = response.raise_for_status().json()["results"]
-        return cls(
-            slots=sum(rank["slots_used"] for rank in ranks),
-            pool_tokens=sum(rank["pool_tokens"] - rank["pool_tokens_free"] for rank in ranks),
-            query_keys=sum(rank["keys_pending"] for rank in ranks),
-        )
+async def in_use(client: httpx.AsyncClient) -> dict[str, int]:
+    """What requests and bundles have on all workers, by vLLM's route for developers (VLLM_SERVER_DEV_MODE=1)."""
+    response = await client.post("/collective_rpc", json={"method": "inducekv_stats"})
+    ranks = response.raise_for_status().json()["results"]
+    return {
+        "slots": sum(rank["slots_used"] for rank in ranks),
+        "pool_tokens": sum(rank["pool_tokens"] - rank["pool_tokens_free"] for rank in ranks),
+        "query_keys": sum(rank["keys_pending"] for rank in ranks),
+    }
 
 
-async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool], seconds: float) -> T:
+async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool], seconds: float = REST_SECONDS) -> T:
     """What is seen once it is right, or after so many seconds."""
     deadline = time.monotonic() + seconds
     while not is_right(found := await look()) and time.monotonic() < deadline:
@@ -69,11 +60,11 @@ async def held_at_rest(url: str, open_files: int) -> Held:
         return Held.by(url)
 
     gc.collect()
-    return await settled(look, lambda held: held.open_files <= open_files, REST_SECONDS)
+    return await settled(look, lambda held: held.open_files <= open_files)
 
 
-async def in_use_at_rest(client: httpx.AsyncClient, expected: InUse) -> InUse:
-    return await settled(lambda: InUse.on(client), lambda found: found == expected, REST_SECONDS)
+async def in_use_at_rest(client: httpx.AsyncClient, expected: dict[str, int]) -> dict[str, int]:
+    return await settled(lambda: in_use(client), lambda found: found == expected)
 
 
 async def drained(client: httpx.AsyncClient, key: str) -> None:

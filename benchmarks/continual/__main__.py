@@ -9,11 +9,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from benchmarks.continual import footprint_table, search
-from benchmarks.continual.answering.endpoint import EndpointFailed
+from benchmarks.continual.answering.http import EndpointFailed
 from benchmarks.continual.presets import preset_arguments
 from benchmarks.continual.report import command as report
-from benchmarks.continual.report.commands import record_command
 from benchmarks.continual.run import ALL_METHODS, HTTP, OFFLINE, add_stream_options, run
+from benchmarks.continual.suites import load_suite
 from benchmarks.server_process import ServerFailed
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
@@ -41,12 +41,20 @@ def run_and_report(options: argparse.Namespace) -> int:
     """Writes the report into OUT if any stream is finished. Raises ConfigError: a stream did not end."""
     outcome = run(options)
     if outcome.finished:
+        from benchmarks.continual.report.content import record_command
+
         record_command(options.out, [*PROGRAM.split(), *options.given])
-        report.write_report(options.out, tuned=options.tuned)
+        report.write_report(options.out)
     if outcome.refused:
         raise ConfigError(
             f"{len(outcome.refused)} of {outcome.total} streams did not end: {'; '.join(outcome.refused)}"
         )
+    return 0
+
+
+def write_data(options: argparse.Namespace) -> int:
+    load_suite(options.suite, options.out)
+    print(options.out)
     return 0
 
 
@@ -82,11 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--test-limit", type=int, default=256, help="questions of each task (default 256)")
     add("--base-limit", type=int, default=270, help="base questions (default 270)")
     add("--answer", choices=(HTTP, OFFLINE), default=HTTP, help="ask a server (default), or transformers in-process")
-    add("--endpoint", nargs="+", metavar="URL", help="ask these, not own servers: the first that loads what is needed")
-    add("--endpoint-model", metavar="NAME", help="what the endpoint calls the untouched model, where it serves several")
-    add("--tuned", type=Path, metavar="FILE", help="start from the settings that a search found; --set comes after")
     add("--keep-states", choices=("last", "all", "none"), default="last", help="of what the tasks of a stream left")
     add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the run's own servers, last of all")
+    data = commands.add_parser("data", help="write a suite's questions and pictures, as task data")
+    data.set_defaults(command=write_data)
+    data.add_argument("--suite", required=True)
+    data.add_argument("--out", type=Path, required=True)
     for module in (report, search, footprint_table):
         module.add_parser(commands)
     return parser

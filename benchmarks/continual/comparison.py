@@ -165,22 +165,16 @@ class Streams:
 
 def gaps(streams: Streams) -> list[str]:
     """Sentences on missing streams: begun and not finished, or of a seed or budget that others have."""
-    begun = {(run["method"], run["budget"], run["seed"]): run for run in streams.runs}
+    begun = {(run["method"], run["budget"], run["seed"]): len(run["accuracy"]) for run in streams.runs}
     sentences = []
     for method in dict.fromkeys(run["method"] for run in streams.runs):
         for budget in streams.budgets:
-            complete = streams.of(method, budget)
-            lacking = [seed for seed in streams.seeds(budget) if seed not in complete]
-            unfinished = [seed for seed in lacking if (method, budget, seed) in begun]
-            absent = [seed for seed in lacking if seed not in unfinished]
-            for seed in unfinished:
-                done = len(begun[method, budget, seed]["accuracy"])
-                progress = f"{done} of {len(streams.tasks)} tasks done; not counted."
-                sentences.append(f"{method}, budget {budget}, seed {seed}: {progress}")
-            if absent and (complete or unfinished):
-                sentences.append(f"{method}, budget {budget}: not run with seed {', '.join(map(str, absent))}.")
-            elif absent:
-                sentences.append(f"{method}: not run with budget {budget}.")
+            for seed in streams.seeds(budget):
+                if seed in streams.of(method, budget):
+                    continue
+                done = begun.get((method, budget, seed))
+                how = "not run" if done is None else f"{done} of {len(streams.tasks)} tasks done; not counted"
+                sentences.append(f"{method}, budget {budget}, seed {seed}: {how}.")
     return sentences
 
 

@@ -1,6 +1,6 @@
 """The bytes of a memory as parameters of an adapter or exemplars of replay (paper, "Budget conversion").
 
-    python -m benchmarks.continual footprint [--config CONFIG.json] [--suite demo [--data DIR]] [--budget B ...]
+    python -m benchmarks.continual footprint [--config CONFIG.json] [--suite demo] [--budget B ...]
 
 Prints a table for each model, and the same as one JSON line. The paper states two formulas that differ: its budget
 conversion counts a payload for each of the H = 32 query heads, its bytes per entry one for each of the H_KV = 8 KV
@@ -110,7 +110,6 @@ def add_parser(commands: Any) -> None:
     add("--payload-tokens", type=int, default=PAYLOAD_TOKENS, help=f"m (default {PAYLOAD_TOKENS})")
     add("--text-tokens", type=int, default=TEXT_TOKENS, help=f"of a replayed exemplar (default {TEXT_TOKENS})")
     add("--suite", metavar="demo|FILE", help="whose pictures are measured (default: none, and no such column)")
-    add("--data", type=Path, help="the suite's data (default: made for the moment)")
     parser.set_defaults(command=command)
 
 
@@ -118,26 +117,20 @@ def command(options: argparse.Namespace) -> int:
     """Prints the tables to standard error and one JSON line to standard output."""
     if min([options.payload_tokens, options.text_tokens, *(options.budget or [])]) < 1:
         raise ConfigError("budgets and numbers of tokens must be positive")
-    picture_bytes = None
+    settings = {"payload_tokens": options.payload_tokens, "text_tokens": options.text_tokens, "picture_bytes": None}
     if options.suite:
         with tempfile.TemporaryDirectory() as folder:
-            suite = load_suite(options.suite, options.data or Path(folder))
-            picture_bytes = mean_picture_bytes([example for task in suite.tasks for example in task.train])
-    settings = {
-        "payload_tokens": options.payload_tokens,
-        "text_tokens": options.text_tokens,
-        "picture_bytes": picture_bytes,
-    }
-    tables = {
-        name: conversions(geometry, options.budget or budgets, **settings)
-        for name, (geometry, budgets) in _models(options.config).items()
-    }
+            tasks = load_suite(options.suite, Path(folder)).tasks
+            settings["picture_bytes"] = mean_picture_bytes([example for task in tasks for example in task.train])
+    models = {}
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
-    for name, rows in tables.items():
-        console.print(_table(name, rows))
-    models = {
-        name: [{**asdict(row), "mebibytes": round(row.mebibytes, 2)} for row in rows] for name, rows in tables.items()
-    }
+    for name, (geometry, budgets) in _models(options.config).items():
+        rows = conversions(geometry, options.budget or budgets, **settings)
+        models[name] = [{**asdict(row), "mebibytes": round(row.mebibytes, 2)} for row in rows]
+        table = Table(*(Column(key.replace("_", " "), justify="right") for key in models[name][0]), title=name)
+        for row in models[name]:
+            table.add_row(*("–" if value is None else f"{value:,}" for value in row.values()))
+        console.print(table)
     print(json.dumps({"benchmark": "footprint", **settings, "models": models}))
     return 0
 
@@ -151,13 +144,3 @@ def _models(configs: Sequence[Path]) -> dict[str, tuple[TextGeometry, list[int]]
         models[counted] = (with_query_heads(geometry, PAPER_QUERY_HEADS), [*CONVERSION_TIERS.values()])
     tiers = sorted({*CONVERSION_TIERS.values(), *RESULT_TIERS.values()})
     return models | {str(config): (text_geometry(read_config(config)), tiers) for config in configs}
-
-
-def _table(name: str, rows: Sequence[Conversion]) -> Table:
-    head = ("B", "KV tokens a layer", "MiB", "float16 parameters", "text exemplars", "picture + text exemplars")
-    table = Table(*(Column(label, justify="right") for label in head), title=name)
-    for row in rows:
-        uses = (row.peft_parameters, row.text_exemplars, row.picture_exemplars)
-        sizes = (str(row.budget), f"{row.kv_tokens:,}", f"{row.mebibytes:.2f}")
-        table.add_row(*sizes, *("–" if count is None else f"{count:,}" for count in uses))
-    return table

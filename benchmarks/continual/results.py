@@ -106,23 +106,13 @@ class FinishedRun:
         return read_bundle(self.state(number) / artifact.path)
 
     def predictions(self, number: int = -1) -> dict[tuple[str, str], Prediction]:
-        """All answers after task `number` by task and id, as asked. Raises TaskDataError: names file and line."""
+        """All answers after task `number` by task and id, as asked. Raises TaskDataError: the file does not parse."""
         path = self.task_folder(number) / "predictions.jsonl"
-        predictions: dict[tuple[str, str], Prediction] = {}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+            lines = [Prediction(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, TypeError) as error:
             raise TaskDataError(f"{path}: cannot read the predictions: {error}") from error
-        for number_of_line, line in enumerate(lines, start=1):
-            try:
-                prediction = Prediction(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise TaskDataError(f"{path}:{number_of_line}: not a prediction: {error}") from error
-            key = (prediction.task, prediction.id)
-            if key in predictions:
-                raise TaskDataError(f"{path}:{number_of_line}: question {key[1]!r} of task {key[0]!r} stands twice")
-            predictions[key] = prediction
-        return predictions
+        return {(line.task, line.id): line for line in lines}
 
 
 @dataclass(frozen=True)
@@ -159,19 +149,15 @@ class Finished:
 
         Raises ConfigError: there is none, a seed is missing, or the budget is not clear.
         """
-        budgets = sorted({run.budget for run in self.complete if run.method == method})
-        if budget is None and len(budgets) > 1:
-            raise ConfigError(f"{self.out} has runs of {method} with the budgets {_listed(budgets)}: name one")
         chosen = [run for run in self.complete if run.method == method and budget in (None, run.budget)]
-        lacking = f"no finished run of {method}" + ("" if budget is None else f" with budget {budget}")
-        if not chosen:
-            available = sorted({f"{run.method} with budget {run.budget}" for run in self.complete})
-            raise ConfigError(f"{lacking} under {self.out}; there are: {_listed(available)}")
-        available_seeds = [run.seed for run in chosen]
-        if missing := sorted(set(seeds or ()) - set(available_seeds)):
-            there = f"there are the seeds {_listed(available_seeds)}"
-            raise ConfigError(f"{lacking} with seed {missing[0]} under {self.out}; {there}")
-        return tuple(run for run in chosen if seeds is None or run.seed in seeds)
+        found = [run for run in chosen if seeds is None or run.seed in seeds]
+        if not found or {run.seed for run in found} < set(seeds or ()):
+            wanted = f"{method}, budget {budget}, seeds {seeds or 'any'}"
+            there = ", ".join(sorted({f"{run.method} {run.budget} {run.seed}" for run in self.complete}))
+            raise ConfigError(f"no finished run of {wanted} under {self.out}; there are: {there or 'none'}")
+        if len(budgets := sorted({run.budget for run in found})) > 1:
+            raise ConfigError(f"{self.out} has runs of {method} with the budgets {budgets}: name one")
+        return tuple(found)
 
     def chosen(self, options: Namespace) -> tuple[FinishedRun, ...]:
         """The runs that the options name."""
@@ -193,11 +179,7 @@ class Finished:
         other = self.counterpart(run, method)
         mine, theirs = run.predictions(number), other.predictions(number)
         if mine.keys() != theirs.keys():
-            task, id_ = min(mine.keys() ^ theirs.keys())
-            raise TaskDataError(
-                f"{run.task_folder(number)} and {other.task_folder(number)} have predictions of different questions: "
-                f"{id_!r} of task {task!r} is in one of them only"
-            )
+            raise TaskDataError(f"{run.folder} and {other.folder} have predictions of different questions")
         return [(mine[key], theirs[key]) for key in mine]
 
     @cached_property
@@ -232,6 +214,11 @@ class Finished:
         return self._keys[task.name]
 
 
+def describe_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Of one method and budget: what most diagnostics' JSON values begin with."""
+    return {"method": runs[0].method, "budget": runs[0].budget, "seeds": [run.seed for run in runs]}
+
+
 def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> dict[str, Any]:
     """The content of a file. Raises ConfigError: it is no JSON, or not what `check` finds true; `problem` says what."""
     try:
@@ -242,7 +229,3 @@ def read_json(path: Path, problem: str, check: Callable[[Any], Any] = bool) -> d
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path}: {problem}: {reason}") from error
     return content
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values)) or "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,9 @@ from benchmarks.continual.comparison import Streams, compare
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.results import weights_digest
-from benchmarks.continual.serving import Needs, given_endpoints, own_servers
+from benchmarks.continual.serving import Needs, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
-from benchmarks.continual.tuned import tuned_methods
 from benchmarks.machine import describe_machine
 from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
@@ -43,20 +42,15 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
     """What a run and a search have in common."""
     add = parser.add_argument
     suites = "demo|real-text|real-pictures|FILE"
-    add("--suite", default="demo", metavar=suites, help="FILE.toml or FILE.json: data on disk")
+    add("--suite", default="demo", metavar=suites, help="FILE.toml: data on disk")
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model, for the demo suite)")
     add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--seed", nargs="+", type=int, default=[0])
     add("--out", type=Path, required=True, help="the folder of the results")
     add("--data", type=Path, help="the suite's data, made there if it is not (default: OUT/data)")
     add("--train-limit", type=int, default=512, help="training examples of each task (default 512)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="[METHOD.]KEY=VALUE",
-        help="a setting of the methods that have it, or of METHOD",
-    )
+    setting = "a setting of the methods that have it, or of METHOD"
+    add("--set", action="append", default=[], metavar="[METHOD.]KEY=VALUE", help=setting)
     add("--jobs", type=int, default=2, help="streams at a time (default 2)")
     add("--threads", type=int, default=1, help="of torch, for each stream (default 1)")
 
@@ -70,7 +64,6 @@ def run(options: argparse.Namespace) -> RunOutcome:
         "suite": options.suite,
         "data": str((options.data or options.out / "data").absolute()),
         "model": str(options.model.absolute()),
-        "endpoint": options.endpoint,
     }
     claim(options.out, "run.json", configuration, where)
     runs = [
@@ -95,39 +88,43 @@ def run(options: argparse.Namespace) -> RunOutcome:
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: the options cannot be run."""
     methods = methods_of(options)
-    require_own_model(options.suite, options.model)
-    require_model_folder(options.model)
-    if min(options.budget) < 1 or min(options.seed) < 0:
-        raise ConfigError(f"budgets must be positive and seeds not negative, found {options.budget}, {options.seed}")
-    if min(options.jobs, options.threads) < 1:
-        raise ConfigError(f"jobs and threads must be positive, found {options.jobs}, {options.threads}")
-    if options.endpoint and options.answer == OFFLINE:
-        raise ConfigError("--endpoint asks a server, --answer offline none: give one of them")
-    if options.serve_args and (options.endpoint or options.answer == OFFLINE):
-        raise ConfigError("--serve-args are for a run's own servers: leave out --endpoint and --answer offline")
+    if options.serve_args and options.answer == OFFLINE:
+        raise ConfigError("--serve-args are for a run's own servers: leave out --answer offline")
+    check_places(options)
     suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
     suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
     require_reader(suite, options.model)
     return methods, suite
 
 
+def check_places(options: argparse.Namespace) -> None:
+    """Raises InduceKVError: the model is no checkpoint, or not the suite's own, or a number is out of its range."""
+    require_own_model(options.suite, options.model)
+    require_model_folder(options.model)
+    budgets = options.budget if isinstance(options.budget, list) else [options.budget]
+    if min([*budgets, options.jobs, options.threads]) < 1 or min(options.seed) < 0:
+        raise ConfigError("budgets, jobs and threads must be positive, and seeds not negative")
+
+
 def methods_of(options: argparse.Namespace) -> list[Method]:
-    """With their settings. Raises ConfigError: a method or a setting is unknown, or was searched under other ones."""
-    names = list(METHODS) if ALL_METHODS in options.method else options.method
-    return tuned_methods(options.tuned, names, options.set) if options.tuned else choose_methods(names, options.set)
+    """With their settings. Raises ConfigError: a method or a setting is unknown."""
+    return choose_methods(list(METHODS) if ALL_METHODS in options.method else options.method, options.set)
+
+
+def model_facts(model: Path) -> dict[str, str]:
+    return {"name": model.name, "weights": weights_digest(model)}
 
 
 def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any]:
     """The same for all results in one folder."""
-    server = "given" if options.endpoint else "own"
-    answer = {"by": options.answer, "server": None if options.answer == OFFLINE else server}
+    answer = {"by": options.answer, "server": None if options.answer == OFFLINE else "own"}
     if options.serve_args:
         answer["serve_args"] = options.serve_args
     return {
         "suite": suite.name,
         "data": suite.digest(),
         "order": [task.name for task in suite.tasks],
-        "model": {"name": options.model.name, "weights": weights_digest(options.model)},
+        "model": model_facts(options.model),
         **{name: getattr(options, name) for name in ("split", "train_limit", "test_limit", "base_limit")},
         "answer": answer,
     }
@@ -149,16 +146,12 @@ def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str
 
 @contextmanager
 def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
-    """Answers come from this process, from the given endpoints, or from servers that end with the context."""
+    """Answers come from this process, or from servers that end with the context."""
     if options.answer == OFFLINE:
         yield OfflineAnswerer(options.model)
         return
     methods = list({run.method.name: run.method for run in runs}.values())
     needs = Needs(options.model, runs[0].suite, methods, max(run.budget for run in runs), options.jobs)
-    if options.endpoint:
-        serving = nullcontext(given_endpoints(options.endpoint, options.endpoint_model, needs, options.out))
-    else:
-        log(f"starting inducekv-serve; its log is in {options.out}")
-        serving = own_servers(needs, options.out, options.out, options.serve_args)
-    with serving as endpoints:
+    log(f"starting inducekv-serve; its log is in {options.out}")
+    with own_servers(needs, options.out, options.serve_args) as endpoints:
         yield HttpAnswerer(options.model, endpoints)

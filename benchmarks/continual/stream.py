@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.chat import same_answer
-from benchmarks.continual.answering.answerer import Answerer
-from benchmarks.continual.answering.endpoint import EndpointFailed
+from benchmarks.continual.answering import Answerer
+from benchmarks.continual.answering.http import EndpointFailed
 from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +18,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.chat import same_answer
-from benchmarks.demo.streams import STREAMS
 from benchmarks.demo.world import BASE, SEED, TASKS, examples
+from benchmarks.machine import describe_machine
 from server.demo import CHECKPOINT
 
-PACKAGES = ("torch", "transformers", "scikit-learn")
 Example = tuple[dict, np.ndarray]
 
 
@@ -69,11 +63,7 @@ def measure(model: str | Path, base: int, stream: int, seed: int = SEED, split: 
         "seed": seed,
         "base": {"questions": len(of_base), "accuracy": _share([right for _, right in of_base])},
         "base_families": {family: _share(rights) for family, rights in by_family.items()},
-        "streams": {
-            "questions_each": stream,
-            "frozen_accuracy": frozen,
-            "novelty": {t: STREAMS[t].novelty for t in frozen},
-        },
+        "streams": {"questions_each": stream, "frozen_accuracy": frozen},
     }
 
 
@@ -90,22 +80,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    began = time.monotonic()
-    result = measure(args.model, args.base, args.stream)
-    print(f"base, overall  {result['base']['accuracy']:.3f}  ({result['base']['questions']} questions)")
-    for family, value in result["base_families"].items():
-        print(f"  {family:<12} {value:.3f}")
-    print("stream tasks, never trained on")
-    for task, value in result["streams"]["frozen_accuracy"].items():
-        print(f"  {task:<12} {value:.3f}  {STREAMS[task].novelty}")
+    text = json.dumps(measure(args.model, args.base, args.stream) | {"machine": describe_machine()}, indent=2)
+    print(text)
     if args.out:
-        result |= {
-            "command": shlex.join(["python", "-m", "benchmarks.demo.evaluate", *sys.argv[1:]]),
-            "seconds": round(time.monotonic() - began, 1),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

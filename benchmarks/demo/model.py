@@ -157,10 +157,8 @@ def _write_weights(model: LlavaForConditionalGeneration, path: Path) -> None:
     path.chmod(0o644)
 
 
-def export(
-    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path, *, weights: bool = True
-) -> Path:
-    """Writes a complete checkpoint, tensors stored as float16, or all of it but `weights`; swaps it in as a whole."""
+def export(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
+    """Writes a complete checkpoint, tensors stored as float16; swaps it in as a whole."""
     staging = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -173,8 +171,7 @@ def export(
         part["dtype"] = "float32"
     (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     GenerationConfig(eos_token_id=END, pad_token_id=PAD, do_sample=False).save_pretrained(staging)
-    if weights:
-        _write_weights(model, staging / "model.safetensors")
+    _write_weights(model, staging / "model.safetensors")
     old = directory.with_name(directory.name + ".old")
     if directory.exists():
         os.replace(directory, old)

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from benchmarks.data_folder import data_folder
-from benchmarks.real.records import BASE
+from benchmarks.real.items import BASE
 from benchmarks.real.sources import Packages
 from benchmarks.real.stream import BASE_SIZES, NAME, SEED, SIZES, Sizes, write_task
 from inducekv_vllm.errors import ConfigError

@@ -17,8 +17,7 @@ from PIL import Image
 from benchmarks.data_folder import data_folder
 from benchmarks.demo.questions import FAMILIES, ask
 from benchmarks.demo.scenes import SPLITS, Scene, random_scene, render, stable_hash
-from benchmarks.demo.search_streams import SEARCH_STREAMS
-from benchmarks.demo.streams import STREAMS, Digit, render_digit
+from benchmarks.demo.streams import SEARCH_STREAMS, STREAMS, Digit, render_digit
 from inducekv_vllm.errors import ConfigError
 
 BASE = "base"

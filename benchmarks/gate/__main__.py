@@ -20,10 +20,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
-from benchmarks.gate.asking import NEAR_MISSES, ask, protocol_questions
-from benchmarks.gate.gates import MeasuredGate, fitted, of_bundle, order_of
-from benchmarks.gate.printing import as_json, print_gates, print_tables
-from benchmarks.gate.table import rows_of
+from benchmarks.gate.asking import NEAR_MISSES, MeasuredGate, ask, fitted, of_bundle, order_of, protocol_questions
+from benchmarks.gate.table import as_json, print_gates, print_tables, rows_of
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import cache_folder
 from inducekv_vllm.errors import InduceKVError

@@ -19,8 +19,7 @@ from PIL import Image, ImageDraw
 from rich.console import Console
 
 from benchmarks.chat import Message, user_turn
-from benchmarks.demo.asking import Reply, ask, base_model, served
-from benchmarks.demo.run_demo import MEMORY, server_arguments
+from benchmarks.demo.run_demo import MEMORY, Reply, ask, base_model, served, server_arguments
 from benchmarks.demo.world import examples
 from server.demo import BUNDLE, CHECKPOINT
 

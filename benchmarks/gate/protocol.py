@@ -6,14 +6,15 @@ else, how many open the gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from benchmarks.gate.lists import read_lists
-from benchmarks.gate.styles import STYLES
-from benchmarks.gate.wordings import listed_name, reworded, shares_content_word
+import numpy as np
+from PIL import Image, ImageFilter
+
+from benchmarks.gate.wordings import listed_name, read_lists, reworded, shares_content_word
 from selector.backbone.turns import message
 from selector.data.examples import Example
 from selector.gate.background import Phrases
@@ -32,6 +33,24 @@ from selector.gate.variations import (
     with_text,
     wrapped,
 )
+
+
+def _pale(picture: Image.Image) -> Image.Image:
+    return Image.blend(picture, Image.new("RGB", picture.size, "white"), 0.5)
+
+
+def _grain(picture: Image.Image) -> Image.Image:
+    """Grey noise over the picture, the same in every run; `Image.effect_noise` cannot be seeded."""
+    noise = np.random.default_rng(0).normal(128, 64, (picture.height, picture.width)).clip(0, 255).astype(np.uint8)
+    return Image.blend(picture, Image.fromarray(noise).convert("RGB"), 0.35)
+
+
+STYLES: Final[Mapping[str, Callable[[Image.Image], Image.Image]]] = {
+    "pale": _pale,
+    "contours": lambda picture: picture.filter(ImageFilter.CONTOUR),
+    "grain": _grain,
+}
+
 
 WAYS: Final[Mapping[str, Vary]] = {
     "plain": plain,

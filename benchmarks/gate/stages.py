@@ -23,13 +23,13 @@ import torch
 from benchmarks.chat import same_answer
 from benchmarks.continual.metrics import accuracy_matrix, average, average_forgetting
 from benchmarks.continual.suites import Suite, load_suite
-from benchmarks.gate.gates import fitted
+from benchmarks.gate.asking import fitted
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import cache_folder
 from inducekv_vllm.bundle import Bundle, read_bundle
 from selector.backbone.bundled_model import BundledModel
+from selector.backbone.gate_rule import routed_tasks
 from selector.backbone.model import Backbone
-from selector.backbone.routing import routed_tasks
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.gate.settings import DEFAULT_MISSES

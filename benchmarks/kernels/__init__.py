@@ -1,18 +1,15 @@
-"""The GPU kernels: are they right, how fast are they, what do they cost a whole model, and who does the same work.
+"""The GPU kernels: are they right, how fast are they, and who does the same work.
 
     run.py             the command
     workloads.py       a step with memory: its tensors, bytes and operations
     attention.py       each workload against the twin, and against the roofline
     replay.py          one CUDA graph over changing plans, tables and bundles
-    layers.py          all layers' attention and projections, with and without memory
-    rivals/            the same work by concatenation and by copies
+    rivals.py          the same work by concatenation and by copies
     self_attention.py  what the kernels are added to
     timing.py          times under CUDA graphs, and what the device can do at best
-    targets.py         what was asked for and what was found
-    plot.py            the roofline plot
     compiled.py        the kernels compiled for a GPU that is not there
 
-Everything but `plot.py` imports torch, triton and numpy alone, so that it runs on a machine without vLLM.
+Everything imports torch, triton and numpy alone, so that it runs on a machine without vLLM.
 
 Launches come from the engine's own function: in decode the one that its CUDA graphs are captured with, beside
 FlashAttention and with the default pool (every form, long memories split), in prefill that of the step.

@@ -138,7 +138,7 @@ def plan_of(
     rows = case.memory_rows
     if case.phase == "decode" and in_graph:
         shape = engine.of_graph(case.rows, lse=True)
-        return shape, plan_tiles(rows.page_sets, rows.lengths, shape)
+        return shape, plan_tiles(rows.entry_sets, rows.lengths, shape)
     shape = engine.of_step(rows)
     return shape, plan_tiles(rows.groups, rows.lengths, shape)
 

@@ -23,10 +23,8 @@ from typing import Any, Final
 
 from benchmarks.chat import same_answer
 from benchmarks.machine import describe_machine
-from benchmarks.real import passages
-from benchmarks.real.items import SPLITS, Item, Items, Split, fraction_of
+from benchmarks.real.items import BASE, SPLITS, Item, Items, Split, examples_of, fraction_of
 from benchmarks.real.model import model_folder
-from benchmarks.real.records import BASE, examples_of
 from benchmarks.real.sources import ENGLISH, Packages
 from benchmarks.real.tasks import NUMBER
 from inducekv_vllm.errors import InduceKVError
@@ -35,6 +33,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 
 ENOUGH: Final = 0.8  # right of the first half
+SHARE: Final = 1 / 3  # of a paragraph's words that stand in the question
 SHOTS: Final = 4  # worked examples before a question of the families that have them
 MAX_TOKENS: Final = 12  # of an answer, as in the stream benchmark
 Facts = Iterator[tuple[str, str, str]]  # concept, question, answer
@@ -144,9 +143,19 @@ def base_items(packages: Packages, sizes: dict[Split, int], rng: Random) -> Item
         pools[name] = rng.sample(first, len(first))[::-1], rng.sample(second, len(second))[::-1]
     chosen = {split: in_turn([pools[name][split == "test"] for name in CHOSEN]) for split in SPLITS}
     others = in_turn([rng.sample(f, len(f)) for f in (halves(n, packages)[0] for n in FAMILIES if n not in CHOSEN)])
-    train = in_turn([chosen["train"], others, passages.shown(packages)])[: sizes["train"]]
+    train = in_turn([chosen["train"], others, plain_text(packages)])[: sizes["train"]]
     validation = [item for item in chosen["validation"] if item not in train][: sizes["validation"]]
     return {"train": train, "validation": validation, "test": chosen["test"][: sizes["test"]]}
+
+
+def plain_text(packages: Packages) -> list[Item]:
+    """Beginnings of paragraphs with their rest as the answer: of every other one, the others are shown to no gate."""
+    items = []
+    for passage in packages.passages[::2]:
+        words = passage.split()
+        at = max(1, int(SHARE * len(words)))
+        items.append(Item((passage,), " ".join(words[:at]), " ".join(words[at:])))
+    return items
 
 
 def in_turn(pools: Sequence[Sequence[Item]]) -> list[Item]:

@@ -1,4 +1,4 @@
-"""Questions about concepts, and which split a concept belongs to.
+"""Questions about concepts, which split a concept belongs to, and their records as task data.
 
 A split is drawn in one of two ways:
 
@@ -11,12 +11,18 @@ A split is drawn in one of two ways:
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from random import Random
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from selector.data.examples import Example, read_task
 
 Split = Literal["train", "validation", "test"]
 SPLITS: Final[tuple[Split, ...]] = ("train", "validation", "test")
@@ -78,3 +84,35 @@ def balanced(items: Sequence[Item], count: int, rng: Random) -> list[Item]:
     turns = zip_longest(*by_answer.values())
     in_turn = [item for turn in turns for item in rng.sample(turn, len(turn)) if item is not None]
     return rng.sample(in_turn[:count], min(count, len(in_turn)))
+
+
+BASE: Final = "base"
+ROLES: Final = ("user", "assistant")
+
+
+def record(item: Item, task: str, split: str, number: int) -> dict[str, Any]:
+    turns = [{"role": role, "content": text} for turn in item.turns for role, text in zip(ROLES, turn, strict=True)]
+    return {
+        "id": f"{task}/{split}_{number:05d}",
+        "task": task,
+        "concepts": list(item.concepts),
+        "messages": [*turns, {"role": "user", "content": item.question}],
+        "answer": item.answer,
+    }
+
+
+def write_split(path: Path, items: Sequence[Item], task: str) -> None:
+    """Writes the file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record(item, task, path.stem, number)) + "\n" for number, item in enumerate(items)]
+    temporary = path.with_suffix(".jsonl.tmp")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def examples_of(items: Sequence[Item], task: str, split: str) -> list[Example]:
+    """As they are read from a file of `write_split`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{split}.jsonl"
+        write_split(path, items, task)
+        return read_task(path)

@@ -1,4 +1,4 @@
-"""Writes the real-data text stream as task data: `python -m benchmarks.real.stream --out DIR [--seed N]`.
+"""Writes the real-data text stream as task data.
 
 One folder a task ("base" and every stream task), each with {train,validation,test}.jsonl: what `inducekv-select` reads,
 with the concepts that each question is about. Everything follows from the installed packages and the seed.
@@ -6,17 +6,12 @@ with the concepts that each question is about. Everything follows from the insta
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Final
 
-from benchmarks.data_folder import data_folder
 from benchmarks.real.base import base_items
-from benchmarks.real.items import SPLITS, Items, Split
-from benchmarks.real.records import BASE, write_split
+from benchmarks.real.items import BASE, SPLITS, Items, Split, write_split
 from benchmarks.real.sources import Packages
 from benchmarks.real.tasks import TASKS, cut
 from inducekv_vllm.errors import ConfigError
@@ -49,24 +44,3 @@ def write_task(folder: Path, task: str, packages: Packages, sizes: Sizes, seed: 
     items = items_of(task, packages, sizes, seed)
     for split in SPLITS:
         write_split(folder / f"{split}.jsonl", items[split], task)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=SEED)
-    options = parser.parse_args(arguments)
-    packages = Packages()
-    try:
-        with data_folder(options.out, NAME, options.seed):
-            for task in (BASE, *TASKS):
-                write_task(options.out / task, task, packages, BASE_SIZES if task == BASE else SIZES, options.seed)
-                print(options.out / task)
-    except ConfigError as error:
-        print(f"benchmarks.real.stream: error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,7 @@
-"""What is drawn: things with a name of one word that all vendors but `partial` packages have, half of them base."""
+"""What is drawn: things with a name of one word that all vendors but `partial` packages have, half of them base.
+
+Their German words are of the installed package `emoji` (Unicode CLDR).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.real.items import fraction_of
+from benchmarks.real.sources import ENGLISH, Packages
 from benchmarks.real_pictures.icons import Icons, Role
 
 # A group's categories, by the vendors' names for them.
@@ -56,3 +60,23 @@ def concepts_of(packages: Sequence[Icons]) -> Concepts:
         base += [Concept(name, group) for name in ordered[:half]]
         new += [Concept(name, group) for name in ordered[half:]]
     return Concepts(tuple(base), tuple(new), packages)
+
+
+LONGEST: Final = 12  # letters
+NUMBER: Final = 24  # of words: each is a token or two of a small vocabulary
+
+
+def german_words(concepts: Sequence[Concept], packages: Packages) -> dict[Concept, str]:
+    """`NUMBER` of those whose name is one word in German too, and another one.
+
+    Raises ConfigError: the package is missing.
+    """
+    translated = {emoji.names[ENGLISH]: emoji.names.get("de", "").lower() for emoji in packages.emoji}
+    names = {concept.name for concept in concepts}
+    found = {
+        concept: word
+        for concept in sorted(concepts, key=lambda concept: fraction_of(f"german {concept.name}"))
+        if (word := translated.get(concept.name, "")).isalpha() and word not in names and len(word) <= LONGEST
+    }
+    unique = {word: concept for concept, word in found.items()}
+    return {concept: word for word, concept in list(unique.items())[:NUMBER]}

@@ -1,7 +1,7 @@
 """Measures the model of `benchmarks.real_pictures.train`: `python -m benchmarks.real_pictures.evaluate [--out JSON]`.
 
-Prints accuracy on base questions by the vendors who drew the pictures and by family, the share of names that a linear
-read-out of the image tokens gets right, and accuracy on the stream tasks without memory. Greedy decoding, one question
+Prints accuracy on base questions by the vendors who drew the pictures and by family, and accuracy on the stream tasks
+without memory. Greedy decoding, one question
 a prompt, exact match after lower-casing and dropping final punctuation.
 """
 
@@ -19,15 +19,13 @@ import torch
 
 from benchmarks.demo.evaluate import Answerer, accuracy
 from benchmarks.machine import describe_machine
-from benchmarks.real.items import SPLITS
-from benchmarks.real.records import BASE
+from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import Concepts
 from benchmarks.real_pictures.icons import PACKAGES
-from benchmarks.real_pictures.model import LOG, model_folder
-from benchmarks.real_pictures.probe import read_out
 from benchmarks.real_pictures.stream import examples, installed_concepts
 from benchmarks.real_pictures.tasks import TASKS
+from benchmarks.real_pictures.train import LOG, model_folder
 from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import InduceKVError
 
@@ -50,11 +48,9 @@ def measure(model: Path, concepts: Concepts, packages: Packages, base: int, stre
         task: _share([r for _, r in accuracy(answerer, list(examples(task, "test", stream, concepts, packages)))])
         for task in TASKS
     }
-    halves = {"base": concepts.base, "new": concepts.new}
     return {
         "base_questions": base,
         "base": by_vendors,
-        "read_out": {half: read_out(answerer.model, concepts, asked) for half, asked in halves.items()},
         "stream_questions": stream,
         "frozen": frozen,
     }

@@ -9,8 +9,7 @@ import numpy as np
 
 from benchmarks.demo.questions import CODE_WORDS, Question, pick
 from benchmarks.real.sources import Packages
-from benchmarks.real_pictures.concepts import GROUPS, Concept
-from benchmarks.real_pictures.words import german_words
+from benchmarks.real_pictures.concepts import GROUPS, Concept, german_words
 
 ONE_WORD: Final = "Answer with one word."
 YES_NO: Final = "Answer yes or no."

@@ -1,4 +1,4 @@
-"""Writes the real-picture stream as task data: `python -m benchmarks.real_pictures.stream --out DIR [--seed N]`.
+"""Writes the real-picture stream as task data.
 
 One folder a task ("base" and every stream task), each with {train,validation,test}.jsonl and the pictures beside them.
 Each split has vendors of its own. The npm packages are installed into the cache first, if they are not there.
@@ -6,21 +6,17 @@ Each split has vendors of its own. The npm packages are installed into the cache
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.data_folder import data_folder
 from benchmarks.demo.questions import pick
 from benchmarks.demo.scenes import stable_hash
 from benchmarks.demo.world import record_of, write_split
-from benchmarks.real.items import SPLITS, Split
+from benchmarks.real.items import BASE, SPLITS, Split
 from benchmarks.real.model import cache_folder
-from benchmarks.real.records import BASE
 from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import Concepts, concepts_of
 from benchmarks.real_pictures.drawings import drawing, picture
@@ -69,25 +65,3 @@ def installed_concepts(cache: Path | None = None) -> Concepts:
     """Those of the npm packages in the cache, where they are installed first. Raises ConfigError: they cannot be."""
     install(cache or cache_folder())
     return concepts_of(read_all(cache or cache_folder()))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=SEED)
-    options = parser.parse_args(arguments)
-    try:
-        concepts, packages = installed_concepts(), Packages()
-        with data_folder(options.out, NAME, options.seed):
-            for task in (BASE, *TASKS):
-                sizes = BASE_SIZES if task == BASE else SIZES
-                write_task(options.out / task, task, concepts, packages, sizes, options.seed)
-                print(options.out / task)
-    except ConfigError as error:
-        print(f"benchmarks.real_pictures.stream: error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

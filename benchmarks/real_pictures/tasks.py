@@ -13,9 +13,8 @@ from typing import Final, Literal
 from benchmarks.demo.questions import CODE_WORDS, Question
 from benchmarks.real.items import SPLITS, Split, fraction_of, split_of
 from benchmarks.real.sources import Packages
-from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts
+from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts, german_words
 from benchmarks.real_pictures.questions import ONE_WORD
-from benchmarks.real_pictures.words import german_words
 
 Facts = Mapping[Concept, Question]
 NAMED, SHELVED = 12, 24  # concepts

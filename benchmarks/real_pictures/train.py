@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from benchmarks.demo import model as m
 from benchmarks.demo.packing import EXEMPLARS, Batch, normalise, pack
@@ -31,11 +32,13 @@ from benchmarks.real.sources import Packages
 from benchmarks.real_pictures.concepts import GROUPS, Concept, Concepts
 from benchmarks.real_pictures.drawings import drawing, picture, restyled
 from benchmarks.real_pictures.icons import PACKAGES, Role
-from benchmarks.real_pictures.model import LOG, NAME, build_tokenizer, from_demo, model_folder
 from benchmarks.real_pictures.questions import COPY, FAMILIES, copy, vocabulary
 from benchmarks.real_pictures.stream import installed_concepts
 from inducekv_vllm.errors import ConfigError
+from server.demo import CHECKPOINT
 
+NAME: Final = "real-pictures"
+LOG: Final = "training.jsonl"  # of the training, beside the weights
 SEED: Final = 20
 STEPS: Final = 500  # of the second stage; what older trainings took without recording it
 STRENGTH: Final = 1.5  # of the changes to training pictures; 1 in the tasks
@@ -43,6 +46,31 @@ ROWS: Final = {"separate": 5, "conversations": 1, "exemplars": 1}
 TRAINED_FAMILIES: Final = (*FAMILIES, "name", "claim", COPY)  # drawn evenly: names and claims more often
 TAUGHT: Final = "taught.json"  # what a training is of
 QUESTIONS: Final = 20  # of a picture: as many as a row may hold
+
+
+def model_folder(cache: Path | None = None) -> Path:
+    """The checkpoint's folder; it is there once the model is trained."""
+    return (cache or cache_folder()) / NAME
+
+
+def build_tokenizer(base: Sequence[Concept], words: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
+    """One in which nearly every word of a question or an answer is a single token."""
+    rng = np.random.default_rng([seed, 0])
+    texts = [text for ask in FAMILIES.values() for concept in base for text in ask(rng, concept, base)]
+    return m.build_tokenizer(texts, {*words, *(word for text in texts for word in re.findall("[A-Za-z]+", text))})
+
+
+def from_demo(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditionalGeneration:
+    """The demo model with another vocabulary: a token that both have keeps its embedding, the others are drawn."""
+    model = m.build_model(seed)
+    drawn = model.get_input_embeddings().weight.detach().clone()
+    model.load_state_dict(LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32).state_dict())
+    embeddings = model.get_input_embeddings().weight
+    old, known = embeddings.detach().clone(), AutoTokenizer.from_pretrained(CHECKPOINT).get_vocab()
+    with torch.no_grad():
+        for token, row in tokenizer.get_vocab().items():
+            embeddings[row] = old[known[token]] if token in known else drawn[row]
+    return model
 
 
 class PictureHeads(nn.Module):

@@ -11,9 +11,9 @@
 - `longer_prompt`     no memory, the prompt longer by 2048 tokens: what 256 entries of 8 tokens would cost as text
 - `prompt_replay`     no memory, the same exemplars as chat turns with their pictures, as many as the context takes
 
-Measured at each concurrency, over streamed requests with a fixed number of generated tokens: time to first token
-(TTFT), time per output token after the first (TPOT), and output tokens a second of all requests together. No two
-conversations share a prompt or a picture, so neither prefix nor image caches help anyone but a second turn. Methods
-take turns in every round, so that a busy machine slows all of them alike; numbers are medians, and ratios are against
-`none` of the same run unless it says otherwise.
+locust (`locustfile.py`) measures at each concurrency, over streamed requests with a fixed number of generated tokens:
+time to first token (TTFT), time per output token after the first (TPOT), and output tokens a second of all requests
+together. No two conversations share a prompt or a picture, so neither prefix nor image caches help anyone but a second
+turn. Methods take turns in every round, so that a busy machine slows all of them alike; numbers are medians, and ratios
+are against `none` of the same run unless it says otherwise.
 """

@@ -1,49 +1,63 @@
-"""What the servers of the benchmark load: bundles of every budget and activation, and a LoRA adapter of equal bytes."""
+"""What the servers of the benchmark load: a model, bundles of every budget and activation, and a LoRA adapter.
+
+The model is the demo's LLaVA wrapper, tower, tokenizer and processor around a language model of any geometry, whose
+layers are Qwen3's. Its costs are the language model's; its answers mean nothing.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
+from benchmarks.demo.model import build_config, export
 from benchmarks.geometries import Geometry
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
-from benchmarks.random_bundles import bundle_of, random_entries
-from benchmarks.serving.methods import DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
-from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from benchmarks.serving.methods import BUDGETS, DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
-from inducekv_vllm.retrieval.page_terms import Weighting
 from selector.backbone.model import Backbone
 from selector.update.measures import entry_bytes
+from server.demo import CHECKPOINT
+
+MODEL_SEED = 0
+
+
+def config_of(geometry: Geometry) -> LlavaConfig:
+    config = build_config()
+    text = config.text_config
+    assert isinstance(text, Qwen3Config)
+    text.hidden_size = geometry.hidden_size
+    text.intermediate_size = geometry.intermediate_size
+    text.num_hidden_layers = geometry.layers
+    text.num_attention_heads = geometry.heads
+    text.num_key_value_heads = geometry.kv_heads
+    text.head_dim = geometry.head_size
+    text.layer_types = ["full_attention"] * geometry.layers
+    return config
+
+
+def make_model(geometry: Geometry, directory: Path) -> Path:
+    """Write a checkpoint with random weights to `directory`, the same bytes every time."""
+    torch.manual_seed(MODEL_SEED)
+    model = LlavaForConditionalGeneration(config_of(geometry))
+    return export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory)
+
 
 SEED = 11
 
 
-def build_bundles(
-    model: Path, tasks: Path, budgets: Sequence[int], weighting: Weighting, work: Path
-) -> dict[str, Path]:
-    """One bundle a budget, of examples of `tasks`, by the command a user would run."""
-    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in budgets}
-    for budget, path in zip(budgets, bundles.values(), strict=True):
+def build_bundles(model: Path, tasks: Path, work: Path) -> dict[str, Path]:
+    """One bundle a budget, of examples of `tasks`, by the command a user would run; and decoupled memory."""
+    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in BUDGETS}
+    for budget, path in zip(BUDGETS, bundles.values(), strict=True):
         command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
-        command += ["--policy", "random", "--weighting", weighting, "--seed", SEED, "--output", path]
+        command += ["--policy", "random", "--weighting", "sqrt", "--seed", SEED, "--output", path]
         subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
-    return bundles
-
-
-def random_bundles(model: Path, budgets: Sequence[int], weighting: Weighting, work: Path) -> dict[str, Path]:
-    """One bundle a budget for a model that has no weights."""
-    backbone = backbone_fingerprint(model)
-    bundles = {}
-    for budget in budgets:
-        path = bundles[bundle_name(budget)] = work / f"B{budget}.safetensors"
-        write_bundle(bundle_of(backbone, random_entries(backbone, budget, PAYLOAD_TOKENS, SEED), weighting), path)
-    return bundles
+    return bundles | decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
 
 
 def decouple(merged: Path, work: Path) -> dict[str, Path]:
@@ -74,24 +88,9 @@ def stored_bytes(bundles: dict[str, Path], name: str) -> int:
     return entry_bytes(read_bundle(bundles[name], verify=False))
 
 
-def save_adapter(model: Path, geometry: Geometry | None, work: Path) -> tuple[Path, int, int]:
+def save_adapter(model: Path, work: Path) -> tuple[Path, int, int]:
     """A LoRA adapter of every linear layer, no larger than the 64 entries of decoupled memory: folder, rank, bytes."""
-    backbone = Backbone.load(model) if geometry is None else _without_weights(model, geometry)
+    backbone = Backbone.load(model)
     rank = largest_rank(backbone, memory_bytes(backbone, DECOUPLED_BUDGET, PAYLOAD_TOKENS, gated_tasks=0))
     size = save(attach(backbone, rank, SEED), work / LORA)
     return work / LORA, rank, size
-
-
-def _without_weights(model: Path, geometry: Geometry) -> Backbone:
-    """The modules of a model, on the meta device."""
-    with torch.device("meta"):
-        network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
-    return Backbone(
-        model=network,
-        processor=None,
-        num_layers=geometry.layers,
-        num_heads=geometry.heads,
-        num_kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_size,
-        hidden_size=geometry.hidden_size,
-    )

@@ -1,4 +1,4 @@
-"""Open-ended load on a server that is already running, with locust's own reports:
+"""The load generator over HTTP: locust, with streamed requests whose first token and pace are timed.
 
     locust -f benchmarks/serving/locustfile.py --host http://127.0.0.1:8000 \\
         --headless -u 16 -r 4 -t 60s --model-name NAME
@@ -6,7 +6,10 @@
 `--model-name` is the base model's name (no memory) or a bundle's. Locust lists TTFT, TPOT and whole requests; its
 own POST line ends with the response's headers. A run without a single answer fails. Pictures repeat, so the later keys
 of a memory come from its cache.
-The side-by-side comparison of methods is `python -m benchmarks.serving.run`; this loads one model with many users.
+
+`python -m benchmarks.serving.run`, which compares methods side by side, drives it with `--blocks FILE`: JSON lines,
+each with the requests of one method that are sent together. The next block begins when the last answer of the one
+before is there, and `--timings FILE` gets a JSON line for each. A request that fails ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ from functools import cache
 from typing import Any
 
 import gevent
+from gevent.pool import Pool
 from locust import HttpUser, constant, events, task
 
-from benchmarks.chat import question_of, user_turn
+from benchmarks.chat import chat_body, question_of, user_turn
 from benchmarks.demo.world import examples
-from benchmarks.serving.load import chat_body
 from server.demo import CHECKPOINT
 
 PICTURES = 64
+FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
 
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model-name", default=str(CHECKPOINT), help="the served name: the base model's or a bundle's")
     parser.add_argument("--task", default="guild", help="the demo task whose test pictures are asked about")
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--blocks", default="", help="of benchmarks.serving.run: what is sent instead")
+    parser.add_argument("--timings", default="", help="where the times of the blocks go")
 
 
 @cache
@@ -43,8 +49,9 @@ def questions(task_name: str) -> list[tuple[dict[str, Any], Any]]:
 
 def draw_pictures(environment: Any, **_: Any) -> None:
     """Before the clock of `-t` runs."""
-    if environment.parsed_options is not None:
-        questions(environment.parsed_options.task)
+    options = environment.parsed_options
+    if options is not None and not options.blocks:
+        questions(options.task)
         gevent.get_hub().loop.update_now()  # gevent would start the clock at the time before the drawing
 
 
@@ -60,36 +67,76 @@ events.quitting.add_listener(fail_if_empty)
 
 
 class VisualQuestionUser(HttpUser):
-    """Asks one question after the other, without a pause."""
+    """Asks one question after the other, without a pause; or is the only one of a run of blocks, and sends these."""
 
     wait_time = constant(0)
 
     def on_start(self) -> None:
-        self.examples = questions(self.environment.parsed_options.task)
         self.number_asked = 0
 
     @task
     def ask(self) -> None:
         options = self.environment.parsed_options
-        record, pixels = self.examples[self.number_asked % len(self.examples)]
+        if options.blocks:
+            self.send_blocks(options.blocks, options.timings)
+            return
+        asked = questions(options.task)
+        record, pixels = asked[self.number_asked % len(asked)]
         self.number_asked += 1
         messages = [user_turn(pixels, question_of(record))]
-        body = chat_body(options.model_name, messages, options.output_tokens, {})
-        start = time.perf_counter()
-        arrivals = []
+        self.stream(chat_body(options.model_name, messages, options.output_tokens, {}))
+
+    def send_blocks(self, blocks: str, timings: str) -> None:
+        with open(blocks) as lines, open(timings, "w") as out:
+            for line in lines:
+                block = json.loads(line)
+                bodies = [self.second_turn(request) for request in block["requests"]]
+                start = time.perf_counter()
+                found = Pool(block["concurrency"]).map(self.stream, bodies)
+                seconds = time.perf_counter() - start
+                if None in found:
+                    self.environment.process_exit_code = 1
+                    break
+                out.write(json.dumps({"method": block["method"], "seconds": seconds, "requests": found}) + "\n")
+        self.environment.runner.quit()
+
+    def second_turn(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What is measured: the request, or the turn that follows it, once the first one has been answered here."""
+        body, then = request["body"], request.get("then")
+        if then is None:
+            return body
+        first = {key: value for key, value in body.items() if not key.startswith("stream")}
+        reply = self.client.post("/v1/chat/completions", json=first | {"max_tokens": FIRST_ANSWER_TOKENS}).json()
+        answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+        return body | {"messages": [*body["messages"], answer, then]}
+
+    def stream(self, body: dict[str, Any]) -> dict[str, float] | None:
+        """Seconds to the first token and for each one after it (None: a single token); None: the request failed."""
+        start, arrivals, usage = time.perf_counter(), [], {}
         with self.client.post("/v1/chat/completions", json=body, stream=True, catch_response=True) as response:
             if response.status_code != 200:
-                response.failure(f"HTTP {response.status_code}: {response.text[:200]}")
-                return
+                return self._fail(response, f"HTTP {response.status_code}: {response.text[:200]}")
             for line in response.iter_lines():
-                choices = json.loads(line[len(b"data: ") :]).get("choices", []) if line.startswith(b"data: {") else []
-                if any(choice.get("token_ids") for choice in choices):
+                chunk = json.loads(line[len(b"data: ") :]) if line.startswith(b"data: {") else {}
+                if "error" in chunk:
+                    return self._fail(response, str(chunk["error"]))
+                if any(choice.get("token_ids") for choice in chunk.get("choices", ())):
                     arrivals.append(time.perf_counter())
+                usage = chunk.get("usage") or usage
+            tokens = usage.get("completion_tokens", len(arrivals))
+            if tokens < body["max_tokens"] or not arrivals:
+                return self._fail(response, f"asked for {body['max_tokens']} tokens, got {tokens}")
         self._report("whole request", time.perf_counter() - start)
-        if arrivals:
-            self._report("TTFT", arrivals[0] - start)
-        if len(arrivals) > 1:
-            self._report("TPOT", (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
+        ttft = arrivals[0] - start
+        self._report("TTFT", ttft)
+        tpot = (arrivals[-1] - arrivals[0]) / (tokens - 1) if tokens > 1 else None
+        if tpot is not None:
+            self._report("TPOT", tpot)
+        return {"ttft": ttft, "tpot": tpot, "prompt_tokens": usage.get("prompt_tokens", 0), "output_tokens": tokens}
+
+    def _fail(self, response: Any, why: str) -> None:
+        print(why, file=sys.stderr)
+        response.failure(why)
 
     def _report(self, name: str, seconds: float) -> None:
         numbers = {"response_time": 1000 * seconds, "response_length": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Method:
     model: str
     messages: Callable[[], list[Message]]
     xargs: dict[str, Any] = field(default_factory=dict)
-    follow_up: Callable[[list[Message], str], list[Message]] | None = None  # (first turn, its answer): the second turn
+    then: Callable[[], Message] | None = None  # the question of a second turn, which is measured
     base: str = BASE_METHOD  # what its times are compared with
 
 
@@ -42,14 +42,7 @@ def decoupled_name(activation: Activation) -> str:
     return f"decoupled_B{DECOUPLED_BUDGET}_{activation}"
 
 
-def make_methods(
-    prompts: PromptMaker,
-    base: str,
-    context: int,
-    output_tokens: int,
-    prompt_tokens: int,
-    budgets: Sequence[int] = BUDGETS,
-) -> list[Method]:
+def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: int, prompt_tokens: int) -> list[Method]:
     """All methods, over prompts of `prompt_tokens` tokens and a context of `context` tokens."""
     room = context - output_tokens - prompt_tokens
     replayed = min(len(prompts.exemplars), room // prompts.exemplar_tokens())
@@ -57,29 +50,20 @@ def make_methods(
     def question() -> list[Message]:
         return prompts.question(prompt_tokens)
 
+    def follow_up() -> Message:
+        return prompts.follow_up(SECOND_TURN_TOKENS)
+
     methods = [Method(BASE_METHOD, base, question)]
-    for budget in budgets:
+    for budget in BUDGETS:
         name = bundle_name(budget)
         methods.append(Method(f"{name}_all", name, question))
         methods.append(Method(f"{name}_top{TOP_K}", name, question, {"inducekv_top_k": TOP_K}))
-    methods += [Method(decoupled_name(activation), decoupled_name(activation), question) for activation in ACTIVATIONS]
+    decoupled = [Method(decoupled_name(activation), decoupled_name(activation), question) for activation in ACTIVATIONS]
+    methods += decoupled
     methods.append(Method(LONGER_PROMPT, base, lambda: prompts.question(prompt_tokens + LONGER_BY)))
     methods.append(Method(PROMPT_REPLAY, base, lambda: prompts.replayed(replayed, prompt_tokens)))
-    return methods + [second_turn(method, prompts) for method in methods if method.name in with_second_turn()]
-
-
-def with_second_turn() -> list[str]:
-    """The methods that are also measured on the second turn of a conversation."""
-    return [BASE_METHOD, *map(decoupled_name, ACTIVATIONS)]
-
-
-def second_turn(method: Method, prompts: PromptMaker) -> Method:
-    """The same method, measured on a conversation's second turn, after the server has answered the first one."""
-
-    def follow_up(first: list[Message], answer: str) -> list[Message]:
-        return prompts.continued(first, answer, SECOND_TURN_TOKENS)
-
-    return replace(method, name=method.name + SECOND_TURN, follow_up=follow_up, base=BASE_METHOD + SECOND_TURN)
+    again = {"then": follow_up, "base": BASE_METHOD + SECOND_TURN}
+    return methods + [replace(each, name=each.name + SECOND_TURN, **again) for each in (methods[0], *decoupled)]
 
 
 def lora_methods(prompts: PromptMaker, base: str, prompt_tokens: int) -> list[Method]:

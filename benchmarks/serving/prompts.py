@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.chat import Message, user_turn
@@ -21,17 +19,6 @@ class Exemplar:
     pixels: np.ndarray  # [48, 48, 3] uint8
     question: str
     answer: str
-
-
-def read_exemplars(tasks: Path) -> list[Exemplar]:
-    """The examples of a task's JSONL file."""
-    exemplars = []
-    for line in tasks.read_text().splitlines():
-        record = json.loads(line)
-        picture, question = record["messages"][0]["content"]
-        pixels = np.asarray(Image.open(tasks.parent / picture["image_url"]["url"]).convert("RGB"))
-        exemplars.append(Exemplar(pixels, question["text"], record["answer"]))
-    return exemplars
 
 
 class PromptMaker:
@@ -69,10 +56,9 @@ class PromptMaker:
         solved = [message for index in order for message in self._solved(self.exemplars[index])]
         return [*solved, *self.question(tokens)]
 
-    def continued(self, messages: list[Message], answer: str, tokens: int) -> list[Message]:
-        """The conversation with its answer and one more user turn of `tokens` words."""
-        words = self._rng.choice(self._words, size=tokens)
-        return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "".join(words)}]
+    def follow_up(self, tokens: int) -> Message:
+        """One more user turn, of `tokens` words."""
+        return {"role": "user", "content": "".join(self._rng.choice(self._words, size=tokens))}
 
     def exemplar_tokens(self) -> int:
         """By how many tokens the longest of the exemplars makes a prompt longer."""

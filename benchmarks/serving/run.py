@@ -1,45 +1,35 @@
-"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR | --geometry NAME] [--smoke]`.
+"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
-targets, where the time of a request with memory goes, and one JSON object as the last line; the
-same object goes to `benchmarks/results/serving_MODEL_DTYPE.json` (not with --smoke; `..._TOKENS.json` for prompts of
-another length), or to `--output`.
+targets, and one JSON object as the last line; the same object goes to `benchmarks/results/serving_MODEL_DTYPE.json`
+(not with --smoke; `..._TOKENS.json` for prompts of another length), or to `--output`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoConfig
 
-from benchmarks.chat import Message
-from benchmarks.demo.world import write_task
-from benchmarks.geometries import GEOMETRIES, Geometry
+from benchmarks.chat import chat_body, question_of
+from benchmarks.demo.world import examples, write_task
+from benchmarks.geometries import GEOMETRIES
 from benchmarks.lora_adapter import served_rank
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from benchmarks.serving import breakdown, report, retrieval
-from benchmarks.serving.bundles import (
-    SEED,
-    build_bundles,
-    decouple,
-    random_bundles,
-    save_adapter,
-    stored_bytes,
-)
-from benchmarks.serving.checkpoints import save, save_without_weights
-from benchmarks.serving.load import REQUEST_SECONDS, Block, chat_body, send_requests
+from benchmarks.serving import report
+from benchmarks.serving.bundles import SEED, build_bundles, make_model, save_adapter, stored_bytes
 from benchmarks.serving.methods import (
     BASE_METHOD,
     BUDGETS,
@@ -47,29 +37,19 @@ from benchmarks.serving.methods import (
     LORA,
     PROMPT_TOKENS,
     Method,
-    bundle_name,
     lora_methods,
     make_methods,
 )
-from benchmarks.serving.prompts import PromptMaker, read_exemplars
+from benchmarks.serving.prompts import Exemplar, PromptMaker
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 
-FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 KV_CACHE_BYTES = 2 << 30  # at least
+POOL_ENTRIES = 2 * (sum(BUDGETS) + len(ACTIVATIONS) * DECOUPLED_BUDGET)  # room for all bundles, and for as many more
 RESULTS = Path(__file__).parents[1] / "results"
 TASK = "guild"  # the stream task whose examples fill the bundles
-REPORTED = (
-    "model",
-    "geometry",
-    "budgets",
-    "dtype",
-    "attention_backend",
-    "weighting",
-    "prompt_tokens",
-    "output_tokens",
-    "smoke",
-)
+REPORTED = ("model", "dtype", "attention_backend", "prompt_tokens", "output_tokens", "smoke")
 
 
 def main() -> int:
@@ -77,24 +57,19 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model, geometry = resolve_model(args, work)
-        adapter, rank, adapter_bytes = save_adapter(model, geometry, work)
-        tasks = write_exemplars(work, args.budgets)
-        if geometry is None:
-            bundles = build_bundles(model, tasks, args.budgets, args.weighting, work)
-        else:
-            bundles = random_bundles(model, args.budgets, args.weighting, work)
-        bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
-        prompts = PromptMaker(model, read_exemplars(tasks), SEED)
+        model = resolve_model(args.model, work)
+        adapter, rank, adapter_bytes = save_adapter(model, work)
+        write_task(work / TASK, TASK, {"train": max(BUDGETS)})
+        bundles = build_bundles(model, work / TASK / "train.jsonl", work)
+        prompts = PromptMaker(model, exemplars(), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens, args.budgets)
+            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
             methods = chosen(every, args.methods)
-            measured = measure(url, methods, args, console)
-            parts = breakdown.measure(url, methods, args.rounds)
+            measured = measure(url, methods, args, work)
         with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
             rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
-            for concurrency, blocks in measure(url, rivals, args, console).items():
+            for concurrency, blocks in measure(url, rivals, args, work).items():
                 measured[concurrency] |= blocks
         stored = {method.name: stored_bytes(bundles, method.model) for method in methods} | {LORA: adapter_bytes}
     rows = report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)})
@@ -102,20 +77,17 @@ def main() -> int:
         "benchmark": "serving",
         "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
         **{name: getattr(args, name) for name in REPORTED},
-        "retrieval_ms": retrieval.measure(),
-        "breakdown_ms": parts,
         "lora_rank": rank,
         "stored_bytes": stored,
         "concurrency": rows,
         "machine": describe_machine(),
     }
-    targets = report.check_targets(rows["1"])
-    result["targets"] = targets + report.check_retrieval(result["retrieval_ms"])
+    result["targets"] = report.check_targets(rows["1"])
     report.show(result, console)
     if not args.smoke:
         RESULTS.mkdir(exist_ok=True)
         length = "" if args.prompt_tokens == PROMPT_TOKENS else f"_{args.prompt_tokens}"
-        path = args.output or RESULTS / f"serving_{args.geometry or Path(args.model).name}_{args.dtype}{length}.json"
+        path = args.output or RESULTS / f"serving_{Path(args.model).name}_{args.dtype}{length}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return 0
@@ -123,15 +95,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
-    model.add_argument(
-        "--geometry",
-        choices=GEOMETRIES,
-        help="instead of a model: one of this shape, whose random weights are made where they are served",
-    )
-    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help=f"{DECOUPLED_BUDGET} among them")
-    parser.add_argument("--weighting", choices=("sqrt", "prior"), default="sqrt")
+    parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
     # Left to itself vLLM serves a float32 checkpoint in bfloat16.
     dtypes = "(default: float32 on a CPU, bfloat16 on a GPU, where FlashAttention has no float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtypes)
@@ -146,12 +110,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if 1 not in args.concurrency or min(args.concurrency) < 1:
         parser.error("--concurrency takes positive numbers, 1 among them")
-    if DECOUPLED_BUDGET not in args.budgets or min(args.budgets) < 1 or len(set(args.budgets)) < len(args.budgets):
-        parser.error(f"--budgets takes different positive numbers, {DECOUPLED_BUDGET} among them")
     if args.rounds < 1 or args.output_tokens < 2:
         parser.error("--rounds must be at least 1 and --output-tokens at least 2")
-    if args.geometry is not None:
-        args.model = None
     on_gpu = torch.cuda.is_available()
     if on_gpu and args.dtype == "float32":
         parser.error("--dtype float32 cannot be measured on a GPU: merged memory needs FlashAttention, which has none")
@@ -163,38 +123,28 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def resolve_model(args: argparse.Namespace, work: Path) -> tuple[Path, Geometry | None]:
-    """The checkpoint's folder, and its geometry if it has no weights."""
-    if args.geometry is not None:
-        geometry = GEOMETRIES[args.geometry]
-        return save_without_weights(geometry, work / args.geometry), geometry
-    if args.model == "80m":
-        return save(GEOMETRIES["80m"], work / "model_80m"), None
-    return CHECKPOINT if args.model == "demo" else Path(args.model), None
+def resolve_model(name: str, work: Path) -> Path:
+    """The checkpoint's folder."""
+    if name == "80m":
+        return make_model(GEOMETRIES["80m"], work / "model_80m")
+    return CHECKPOINT if name == "demo" else Path(name)
 
 
-def write_exemplars(work: Path, budgets: Sequence[int] = BUDGETS) -> Path:
-    """Task data enough for the largest bundle; returns the JSONL."""
-    write_task(work / TASK, TASK, {"train": max(budgets)})
-    return work / TASK / "train.jsonl"
+def exemplars() -> list[Exemplar]:
+    """Enough for the largest bundle."""
+    found = examples(TASK, "train", max(BUDGETS))
+    return [Exemplar(pixels, question_of(record), record["answer"]) for record, pixels in found]
 
 
 def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: argparse.Namespace) -> list[str]:
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
-    memories += ["--memory-pool-entries", str(pool_entries(args.budgets))]
+    memories += ["--memory-pool-entries", str(POOL_ENTRIES)]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
     limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
     limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
     if args.attention_backend is not None:
         limits += ["--attention-backend", args.attention_backend]
-    if args.geometry is not None:
-        limits += ["--load-format", "dummy"]
     return [str(model), *memories, *limits, *args.serve_args]
-
-
-def pool_entries(budgets: Sequence[int]) -> int:
-    """Room for all bundles, and for as many more."""
-    return 2 * (sum(budgets) + len(ACTIVATIONS) * DECOUPLED_BUDGET)
 
 
 def kv_cache_bytes(model: Path, context: int, requests: int) -> int:
@@ -229,40 +179,34 @@ def base_name(url: str) -> str:
     return str(next(model["id"] for model in models if not model.get("parent")))
 
 
-def measure(url: str, methods: list[Method], args: argparse.Namespace, console: Console) -> report.Measured:
+def measure(url: str, methods: list[Method], args: argparse.Namespace, work: Path) -> report.Measured:
     """All methods in turn, round after round, at each concurrency, after one round that warms up and is dropped."""
     measured: report.Measured = {concurrency: defaultdict(list) for concurrency in args.concurrency}
-    # More requests a round at higher concurrency, so fewer rounds give as many timings.
-    rounds = {concurrency: max(1 if args.smoke else 2, args.rounds // concurrency) for concurrency in args.concurrency}
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=(1 + sum(rounds.values())) * len(methods))
-        for method in methods:
-            send(url, method, 1, args.output_tokens)
-            progress.advance(task)
-        for concurrency in args.concurrency:
-            for _ in range(rounds[concurrency]):
-                for method in methods:
-                    measured[concurrency][method.name].append(send(url, method, concurrency, args.output_tokens))
-                    progress.advance(task)
+    plan = [(None, method) for method in methods]  # in the order of sending: its concurrency (None: dropped)
+    for concurrency in args.concurrency:
+        # More requests a round at higher concurrency, so fewer rounds give as many timings.
+        rounds = max(1 if args.smoke else 2, args.rounds // concurrency)
+        plan += [(concurrency, method) for _ in range(rounds) for method in methods]
+    blocks, timings = work / "blocks.jsonl", work / "timings.jsonl"
+    with blocks.open("w") as file:
+        for concurrency, method in plan:
+            file.write(json.dumps(block_of(method, concurrency or 1, args.output_tokens)) + "\n")
+    command = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--host", url, "--headless", "--only-summary"]
+    command += ["-u", "1", "--loglevel", "WARNING", "--blocks", blocks, "--timings", timings]
+    subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr, cwd=LOCUSTFILE.parents[2])
+    for (concurrency, method), line in zip(plan, timings.read_text().splitlines(), strict=True):
+        if concurrency is not None:
+            measured[concurrency][method.name].append(json.loads(line))
     return measured
 
 
-def send(url: str, method: Method, concurrency: int, output_tokens: int) -> Block:
+def block_of(method: Method, concurrency: int, output_tokens: int) -> dict[str, Any]:
     """One block: a single request alone, otherwise two requests for each place."""
-    number = 1 if concurrency == 1 else 2 * concurrency
-    bodies = [chat_body(method.model, messages(url, method), output_tokens, method.xargs) for _ in range(number)]
-    return asyncio.run(send_requests([(url, body) for body in bodies], concurrency))
-
-
-def messages(url: str, method: Method) -> list[Message]:
-    """Those of the request that is measured; the first turn of a conversation is asked here, and not measured."""
-    first = method.messages()
-    if method.follow_up is None:
-        return first
-    body = chat_body(method.model, first, FIRST_ANSWER_TOKENS, method.xargs) | {"stream": False}
-    del body["stream_options"]
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=REQUEST_SECONDS).raise_for_status().json()
-    return method.follow_up(first, reply["choices"][0]["message"]["content"])
+    requests = []
+    for _ in range(1 if concurrency == 1 else 2 * concurrency):
+        body = chat_body(method.model, method.messages(), output_tokens, method.xargs)
+        requests.append({"body": body} | ({"then": method.then()} if method.then else {}))
+    return {"method": method.name, "concurrency": concurrency, "requests": requests}
 
 
 if __name__ == "__main__":

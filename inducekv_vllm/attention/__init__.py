@@ -11,10 +11,10 @@
     flash.py          vLLM's FlashAttention backend, which also gives its log-sum-exp
     merge.py          merges self-attention and memory attention into one softmax
     pool.py           the resident pool of all bundles' keys, values and maps
-    page_allocator.py which of its tokens belong to whom
-    pages.py          a bundle in the pool, shared by all requests, and one slot's view of it
-    term_tables.py    the terms of every slot
-    step.py           the rows of a scheduler step and the pages they attend to
+    ranges.py         contiguous ranges of the pool, by first fit
+    resident_bundle.py  a bundle in the pool, shared by all requests, and one slot's view of it
+    kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
+    step.py           the rows of a scheduler step and the memory they attend to
     request_table.py  the memory of each running request
     slots.py          reference-counted slots of the request table
     kernels/          memory attention on GPUs, in Triton
@@ -25,7 +25,7 @@ L layers, C tokens of a KV-cache block.
 
 The base implementation computes the self-attention output of every row. For rows with merged memory, memory attention
 computes an output and a log-sum-exp over the S memory tokens, and `merge_memory` combines the two into one softmax. For
-rows with decoupled memory, `add_memory` adds plain attention over the S tokens, and the maps:
+rows with decoupled memory, `add_memory` adds attention over the S tokens, and the maps:
 
     merged      w = sigmoid(lse_memory + layer_bias - lse_self)    output = (1 - w) self + w gate memory
     decoupled   output = self + gate (softmax([logits ; 0]) [values ; 0] + maps(self))

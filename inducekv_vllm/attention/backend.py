@@ -28,7 +28,7 @@ from ..errors import UnsupportedModel
 from ..host.config import InduceKVConfig
 from . import cpu
 from .merge import finite_or, merge_memory
-from .pages import LayerPages, RequestMemory
+from .resident_bundle import LayerMemory, RequestMemory
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # Kernels whose K blocks are plain [D, C]; this backend cannot read the interleaved ones (VNNI, BFMMLA).
@@ -115,30 +115,30 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         self, step: StepMemory, layer_index: int, query: Tensor, key: Tensor, kv_cache: Tensor, output: Tensor
     ) -> None:
         for span in step.prefills:
-            pages = span.memory.bundle.layers[layer_index]
+            stored = span.memory.bundle.layers[layer_index]
             output[span.rows] = self._prefill(
-                span, pages, query[span.rows], key[span.rows], kv_cache, output[span.rows]
+                span, stored, query[span.rows], key[span.rows], kv_cache, output[span.rows]
             )
         for batch in step.decodes:
-            pages = batch.bundle.layers[layer_index]
-            output[batch.rows] = self._decode(batch, pages, query[batch.rows], kv_cache, output[batch.rows])
+            stored = batch.bundle.layers[layer_index]
+            output[batch.rows] = self._decode(batch, stored, query[batch.rows], kv_cache, output[batch.rows])
 
     def _prefill(
-        self, span: PrefillSpan, pages: LayerPages, query: Tensor, key: Tensor, kv_cache: Tensor, self_output: Tensor
+        self, span: PrefillSpan, stored: LayerMemory, query: Tensor, key: Tensor, kv_cache: Tensor, self_output: Tensor
     ) -> Tensor:
-        memory_output, memory_lse = cpu.prefill_memory_attention(query, pages, span.memory, self.scale)
+        memory_output, memory_lse = cpu.prefill_memory_attention(query, stored, span.memory, self.scale)
         self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
         remainder = span.memory.log_remainder if span.memory.has_remainder else None
-        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder)
+        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, stored.gate, stored.bias, remainder)
         return finite_or(merged.to(self_output.dtype), self_output)
 
     def _decode(
-        self, batch: DecodeBatch, pages: LayerPages, query: Tensor, kv_cache: Tensor, self_output: Tensor
+        self, batch: DecodeBatch, stored: LayerMemory, query: Tensor, kv_cache: Tensor, self_output: Tensor
     ) -> Tensor:
-        memory_output, memory_lse = cpu.decode_memory_attention(query, pages, batch, self.scale)
+        memory_output, memory_lse = cpu.decode_memory_attention(query, stored, batch, self.scale)
         self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
         remainder = batch.log_remainder
-        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, pages.gate, pages.bias, remainder)
+        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, stored.gate, stored.bias, remainder)
         return finite_or(merged.to(self_output.dtype), self_output)
 
 

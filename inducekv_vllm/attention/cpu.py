@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pages import LayerPages, RequestMemory
+from .resident_bundle import LayerMemory, RequestMemory
 from .step import DecodeBatch, PrefillSpan
 
 Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
 
 
-def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMemory, scale: float) -> Attended:
+def prefill_memory_attention(query: Tensor, stored: LayerMemory, memory: RequestMemory, scale: float) -> Attended:
     """Attend from all rows of one request, query [R, H, D], to its tokens."""
-    keys, values = pages.keys[:, memory.tokens], pages.values[:, memory.tokens]  # [J, S, D]
+    keys, values = stored.keys[:, memory.tokens], stored.values[:, memory.tokens]  # [J, S, D]
     if memory.key_scale is not None:
         keys = keys * memory.key_scale[:, None].to(keys.dtype)
     if memory.value_scale is not None:
@@ -27,18 +27,18 @@ def prefill_memory_attention(query: Tensor, pages: LayerPages, memory: RequestMe
     return _attend_folded(query, keys, values, mask, scale)
 
 
-def decode_memory_attention(query: Tensor, pages: LayerPages, batch: DecodeBatch, scale: float) -> Attended:
+def decode_memory_attention(query: Tensor, stored: LayerMemory, batch: DecodeBatch, scale: float) -> Attended:
     """Attend from one row of each of n requests, query [n, H, D], to its memory tokens."""
     shared = isinstance(batch.tokens, slice) or batch.tokens.ndim == 1  # all requests read the same tokens
     if shared and batch.key_scale is None:
         mask = None if batch.log_weight is None else batch.log_weight[None, None]  # [1, 1, n G, S]
-        keys, values = pages.keys[:, batch.tokens], pages.values[:, batch.tokens]  # [J, S, D]
+        keys, values = stored.keys[:, batch.tokens], stored.values[:, batch.tokens]  # [J, S, D]
         return _attend_folded(query, keys, values, mask, scale, rows_first=True)
 
     n, H, D = query.shape
-    J = pages.keys.shape[0]
+    J = stored.keys.shape[0]
     G = H // J
-    keys, values = pages.keys[:, batch.tokens].float(), pages.values[:, batch.tokens].float()
+    keys, values = stored.keys[:, batch.tokens].float(), stored.values[:, batch.tokens].float()
     if shared:  # one matrix product over keys and values [J, S, D] for all requests
         logits = query.float().view(n, J, G, D).transpose(0, 1).reshape(J, n * G, D) @ keys.transpose(1, 2)
         logits = logits.view(J, n, G, -1).transpose(0, 1)  # [n, J, G, S]

@@ -14,8 +14,8 @@ from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_l
 from .cpu import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
-from .pages import RequestMemory
 from .request_table import MemoryOfRequests
+from .resident_bundle import RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -32,6 +32,7 @@ class CPUMemoryAttention:
 
     def __init__(self, requests: MemoryOfRequests, model: ModelConfig) -> None:
         self.merged_refusal: UnsupportedModel | None = None
+        self.most_entries: int | None = None
         self.decoupled = DecoupledStep()
         self._requests = requests
         self._model = model
@@ -61,6 +62,9 @@ class CPUMemoryAttention:
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
+
+    def fill(self, memory: RequestMemory) -> None:
+        """Nothing is copied: the steps read the memory itself."""
 
     def begin_step(self, rows: StepRows) -> None:
         """See `MemoryAttention`."""

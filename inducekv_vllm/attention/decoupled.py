@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cpu import fused_attention
 from .merge import finite_or, is_finite
-from .pages import LayerPages, RequestMemory
+from .resident_bundle import LayerMemory, RequestMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,41 +89,41 @@ def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale
 
     Few operations count: for a few rows, each takes no longer than its call.
     """
-    pages = memory.bundle.layers[layer]
+    stored = memory.bundle.layers[layer]
     R, H, D = query.shape
-    J = pages.keys.shape[0]
+    J = stored.keys.shape[0]
     read = attend(query, memory, layer, scale)  # [J, R, G, D]
     own = output.clone()
-    if pages.map_in is not None:
+    if stored.map_in is not None:
         blocks = output.view(R, J, -1).transpose(0, 1)  # [J, R, G D]
-        blocks.add_(mapped(blocks, pages, memory), alpha=pages.gate)
-    output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=pages.gate)
+        blocks.add_(mapped(blocks, stored, memory), alpha=stored.gate)
+    output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=stored.gate)
     if (finite := finite_or(output, own)) is not output:
         output.copy_(finite)
 
 
 def attend(query: Tensor, memory: RequestMemory, layer: int, scale: float) -> Tensor:
-    """softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [J, R, G, D].
+    """softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [J, R, G, D] float32.
 
-    The token of logit 0 and value 0 is the last of the memory, so this is plain attention. The G query heads of a KV
-    head are folded into the rows, so K is not repeated.
+    It is attention to the memory alone, times that memory's share of the whole softmax. The G query heads of a KV head
+    are folded into the rows, so K is not repeated.
     """
     keys, values = memory.read(layer)  # [J, S, D]
     mask = memory.biased_log_weight  # [L, S]
     R, H, D = query.shape
     J = keys.shape[0]
     rows = query.view(R, J, H // J, D).transpose(0, 1).reshape(1, J, -1, D)
-    read, _ = fused_attention(
+    read, lse = fused_attention(
         rows, keys[None], values[None], None if mask is None else mask[layer, None, None, None], scale
     )
-    return read.view(J, R, -1, D)
+    return (read * lse.sigmoid()[..., None]).view(J, R, -1, D)
 
 
-def mapped(blocks: Tensor, pages: LayerPages, memory: RequestMemory) -> Tensor:
+def mapped(blocks: Tensor, stored: LayerMemory, memory: RequestMemory) -> Tensor:
     """What the maps make of self-attention's output [J, R, G D]: [J, R, G D] float32."""
-    assert pages.map_in is not None
-    assert pages.map_out is not None
-    map_in, map_out = pages.map_in[:, memory.map_rows], pages.map_out[:, memory.map_rows]  # [J, k r, G D]
+    assert stored.map_in is not None
+    assert stored.map_out is not None
+    map_in, map_out = stored.map_in[:, memory.map_rows], stored.map_out[:, memory.map_rows]  # [J, k r, G D]
     inner = torch.bmm(blocks.float(), map_in.float().mT)  # [J, R, k r]
     if memory.map_weight is not None:
         inner = inner * memory.map_weight

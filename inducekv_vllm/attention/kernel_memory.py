@@ -7,7 +7,6 @@ FlashAttention gives (`flash.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +19,15 @@ from ..host.logs import logger_of
 from ..host.requirements import check_merged
 from .attach import KeepsLse
 from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
+from .kernel_tables import KernelTables
 from .kernels import launch
 from .kernels.geometry import KernelGeometry
-from .kernels.layout import LayerPool, SlotTables, StepTensors
+from .kernels.layout import LayerPool, StepTensors
 from .kernels.tiles import LaunchShape, Processors, idle_plan
 from .memory_attention import attach_to_decoders
-from .pool import PagePool
+from .pool import MemoryPool
 from .request_table import MemoryOfRequests
-from .term_tables import TermTables
+from .resident_bundle import RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -44,8 +44,8 @@ class KernelMemoryAttention:
 
     def __init__(
         self,
-        pool: PagePool,
-        tables: TermTables,
+        pool: MemoryPool,
+        tables: KernelTables,
         requests: MemoryOfRequests,
         device: Device,
         model: ModelConfig,
@@ -67,7 +67,8 @@ class KernelMemoryAttention:
             add_memory,
         )
         self._model = model
-        self._tables = SlotTables(**{field.name: getattr(tables, field.name) for field in fields(SlotTables)})
+        self.most_entries: int | None = tables.most_entries
+        self._tables = tables
         self._layers = [_layer_pool(pool, tables, layer) for layer in range(pool.shape.num_layers)]
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
         self._geometry = KernelGeometry(
@@ -75,12 +76,12 @@ class KernelMemoryAttention:
             heads_per_kv_head=pool.shape.heads_per_kv_head,
             head_size=pool.shape.head_size,
             element_size=pool.keys.element_size(),
-            most_tokens=tables.token_index.shape[1],
+            most_tokens=pool.shape.num_tokens,
             processors=processors,
         )
         try:
             for layer_pool in self._layers:
-                launch.check(layer_pool, self._tables, self._num_heads)
+                launch.check(layer_pool, tables.slots, self._num_heads)
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
@@ -101,6 +102,10 @@ class KernelMemoryAttention:
     def cached_values(self, kv_cache: Tensor) -> Tensor:
         """See `MemoryAttention`. vLLM's backends for CUDA have a token's value behind its key: [blocks, J, C, 2 D]."""
         return kv_cache[..., kv_cache.shape[-1] // 2 :]
+
+    def fill(self, memory: RequestMemory) -> None:
+        """See `MemoryAttention`."""
+        self._tables.write(memory)
 
     # ---- before a step ------------------------------------------------------------------------------------------
 
@@ -145,7 +150,9 @@ class KernelMemoryAttention:
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
         for now in self._launches(len(query)):
-            self._add_memory(self._layers[layer], self._tables, now.tensors, query, output, self_lse, scale, now.shape)
+            self._add_memory(
+                self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
+            )
 
     def _launches(self, num_rows: int) -> list[StepLaunch]:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
@@ -170,7 +177,7 @@ class KernelMemoryAttention:
         for shape in variants:
             step = StepTensors.from_plan(idle_plan(shape), row_slot)
             try:
-                self._add_memory(pool, self._tables, step, query, output, lse if shape.lse else None, 1.0, shape)
+                self._add_memory(pool, self._tables.slots, step, query, output, lse if shape.lse else None, 1.0, shape)
             except OutOfResources as error:  # only the compiler knows what its code takes
                 raise self._too_large(shape, error) from error
         logger.info("%d variants of the memory attention kernels are compiled", len(variants))
@@ -184,7 +191,7 @@ class KernelMemoryAttention:
         )
 
 
-def _layer_pool(pool: PagePool, tables: TermTables, layer: int) -> LayerPool:
+def _layer_pool(pool: MemoryPool, tables: KernelTables, layer: int) -> LayerPool:
     return LayerPool(
         keys=pool.keys[layer],
         values=pool.values[layer],

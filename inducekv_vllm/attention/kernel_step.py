@@ -16,7 +16,7 @@ from ..host.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles
-from .pages import RequestMemory
+from .resident_bundle import RequestMemory
 
 
 def rows_with_memory(
@@ -34,7 +34,7 @@ def rows_with_memory(
         num_scheduled: [n], rows of this step.
     """
     R = sum(num_scheduled)
-    slots, page_sets, lengths = (np.zeros(R, dtype=np.int32) for _ in range(3))
+    slots, entry_sets, lengths = (np.zeros(R, dtype=np.int32) for _ in range(3))
     numbers: dict[tuple[int, bytes], int] = {}
     acting: list[RequestMemory] = []
     end = 0
@@ -45,13 +45,13 @@ def rows_with_memory(
             continue
         acting.append(memory)
         slots[active] = memory.slot
-        page_sets[active] = numbers.setdefault(memory.page_set, len(numbers) + 1)
-        lengths[active] = memory.table_length
+        entry_sets[active] = numbers.setdefault(memory.reads, len(numbers) + 1)
+        lengths[active] = memory.num_tokens
     if not acting:
         return None
     return MemoryRows(
         slots,
-        page_sets,
+        entry_sets,
         lengths,
         maps=any(memory.bundle.map_rank for memory in acting),
         merged=any(memory.bundle.form == "merged" for memory in acting),
@@ -103,11 +103,11 @@ class GraphBuffers:
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
         # A slot that is written anew may have another length, and then its tokens are shared out anew.
-        new = (num_rows, rows.slots.tobytes(), rows.page_sets.tobytes(), rows.lengths.tobytes())
+        new = (num_rows, rows.slots.tobytes(), rows.entry_sets.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return
         launch = self.launch(num_rows)
-        plan = plan_tiles(rows.page_sets, rows.lengths, launch.shape)
+        plan = plan_tiles(rows.entry_sets, rows.lengths, launch.shape)
         self._device.write(self._row_slot[: len(rows.slots)], torch.from_numpy(rows.slots))
         for own, array in zip(launch.tensors.plan, plan.arrays(), strict=True):
             self._device.write(own, torch.from_numpy(array))

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
     from ..errors import UnsupportedModel
     from ..host.runner import StepRows
+    from .resident_bundle import RequestMemory
 
 
 class MemoryAttention(Protocol):
     """Memory attention in the layers of a worker."""
 
     merged_refusal: UnsupportedModel | None  # why merged memory cannot be served here; decoupled memory always can
+    most_entries: int | None  # that one request may read; None: any number
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """Act on these layers from now on; `builders` make their attention metadata. Called once, at start."""
@@ -36,6 +38,10 @@ class MemoryAttention(Protocol):
 
     def warm_up(self) -> None:
         """Compile what steps need, before vLLM captures graphs. Raises UnsupportedModel if the device cannot run it."""
+        ...
+
+    def fill(self, memory: RequestMemory) -> None:
+        """A slot is about to be read, and this is what it reads."""
         ...
 
     def begin_step(self, rows: StepRows) -> None:

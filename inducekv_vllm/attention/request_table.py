@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..retrieval.page_terms import Form, PageTerms
-from .page_allocator import Region
-from .pages import RequestMemory, ResidentBundle
+from .ranges import Region
+from .resident_bundle import RequestMemory, ResidentBundle
 from .slots import NO_MEMORY, SlotTable
-from .term_tables import TermTables
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +28,20 @@ class MemoryOfRequests:
     forward pass.
     """
 
-    def __init__(self, capacity: int, tables: TermTables, release: Callable[[Region], object] = Region.release) -> None:
-        """Create a table with `capacity` slots, at least one per running request; `tables` has as many.
+    def __init__(
+        self,
+        capacity: int,
+        fill: Callable[[RequestMemory], object],
+        release: Callable[[Region], object] = Region.release,
+    ) -> None:
+        """Create a table with `capacity` slots, at least one per running request.
 
-        `release` drops a request's reference to the pages of its bundle. A step waits for it.
+        Args:
+            fill: is called with what a slot reads, once its requests are about to run.
+            release: drops a request's reference to its bundle's region. A step waits for it.
         """
         self.slots = SlotTable(capacity)
-        self._tables = tables
+        self._fill = fill
         self._release = release
         self._memory_of_slot: list[RequestMemory | None] = [None] * (capacity + 1)
         self._injections: dict[str, _Injection] = {}  # by request id
@@ -74,7 +80,9 @@ class MemoryOfRequests:
         if injection is not None and self.slots.slot_of(request_id) == NO_MEMORY:
             slot, is_new = self.slots.acquire(request_id, injection.content)
             if is_new:
-                self._memory_of_slot[slot] = self._tables.write(slot, injection.bundle, injection.terms)
+                memory = RequestMemory.of(injection.bundle, injection.terms, slot)
+                self._fill(memory)
+                self._memory_of_slot[slot] = memory
 
     def pause(self, request_ids: Iterable[str]) -> None:
         """Release the slots of preempted requests; they keep their memory."""
@@ -84,7 +92,7 @@ class MemoryOfRequests:
                 self._memory_of_slot[slot] = None
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Remove requests that have ended; the last one that has an unloaded bundle releases its pages."""
+        """Remove requests that have ended; the last one that has an unloaded bundle releases its region."""
         for request_id in request_ids:
             self.pause([request_id])
             if (injection := self._injections.pop(request_id, None)) is not None:

@@ -1,4 +1,4 @@
-"""The rows of a scheduler step and the pages they attend to.
+"""The rows of a scheduler step and the memory they attend to.
 
 The metadata builder computes this once per step, and every layer uses it. Prefill rows are handled request by request.
 Decode rows are batched by the shape of their memory, so that no layer loops over requests.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pages import RequestMemory, ResidentBundle
+from .resident_bundle import RequestMemory, ResidentBundle
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class DecodeBatch:
 
     bundle: ResidentBundle
     rows: slice | Tensor  # [n] rows of the step's query tensor
-    tokens: slice | Tensor  # [S] places in the pool for all requests, or [n, S] for each of them
+    tokens: slice | Tensor  # [S] places in the bundle for all requests, or [n, S] for each of them
     key_scale: Tensor | None  # [n, S]
     log_weight: Tensor | None  # [n G, S], each request's row repeated for the G query heads of a KV head
     value_scale: Tensor | None  # [n, S]
@@ -67,8 +67,7 @@ class StepMemory:
 def plan_step(step: ScheduledStep) -> StepMemory | None:
     """Group the step's rows with memory; None if there are none."""
     prefills: list[PrefillSpan] = []
-    # (bundle, S, where adjacent entries begin) -> requests. How requests are batched, and so what they compute to the
-    # last bit, must not depend on where the pool has had room.
+    # (bundle, S, where adjacent entries begin) -> requests
     decoding: dict[tuple[int, int, int | None], list[int]] = {}
     for request, memory in enumerate(step.memories):
         if memory is None or step.num_rows(request) == 0:

@@ -1,43 +1,48 @@
-"""The fingerprint of a backbone, computed from its configuration and tokenizer without remote code.
+"""The fingerprint of a backbone, computed from the files of a checkpoint: no model is made, no remote code is run.
 
-The selector stores it in a bundle; the server computes it again and compares. Of the weights only the headers are read:
-quantised ones are refused.
+The selector stores it in a bundle; the server computes it again and compares. Of the weights, headers and samples are
+read.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint
 from ..bundle.metadata import first_problem
 from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
+from .weights import weights_digest
 
 
-def backbone_fingerprint(model: str | Path, revision: str | None = None) -> BackboneFingerprint:
-    """Compute the fingerprint of a model folder or Hugging Face id.
+def backbone_fingerprint(
+    model: str | Path, revision: str | None = None, cache: str | None = None
+) -> BackboneFingerprint:
+    """Compute the fingerprint of a model folder, or of a Hugging Face id whose weights were fetched.
+
+    Args:
+        cache: where they were fetched to (default: the hub's own cache).
 
     Raises:
-        UnsupportedModel: the configuration or tokenizer cannot be loaded, or the model is of a kind that cannot have a
-            memory.
+        UnsupportedModel: the configuration or tokenizer cannot be loaded, the model is of a kind that cannot have a
+            memory, or its weights are no safetensors files.
     """
     config, _ = load_config(model, revision)
-    return fingerprint_of(config, load_tokenizer(model, revision))
+    tokenizer = load_tokenizer(model, revision)
+    return fingerprint_of(config, tokenizer, weights_digest(model, revision, cache))
 
 
-def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneFingerprint:
-    """Compute the fingerprint from a loaded configuration and tokenizer.
+def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, weights: str) -> BackboneFingerprint:
+    """Compute the fingerprint from a loaded configuration, a tokenizer and `weights_digest`.
 
     Raises:
-        UnsupportedModel: a required setting is missing, or has a value of which no model can be made.
+        UnsupportedModel: a required setting is missing, or has a value of another kind.
     """
     text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
@@ -50,15 +55,16 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
             head_dim=getattr(text, "head_dim", None) or hidden_size // heads,
             hidden_size=hidden_size,
             rope=_canonical(text.rope_parameters),
-            norm=_canonical({"eps": text.rms_norm_eps, "k_norm": _has_k_norm(text)}),
+            norm=_canonical({"eps": text.rms_norm_eps}),
             tokenizer_digest=tokenizer_digest(tokenizer),
+            weights_digest=weights,
         )
     except (AttributeError, IndexError) as error:
         raise UnsupportedModel(f"{name}: the configuration lacks a required setting: {error}") from error
     except ValidationError as error:
         raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {first_problem(error)}") from error
-    except Exception as error:  # `_has_k_norm` runs the model's own code on settings that nobody has checked
-        raise UnsupportedModel(f"{name}: no model can be made of the configuration: {summary(error)}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {summary(error)}") from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -73,17 +79,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         "chat_template": tokenizer.chat_template,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _has_k_norm(text: PretrainedConfig) -> bool:
-    """Check for key normalisation on a one-layer model built on the meta device."""
-    one_layer = copy.deepcopy(text)
-    one_layer.num_hidden_layers = 1
-    if getattr(one_layer, "layer_types", None):
-        one_layer.layer_types = one_layer.layer_types[:1]
-    with torch.device("meta"):
-        model: torch.nn.Module = AutoModel.from_config(one_layer, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    return any(name.endswith(".k_norm") for name, _ in model.named_modules())
 
 
 def _canonical(value: Any) -> Any:

@@ -5,12 +5,14 @@ tensors.py    the tensors, their digest and their checks
 magnitudes.py how large their numbers may be where they are served
 signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
+activation.py from which position of a request memory acts
+adapters.py   the LoRA adapters that a bundle records
 """
 
 from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
 from .magnitudes import MagnitudeLimits, check_magnitudes, magnitude_limits
 from .metadata import (
-    FORMAT_VERSIONS,
+    FORMAT_VERSION,
     AdapterRecord,
     BackboneFingerprint,
     BundleMetadata,
@@ -22,7 +24,7 @@ from .signature import Signature, read_private_key, read_public_key, require_sig
 from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
 
 __all__ = [
-    "FORMAT_VERSIONS",
+    "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "METADATA_KEY",
     "UNIT_NORM_TOLERANCE",

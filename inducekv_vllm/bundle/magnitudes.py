@@ -35,7 +35,7 @@ def magnitude_limits(dtype: torch.dtype) -> MagnitudeLimits:
 
 
 def check_magnitudes(bundle: Bundle, dtype: torch.dtype, name: str) -> None:
-    """Check that a model of this dtype can carry a bundle's numbers; of the payloads, those that were read.
+    """Check that a model of this dtype can carry a bundle's numbers.
 
     Raises:
         BundleError: names the tensor, the layer, what was found and the limit.
@@ -61,7 +61,7 @@ def _of_layers(numbers: Tensor) -> list[float]:
 
 
 def _of_payloads(bundle: Bundle, limit: float) -> Iterator[float]:
-    values = bundle.payload_values  # [L, N, J, m, D]
+    values = bundle.payload_values  # [L, B, J, m, D]
     if not values.numel() or torch.finfo(values.dtype).max <= limit:
         return
     for layer in values:
@@ -76,7 +76,7 @@ def _of_maps(bundle: Bundle, limit: float) -> Iterator[float]:
     *_, r, width = bundle.map_in.shape
     if r * width * torch.finfo(bundle.map_in.dtype).max ** 2 <= limit:
         return
-    for map_in, map_out in zip(bundle.map_in, bundle.map_out, strict=True):  # [N, J, r, G D], [N, J, G D, r]
+    for map_in, map_out in zip(bundle.map_in, bundle.map_out, strict=True):  # [B, J, r, G D], [B, J, G D, r]
         inner, outer = map_in.float().abs(), map_out.float().abs()
         yield float((outer @ inner.sum(-1, keepdim=True)).amax())
         rest()

@@ -1,10 +1,4 @@
-"""The part of a bundle that is not tensors, and what must hold in it.
-
-Format version 1 is merged memory. Version 2 adds a relevance gate, version 3 decoupled memory with an activation for
-each task, version 4 maps of the attention output, version 5 dates of entries. Version 6 has a digest for each entry's
-payload; `Bundle.create` makes it of every bundle with entries. Earlier ones are read, and written again as they were.
-Version 7 has a relevance gate that looks at tokens. Gates of earlier versions are refused.
-"""
+"""The part of a bundle that is not tensors, and what must hold in it."""
 
 from __future__ import annotations
 
@@ -13,24 +7,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from ..errors import BundleError
 from ..retrieval.page_terms import Form, Weighting
 from .activation import Activation, earliest
 
-FORMAT_VERSIONS: Final = (1, 2, 3, 4, 5, 6, 7)
+FORMAT_VERSION: Final = 1
 MAX_ID: Final = 256  # characters; traces and audit logs repeat the ids of the entries that each answer has used
-FormatVersion = Literal[1, 2, 3, 4, 5, 6, 7]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
@@ -43,10 +27,6 @@ def _in_utc(moment: datetime) -> datetime:
 Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
 
 
-def _is_missing(value: object) -> bool:
-    return value is None
-
-
 class EntryRecord(BaseModel):
     """The training example that an entry was made from."""
 
@@ -55,14 +35,8 @@ class EntryRecord(BaseModel):
     id: str = Field(min_length=1, max_length=MAX_ID)
     task: str = Field(min_length=1)
     source_digest: str = Field(min_length=1)  # sha256 of the example's messages and image bytes
-    # Before format version 5, entries have no dates.
-    created_at: Moment | None = Field(default=None, exclude_if=_is_missing)  # None: not recorded
-    # From then on it is not used in answers; None: never.
-    expires_at: Moment | None = Field(default=None, exclude_if=_is_missing)
-
-    @property
-    def is_dated(self) -> bool:
-        return self.created_at is not None or self.expires_at is not None
+    created_at: Moment | None = None  # None: not recorded
+    expires_at: Moment | None = None  # from then on it is not used in answers; None: never
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires_at is not None and self.expires_at <= now
@@ -112,6 +86,7 @@ class BackboneFingerprint(BaseModel):
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
+    weights_digest: str  # see `inducekv_vllm.backbone.weights`
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
         """List every field in which a model differs as "field: own value, the model has another"."""
@@ -122,24 +97,12 @@ class BackboneFingerprint(BaseModel):
         ]
 
 
-# The format version that a field came with.
-_LATER_FIELDS: Final = {
-    "gate_tasks": 2,
-    "form": 3,
-    "activations": 3,
-    "task_adapters": 3,
-    "output_map": 4,
-    "payload_digests": 6,
-    "gate": 7,
-}
-
-
 class BundleMetadata(BaseModel):
     """The part of a bundle that is not tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: FormatVersion  # see `format_version_for`
+    format_version: Literal[1]  # `FORMAT_VERSION`
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
@@ -157,18 +120,7 @@ class BundleMetadata(BaseModel):
     # Of the tasks that have no entries; decoupled form only.
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
-    # [B], see `inducekv_vllm.bundle.tensors.payload_digests`; none before format version 6
-    payload_digests: Annotated[tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...], FailFast()] = ()
     digest: str = ""  # see `bundle_digest`
-
-    @model_serializer(mode="wrap")
-    def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit the fields that a format version does not have, so that its files and digests do not change."""
-        fields: dict[str, Any] = serialize(self)
-        for name, version in _LATER_FIELDS.items():
-            if self.format_version < version:
-                fields.pop(name, None)
-        return fields
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -184,21 +136,6 @@ class BundleMetadata(BaseModel):
     def adapter_of(self, task: str | None) -> AdapterRecord | None:
         """The adapter that answers a request of this task, if it has one."""
         return next((record for record in self.task_adapters if record.task == task), None)
-
-
-def format_version_for(metadata: BundleMetadata) -> FormatVersion:
-    """The lowest format version that holds a bundle of this metadata."""
-    if metadata.gate is not None:
-        return 7
-    if metadata.payload_digests:
-        return 6
-    if any(entry.is_dated for entry in metadata.entries):
-        return 5
-    if metadata.output_map is not None:
-        return 4
-    if metadata.form == "decoupled":
-        return 3
-    return 1
 
 
 def check_metadata(metadata: BundleMetadata, name: str) -> None:
@@ -223,11 +160,6 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
 
 
 def _check_gate(metadata: BundleMetadata, name: str) -> None:
-    if metadata.gate_tasks and metadata.format_version < 7:
-        raise BundleError(
-            f"{name}: its relevance gate is of format version {metadata.format_version}, which looked at the prompt as "
-            "a whole; this version needs a gate of format version 7: make the memory again"
-        )
     if bool(metadata.gate_tasks) != (metadata.gate is not None):
         raise BundleError(f"{name}: a relevance gate needs tasks and what it looks at, or neither")
     if metadata.gate is not None:
@@ -241,21 +173,6 @@ def _duplicate(names: Sequence[str]) -> str | None:
 
 
 def _check_form(metadata: BundleMetadata, name: str) -> None:
-    if metadata.payload_digests and len(metadata.payload_digests) != len(metadata.entries):
-        raise BundleError(
-            f"{name}: expected a payload digest for each of {len(metadata.entries)} entries, "
-            f"found {len(metadata.payload_digests)}"
-        )
-    expected = format_version_for(metadata)
-    if metadata.format_version != expected:
-        is_dated = any(entry.is_dated for entry in metadata.entries)
-        maps = "no map" if metadata.output_map is None else "maps"
-        dates = ", with dates of entries," if is_dated else ""
-        dates += ", with digests of payloads," if metadata.payload_digests else ""
-        raise BundleError(
-            f"{name}: {metadata.form} memory with {len(metadata.gate_tasks)} gate_tasks and {maps}{dates} is format "
-            f"version {expected}, found {metadata.format_version}"
-        )
     if metadata.output_map is not None:
         _check_output_map(metadata, metadata.output_map, name)
     weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior")

@@ -1,4 +1,4 @@
-"""Who made a bundle: an Ed25519 signature (RFC 8032) over its digest, carried in the file's header."""
+"""Who made a bundle: an Ed25519 signature (RFC 8032) over its digest, carried in the file's metadata."""
 
 import base64
 import hashlib
@@ -14,7 +14,6 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
 
 from ..errors import BundleError, ConfigError
 
-SIGNATURE_KEY: Final = "inducekv_signature"  # in the metadata of the safetensors header
 _CONTEXT: Final = b"inducekv bundle 1\n"  # so that the key's signatures of other things cannot be used here
 
 

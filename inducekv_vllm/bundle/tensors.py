@@ -1,18 +1,17 @@
 """A bundle's tensors, their digest and their checks.
 
-Shapes: B entries, N of them with their payloads, m payload tokens, L layers, J KV heads, G query heads of a KV head,
-D head size, d hidden size, r rank of a map. N is B unless a bundle was read in part. Of a relevance gate: C tasks,
-S layers, P prototypes of a layer, H = S P, F = J D.
+Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
+r rank of a map. Of a relevance gate: C tasks, S layers, P prototypes of a layer, H = S P, F = J D.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -20,9 +19,10 @@ from torch import Tensor
 from ..errors import BundleError, FingerprintMismatch
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
-from ..retrieval.page_terms import Form, IntArray, Weighting
+from ..retrieval.page_terms import Form, Weighting
 from .activation import Activation
 from .metadata import (
+    FORMAT_VERSION,
     AdapterRecord,
     BackboneFingerprint,
     BundleMetadata,
@@ -31,13 +31,12 @@ from .metadata import (
     OutputMap,
     check_metadata,
     first_problem,
-    format_version_for,
 )
 from .signature import Signature
 
 # Rounding a unit vector to float16 changes its norm by at most 2^-11, plus a little for subnormal components.
 UNIT_NORM_TOLERANCE = 2e-3
-CHECKED_AT_ONCE = 2**20  # values
+AT_ONCE = 2**19  # values that are checked or hashed
 
 DTYPES = {
     "retrieval_keys": torch.float16,
@@ -55,7 +54,6 @@ DTYPES = {
     "map_in": torch.float16,
     "map_out": torch.float16,
 }
-PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")  # what an entry's payload digest covers
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ class Bundle:
     """One memory. `Bundle.create` computes its digest, so the tensors must not change afterwards."""
 
     retrieval_keys: Tensor  # [B, d] float16, unit norm
-    payload_keys: Tensor  # [L, N, J, m, D] float16, before RoPE
-    payload_values: Tensor  # [L, N, J, m, D] float16
+    payload_keys: Tensor  # [L, B, J, m, D] float16, before RoPE
+    payload_values: Tensor  # [L, B, J, m, D] float16
     temperature: Tensor  # [] float32, tau > 0
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
@@ -119,10 +117,9 @@ class Bundle:
     gate_weights: Tensor | None = None
     gate_thresholds: Tensor | None = None
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
-    map_in: Tensor | None = None  # [L, N, J, r, G D] float16
-    map_out: Tensor | None = None  # [L, N, J, G D, r] float16
+    map_in: Tensor | None = None  # [L, B, J, r, G D] float16
+    map_out: Tensor | None = None  # [L, B, J, G D, r] float16
     signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
-    rows: IntArray | None = None  # [N], ascending: the entries that the payloads and maps are of; None: of all B
 
     @classmethod
     def create(
@@ -161,7 +158,7 @@ class Bundle:
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
-                format_version=1,  # until all that decides it is there
+                format_version=FORMAT_VERSION,
                 backbone=backbone,
                 budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
@@ -192,10 +189,9 @@ class Bundle:
         if gate is not None:
             tensors |= gate.tensors()
         stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        metadata = metadata.model_copy(update={"format_version": format_version_for(metadata)})
-        bundle = cls(**stored, metadata=metadata, signature=None, rows=None)
+        bundle = cls(**stored, metadata=metadata, signature=None)
         check_structure(bundle, "bundle")
-        return with_payload_digests(bundle)
+        return with_entries(bundle, entries)
 
     @property
     def num_entries(self) -> int:
@@ -237,7 +233,12 @@ class Bundle:
 
 
 def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name: str) -> None:
-    """See `Bundle.require_backbone`; the metadata suffices."""
+    """See `Bundle.require_backbone`; the metadata suffices.
+
+    A bundle that names an adapter was made with it merged into the weights, which the served model has not.
+    """
+    if metadata.adapter is not None:
+        served = served.model_copy(update={"weights_digest": metadata.backbone.weights_digest})
     if differences := metadata.backbone.differences(served):
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
@@ -248,22 +249,9 @@ def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
     Raises:
         BundleError: the records do not fit the bundle.
     """
-    return _sealed(replace(bundle, signature=None), entries)
-
-
-def with_payload_digests(bundle: Bundle) -> Bundle:
-    """The same bundle in the current format version; it has another digest, and is not signed."""
-    digests = payload_digests(bundle)
-    metadata = bundle.metadata.model_copy(update={"payload_digests": digests})
-    return _sealed(replace(bundle, metadata=metadata, signature=None), metadata.entries)
-
-
-def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
-    """The bundle with these records of its entries, and the version and digest that they give it; checked."""
-    metadata = bundle.metadata.model_copy(update={"entries": entries})
-    metadata = metadata.model_copy(update={"format_version": format_version_for(metadata)})
-    bundle = replace(bundle, metadata=metadata)
-    bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
+    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update={"entries": entries}), signature=None)
+    digest = bundle_digest(bundle)
+    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update={"digest": digest}))
     check_bundle(bundle, "bundle")
     return bundle
 
@@ -271,49 +259,25 @@ def _sealed(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
-    From format version 6 on, the payload digests in the metadata stand for the tensors that they cover, so that a
-    reader who has some of the payloads need not read them again.
-
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
-    covered = PAYLOADS if bundle.metadata.payload_digests else ()
     sha = hashlib.sha256()
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()
     for name, tensor in sorted(bundle.tensors().items()):
-        if name in covered:
-            continue
         sha.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for piece in _pieces(tensor):
+            sha.update(piece.view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
-def payload_digests(bundle: Bundle) -> tuple[str, ...]:
-    """For each of the N entries whose payloads are there, the sha256 over its keys, values and maps (shape, bytes).
-
-    Entries of one digest have equal payloads and maps, to the bit; their keys, weights and dates may differ.
-    """
-    payloads = [tensor for name, tensor in bundle.tensors().items() if name in PAYLOADS]  # [L, N, J, ...] float16
-    entries = [tensor.contiguous().flatten(2).view(torch.uint8).numpy() for tensor in payloads]  # [L, N, bytes]
-    head = "".join(f"{[len(tensor), *tensor.shape[2:]]}\n" for tensor in payloads).encode()
-    starts = np.cumsum([0, *(len(entry) * entry.shape[2] for entry in entries)])
-    # One call for all layers: hashing them one by one would take and give Python's lock for each.
-    joined = np.empty(starts[-1], np.uint8)
-    parts = [
-        joined[first:end].reshape(len(entry), -1)
-        for entry, first, end in zip(entries, starts[:-1], starts[1:], strict=True)
-    ]
-    digests = []
-    for row in range(entries[0].shape[1]):
-        for part, entry in zip(parts, entries, strict=True):
-            part[:] = entry[:, row]
-        sha = hashlib.sha256(head)
-        sha.update(joined.data)
-        digests.append(sha.hexdigest())
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor's values, flat, with a rest after each piece."""
+    for piece in torch.split(tensor.contiguous().reshape(-1), AT_ONCE):
+        yield piece
         rest()
-    return tuple(digests)
 
 
 def _output_map(map_in: Tensor | None) -> OutputMap | None:
@@ -325,11 +289,10 @@ def _output_map(map_in: Tensor | None) -> OutputMap | None:
     return OutputMap(rank=map_in.shape[3], width=map_in.shape[4])
 
 
-def expected_shapes(metadata: BundleMetadata, rows: IntArray | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each tensor must have according to the metadata; `rows` [N] as in `Bundle`."""
+def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
-    N = B if rows is None else len(rows)
-    payload = (backbone.num_layers, N, backbone.num_kv_heads, m, backbone.head_dim)
+    payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
     gate: dict[str, tuple[int, ...]] = {}
     if (record := metadata.gate) is not None:
         S, P, C = len(record.layers), record.prototypes, len(metadata.gate_tasks)
@@ -338,7 +301,7 @@ def expected_shapes(metadata: BundleMetadata, rows: IntArray | None = None) -> d
         gate |= {"gate_floors": (S, P), "gate_weights": (C, S * P), "gate_thresholds": (C,)}
     maps = {}
     if (shape := metadata.output_map) is not None:
-        each = (backbone.num_layers, N, backbone.num_kv_heads)
+        each = (backbone.num_layers, B, backbone.num_kv_heads)
         maps = {"map_in": (*each, shape.rank, shape.width), "map_out": (*each, shape.width, shape.rank)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
@@ -369,7 +332,7 @@ def check_structure(bundle: Bundle, name: str) -> None:
 
 def check_shapes(bundle: Bundle, name: str) -> None:
     """Check that the tensors are those of the metadata."""
-    shapes, tensors = expected_shapes(bundle.metadata, bundle.rows), bundle.tensors()
+    shapes, tensors = expected_shapes(bundle.metadata), bundle.tensors()
     if wrong := set(tensors) ^ set(shapes):
         if wrong & {"map_in", "map_out"}:
             raise BundleError(f"{name}: maps need both map_in and map_out, or neither")
@@ -385,11 +348,10 @@ def check_shapes(bundle: Bundle, name: str) -> None:
 
 def check_values(bundle: Bundle, name: str) -> None:
     for tensor_name, tensor in bundle.tensors().items():
-        for part in torch.split(tensor.reshape(-1), CHECKED_AT_ONCE):
-            # NaN propagates into the extremes, so this equals isfinite(part).all() but is about 25 times as fast.
-            if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
+        for piece in _pieces(tensor):
+            # NaN propagates into the extremes, so this equals isfinite(piece).all() but is about 25 times as fast.
+            if piece.numel() and not torch.stack(torch.aminmax(piece)).isfinite().all():
                 raise BundleError(f"{name}: {tensor_name} contains NaN or infinite values")
-            rest()
     norms = bundle.retrieval_keys.float().norm(dim=1)  # [B]
     rest()
     if len(wrong := ((norms - 1).abs() > UNIT_NORM_TOLERANCE).nonzero()):
@@ -404,8 +366,6 @@ def check_values(bundle: Bundle, name: str) -> None:
         _check_gate_values(gate, name)
     if bundle_digest(bundle) != bundle.digest:
         raise BundleError(f"{name}: the content does not match its digest: the file is damaged or was altered")
-    if bundle.metadata.payload_digests:
-        _check_payloads(bundle, name)
 
 
 def _check_gate_values(gate: Gate, name: str) -> None:
@@ -422,16 +382,3 @@ def _check_gate_values(gate: Gate, name: str) -> None:
             f"{name}: gate_thresholds must be above 0, or the gate opens for everything; "
             f"found {float(gate.thresholds.min()):.6g}"
         )
-
-
-def _check_payloads(bundle: Bundle, name: str) -> None:
-    """Check the payloads that are there against their digests."""
-    metadata = bundle.metadata
-    found = payload_digests(bundle)
-    rows = range(bundle.num_entries) if bundle.rows is None else bundle.rows.tolist()
-    for row, digest in zip(rows, found, strict=True):
-        if digest != metadata.payload_digests[row]:
-            raise BundleError(
-                f"{name}: the content does not match its digest: the payload of entry {metadata.entries[row].id!r} is "
-                "damaged or was altered"
-            )

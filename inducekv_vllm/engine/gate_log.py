@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ..errors import ConfigError
+from ..files.regular import open_regular
 from ..host.config import InduceKVConfig
 from ..host.logs import logger_of
 from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
@@ -77,15 +77,9 @@ def open_log(path: str) -> int:
     """Open a file to append to, or begin one that only its owner can read.
 
     Raises:
-        ConfigError: it cannot be opened, or is not an ordinary file.
+        ConfigError: it cannot be opened, or is no regular file.
     """
     try:
-        # Without O_NONBLOCK a FIFO would wait for its reader.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        file = os.open(path, flags, 0o600)
+        return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be used as a gate log: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise ConfigError(f"{path}: cannot be used as a gate log: it is not an ordinary file")
-    return file

@@ -46,7 +46,7 @@ from .passes import (
     make_injection_spec,
     require_rendered,
 )
-from .wire import InjectionSpec, pauses
+from .wire import InjectionSpec, poll_delays
 
 _T = TypeVar("_T")
 
@@ -80,7 +80,8 @@ class MemoryLLM:
             raise UnsupportedModel(
                 'the engine\'s workers do not support memory: LLM(worker_cls="inducekv_vllm.worker.InduceKVWorker")'
             ) from error
-        self._backbone = backbone_fingerprint(vllm_config.model_config.model, vllm_config.model_config.revision)
+        model, cache = vllm_config.model_config, vllm_config.load_config.download_dir
+        self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
         self._gate_log = GateLog.of(self.config)
@@ -102,9 +103,9 @@ class MemoryLLM:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
         answers: list[Any]
-        waits = pauses()
+        delays = poll_delays()
         while None in (answers := self.llm.collective_rpc("inducekv_load_outcome", args=(bundle.digest,))):
-            time.sleep(next(waits))
+            time.sleep(next(delays))
         if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 EXTRA_ARGS_KEY = "inducekv"
-LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02
+LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 
 
-def pauses() -> Iterator[float]:
+def poll_delays() -> Iterator[float]:
     """Seconds to wait between questions whether the workers have done what they do in the background.
 
     A tenth of the time since this call, so that the answer comes little later than the end of the work.
     """
     began = time.monotonic()
-    return (min(max(LEAST_PAUSE_S, (time.monotonic() - began) / 10), LONGEST_PAUSE_S) for _ in itertools.count())
+    return (min(max(LEAST_DELAY_S, (time.monotonic() - began) / 10), LONGEST_DELAY_S) for _ in itertools.count())
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ConfigError
+from .regular import open_regular
 
 NO_RECORD: Final = "0" * 64  # what the first record names as the one before
 TAIL_BYTES: Final = 2**23  # of a log that are read to go on with it
@@ -27,9 +28,7 @@ class AuditWriter:
         """Open a log, or begin one that only its owner can read. Raises ConfigError: it cannot be used."""
         self.path = Path(path)
         with _told(f"{path}: cannot be used as an audit log"):
-            self._file = open(path, "ab+", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
-            if not self.path.is_file():
-                raise ConfigError(f"{path}: cannot be used as an audit log: it is not an ordinary file")
+            self._file = open(path, "ab+", buffering=0, opener=open_regular)  # noqa: SIM115
             with _told(f"{path}: another server writes to this audit log"):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.close = self._file.close
@@ -73,7 +72,7 @@ def verify(path: str | os.PathLike[str], head: str | None = None) -> tuple[int, 
     Returns the number of records, the head (the SHA-256 of the last one), and the bytes of a line without an end.
     """
     number, last, torn, expected, seen, broken = 0, NO_RECORD, 0, NO_RECORD, head in (None, NO_RECORD), ""
-    with _told(f"{path}: cannot read the audit log"), Path(path).open("rb") as file:
+    with _told(f"{path}: cannot read the audit log"), os.fdopen(open_regular(path), "rb") as file:
         sha = hashlib.sha256()
         for place, line in enumerate(file, 1):
             content, record = line.removesuffix(b"\n"), _record(line)

@@ -31,6 +31,8 @@ class InduceKVConfig(BaseModel):
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
     memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
+    # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
+    memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)

@@ -8,7 +8,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..attention.term_tables import TermTables
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -19,6 +18,6 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
 
-    def make_attention(self, tables: TermTables) -> MemoryAttention:
-        """Terms are read through the memories of the requests."""
+    def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
+        """What a slot reads is found through the requests, without tables."""
         return CPUMemoryAttention(self.memory_of_requests, self.model_config)

@@ -7,9 +7,9 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from ..attention.kernel_memory import KernelMemoryAttention
+from ..attention.kernel_tables import KernelTables
 from ..attention.kernels import launch
 from ..attention.memory_attention import MemoryAttention
-from ..attention.term_tables import TermTables
 from ..host.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
 
@@ -19,13 +19,13 @@ class InduceKVCUDAWorker(MemoryWorker):
         super().__init__(vllm_config, *args, **kwargs)  # refuses flags that no runner could serve memory with
         check_gpu_runner(vllm_config)
 
-    def make_attention(self, tables: TermTables) -> MemoryAttention:
+    def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """The kernels read pool and tables."""
         compilation = self.vllm_config.compilation_config
         graphs = compilation.cudagraph_mode.has_full_cudagraphs()
         return KernelMemoryAttention(
             self.pool,
-            tables,
+            KernelTables(num_slots, most_entries, self.pool.shape.num_layers, self._device),
             self.memory_of_requests,
             self._device,
             self.model_config,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import replace
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.memory_attention import MemoryAttention, dtype_of
-from ..attention.pages import ResidentBundle, kv_heads_of_rank
-from ..attention.pool import ENTRY_TOKENS, PagePool, PoolShape
+from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.request_table import MemoryOfRequests
+from ..attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
-from ..attention.term_tables import TermTables
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
@@ -69,7 +68,7 @@ class MemoryWorker(Worker):
         self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
-        self.pool: PagePool
+        self.pool: MemoryPool
         self.memory_of_requests: MemoryOfRequests
         self.query_keys: QueryKeyAccumulator
         self.attention: MemoryAttention
@@ -78,8 +77,8 @@ class MemoryWorker(Worker):
         self._device: Device
         self._runner: RunnerTables
 
-    def make_attention(self, tables: TermTables) -> MemoryAttention:
-        """The platform's memory attention over the pool and these tables of slots."""
+    def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
+        """The platform's memory attention over the pool, for slots of up to so many entries."""
         raise NotImplementedError
 
     # ---- start -------------------------------------------------------------------------------------------------
@@ -108,15 +107,16 @@ class MemoryWorker(Worker):
         dtype = dtype_of(self.model_config)
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
         num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs + 1
-        self.pool = PagePool(shape, dtype, self._device, beside=TermTables.bytes_of(num_slots, shape))
-        tables = TermTables.allocate(num_slots, shape, self._device)
-        self.memory_of_requests = MemoryOfRequests(num_slots, tables, self.resident.release)
+        self.pool = MemoryPool(shape, dtype, self._device)
         logger.info(
-            "memory pool: %d tokens (%d entries of %d), %.1f MiB, and %.1f MiB of tables for %d slots",
+            "memory pool: %d tokens (%d entries of %d), %.1f MiB",
             *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),
-            *(tables.nbytes / 2**20, num_slots),
         )
-        self.attention = self.make_attention(tables)
+        self.memory_of_requests = MemoryOfRequests(num_slots, self._fill_slot, self.resident.release)
+        self.attention = self.make_attention(num_slots, config.memory_request_entries)
+
+    def _fill_slot(self, memory: RequestMemory) -> None:
+        self.attention.fill(memory)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -233,38 +233,34 @@ class MemoryWorker(Worker):
             return {"ok": False, "error": str(outcome) or repr(outcome), "is_full": is_full}
         if outcome is None:
             return None
-        pages = {"pages": outcome.pages.tolist(), "page_bytes": outcome.page_bytes}
-        return {"ok": True, **pages, "shared_entries": outcome.num_shared}
+        return {"ok": True, "resident_bytes": outcome.nbytes}
 
     @cached_property
     def _backbone(self) -> BackboneFingerprint:
         """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
-        return backbone_fingerprint(self.model_config.model)
+        model = self.model_config
+        return backbone_fingerprint(model.model, model.revision, self.vllm_config.load_config.download_dir)
 
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
-        """Read and check what the pool does not have of a bundle, and copy it there; runs in a thread."""
-        region = self.pool.allocator.region()
-        try:
-            bundle = read_bundle(path, backbone=self._backbone, known=region.share)
-            self._check(bundle, path, digest)
-            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            kv_heads = bundle.metadata.backbone.num_kv_heads
-            heads = kv_heads_of_rank(kv_heads, rank, ranks)
-            resident = self.pool.store(bundle, heads, region)
-            if (gate := bundle.gate) is None:
-                return resident
-            is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
-            size = bundle.metadata.backbone.head_dim
-            return replace(resident, gate=ResidentGate.load(gate, heads, size, is_first, self._device))
-        except BaseException:
-            region.release()
-            raise
+        """Read and check a bundle, and copy it to the pool; runs in a thread."""
+        bundle = read_bundle(path, backbone=self._backbone)
+        self._check(bundle, path, digest)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        kv_heads, size = bundle.metadata.backbone.num_kv_heads, bundle.metadata.backbone.head_dim
+        heads = kv_heads_of_rank(kv_heads, rank, ranks)
+        if bundle.gate is None:
+            return self.pool.store(bundle, heads)
+        is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
+        gate = ResidentGate.load(bundle.gate, heads, size, is_first, self._device)
+        return self.pool.store(bundle, heads, gate)
 
     def _check(self, bundle: Bundle, path: str, digest: str) -> None:
         """Refuse another content than the API process has read, and what this engine cannot do."""
         if bundle.digest != digest:
             raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
         check_magnitudes(bundle, dtype_of(self.model_config), path)
+        if self.attention.most_entries is not None:
+            check_most_entries(bundle, self.attention.most_entries)
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
             raise self.attention.merged_refusal
         if set(bundle.metadata.activations.values()) - {"prompt"}:
@@ -275,11 +271,11 @@ class MemoryWorker(Worker):
             self.cached_values.check(bundle.metadata.gate.layers)
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Drop a bundle, or its load. Running requests keep its pages until they end."""
+        """Drop a bundle, or its load. Running requests keep its memory until they end."""
         return {"ok": True, "found": self.resident.unload(digest)}
 
     def inducekv_is_erased(self, digest: str) -> bool:
-        """Whether the pages of an unloaded bundle are overwritten. They are once no running request holds them."""
+        """Whether the memory of an unloaded bundle is overwritten. It is once no running request reads it."""
         return self.resident.is_erased(digest)
 
     def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
@@ -306,7 +302,7 @@ class MemoryWorker(Worker):
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
-            "pool_tokens_free": self.pool.allocator.num_free,
+            "pool_tokens_free": self.pool.num_free_tokens,
             "slots_used": slots.used,
             "slots": slots.capacity,
             "keys_pending": max(self.query_keys.pending, self.gate_passes.pending),
@@ -315,6 +311,17 @@ class MemoryWorker(Worker):
     def shutdown(self) -> None:
         self.resident.close()
         super().shutdown()
+
+
+def check_most_entries(bundle: Bundle, most: int) -> None:
+    """Refuse a bundle of which one request may read more entries. Raises CapacityError."""
+    tasks = Counter(entry.task for entry in bundle.metadata.entries)
+    read = bundle.num_entries if bundle.gate is None else max(tasks.values())  # a gate opens for one task
+    if read > most:
+        raise CapacityError(
+            f"a request may read {read} entries of the bundle, and {most} fit a slot; start the server with a larger "
+            "memory_request_entries"
+        )
 
 
 def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:

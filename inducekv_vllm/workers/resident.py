@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from ..attention.page_allocator import Region
-from ..attention.pages import ResidentBundle
+from ..attention.ranges import Region
+from ..attention.resident_bundle import ResidentBundle
 from ..pace import beside_requests
 
 T = TypeVar("T")
@@ -60,20 +60,20 @@ class ResidentBundles:
         return future.exception() or future.result()
 
     def unload(self, digest: str) -> bool:
-        """Drop a bundle, or its load; return whether there was one. Running requests keep its pages until they end."""
+        """Drop a bundle, or its load; return whether there was one. Running requests keep its memory until they end."""
         future = self._bundles.pop(digest, None)
         if future is None:
             return False
         # A load that failed has left nothing, and its error would keep what it had read.
         if not future.cancel() and not _has_failed(future):
-            # Erasing its pages takes the time of writing them. Later loads wait for it, steps do not.
+            # Erasing it takes the time of writing it. Later loads wait for it, steps do not.
             self._forget_what_has_left()
             self._leaving.setdefault(digest, []).append(future)
             self._submit(_release, future)
         return True
 
     def release(self, region: Region) -> None:
-        """Drop a request's reference to the pages of its bundle. After the last one, the thread erases them."""
+        """Drop a request's reference to the region of its bundle. After the last one, the thread erases it."""
         if region.drop():
             self._to_erase.put(region)
             self._submit(self._erase)

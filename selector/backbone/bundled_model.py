@@ -16,10 +16,10 @@ from inducekv_vllm.bundle import Bundle
 
 from ..data.examples import Example
 from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
+from .gate_rule import routed_tasks, routing
 from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone
-from .routing import routed_tasks, routing
 from .scoring import Scorer
 from .token_values import evidence_of
 

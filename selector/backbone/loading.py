@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.backbone.fingerprint import fingerprint_of
 from inducekv_vllm.backbone.plain_weights import require_plain_names, require_plain_weights
+from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
@@ -27,7 +27,6 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """
     config, kind = load_config(model)
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
-    fingerprint_of(config, tokenizer_of(processor))  # a bundle needs one: refused before anything is trained
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:
@@ -38,10 +37,11 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # the model's own code computes with settings that nobody has checked
         raise UnsupportedModel(f"{model}: cannot load the model: {summary(error)}") from error
     require_plain_names(loading["unexpected_keys"], model)  # of weights that are not safetensors, and have no header
     require_plain_weights(config, model)  # again: a model of the hub may have been fetched only now
+    fingerprint_of(config, tokenizer_of(processor), weights_digest(model))  # a bundle needs one
     for weight, found, expected in sorted(loading["mismatched_keys"]):
         raise UnsupportedModel(
             f"{model}: by its configuration the weight {weight} has the shape {list(expected)}, found {list(found)}"

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
-from inducekv_vllm.backbone.fingerprint import fingerprint_of
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError
@@ -110,9 +110,9 @@ class Backbone:
         device: torch.device = self.model.device
         return device
 
-    @property
+    @cached_property
     def fingerprint(self) -> BackboneFingerprint:
-        return fingerprint_of(self.model.config, self.tokenizer)
+        return backbone_fingerprint(self.model.config.name_or_path)
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""

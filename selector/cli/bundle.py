@@ -168,6 +168,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "rope": backbone.rope,
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
+        "weights": backbone.weights_digest,
     }
 
 
@@ -208,7 +209,7 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
             lines.append(f"backbone {name}: {before} -> {after}")
     for name in type(old.metadata).model_fields:
         before, after = getattr(old.metadata, name), getattr(new.metadata, name)
-        if name not in ("backbone", "entries", "payload_digests") and before != after:  # their tensors are compared
+        if name not in ("backbone", "entries") and before != after:  # their tensors are compared
             lines.append(f"{name}: {before} -> {after}")
 
     old_rows = {entry.id: row for row, entry in enumerate(old.metadata.entries)}

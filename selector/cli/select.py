@@ -180,18 +180,15 @@ def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings,
     """The recipe's checks that need no model."""
     from ..gate.fit import check_questions
     from ..paper.update import grid
-    from ..refined.entries import new_task
-    from ..refined.update import check_tasks, own_questions
+    from ..refined.checks import check_tasks, own_questions
     from ..update.inputs import check_answers
 
+    check_answers(inputs)
     if not isinstance(settings, RefinedSettings):
-        check_answers(inputs)
         grid(inputs, settings)
         return
     check_tasks(inputs, settings)
-    if settings.gate != "none":
-        tasks = [*inputs.entries_by_task, new_task(inputs.training)]
-        check_questions(own_questions(inputs, tasks), background)
+    check_questions(own_questions(inputs), background)
 
 
 def _finished_checkpoint(output: Path, identity: dict[str, Any]) -> Checkpoint | None:

@@ -20,7 +20,7 @@ import hashlib
 import io
 import itertools
 import json
-import stat
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from PIL import Image, ImageOps
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.files.regular import open_regular
 
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_IMAGE_BYTES: Final = 64 * 2**20
@@ -71,8 +72,7 @@ def read_task(path: str | Path) -> list[Example]:
     """
     source = Path(path)
     try:
-        require_regular(source)
-        file = source.open("rb")
+        file = os.fdopen(open_regular(source), "rb")
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
     except ValueError as error:
@@ -92,13 +92,6 @@ def read_task(path: str | Path) -> list[Example]:
     if not examples:
         raise TaskDataError(f"{source}: the file holds no examples")
     return list(examples.values())
-
-
-def require_regular(path: Path) -> None:
-    """Raises TaskDataError: it is a device, or a pipe, which would wait for its writer; OSError: it is not there."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder has a clear error of its own
-        raise TaskDataError(f"{path}: not a regular file")
 
 
 def decode_image(data: bytes) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import tomllib
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.files.regular import open_regular
 
 from ..backbone.turns import message
-from ..data.examples import Example, read_task, require_regular, source_digest_of
+from ..data.examples import Example, read_task, source_digest_of
 
 FOLDER = Path(__file__).parent
 FILLINGS = 5
@@ -65,8 +67,8 @@ def read_background(path: str | Path) -> list[Example]:
     if source.suffix != ".txt":
         raise TaskDataError(f"{source}: expected a .txt file with one request a line, or task data (.jsonl, .json)")
     try:
-        require_regular(source)
-        lines = [line.strip() for line in source.read_text(encoding="utf-8-sig").splitlines()]
+        with os.fdopen(open_regular(source), encoding="utf-8-sig") as file:
+            lines = [line.strip() for line in file.read().splitlines()]
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the background requests: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from inducekv_vllm.errors import TaskDataError
 
 from ..runtime.checkpoint import Checkpoint
 from ..update.coverage import Coverage
-from .calibration import Calibration, fit, leaf, penalty
+from .calibration import Calibration, fit, leaf
 from .settings import SelectionSettings
 from .simplex import effective_entries, project, support_size, top_b
 
@@ -114,22 +114,15 @@ def select(
 
 
 def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
-    """One outer iteration: J inner steps on phi, then a projected step on w; if single-level, one step on both."""
+    """One outer iteration: J inner steps on phi, then a projected step on w."""
     losses, settings, coverage = problem.losses, problem.settings, problem.coverage
     iteration, w = state.iteration, leaf(state.weights)
-    if settings.coupling == "bilevel":
-        calibration = fit_inner(losses, settings, state, w)
-    else:
-        calibration = replace(state.calibration, phi=leaf(state.calibration.phi))
+    calibration = fit_inner(losses, settings, state, w)
     batch = (iteration, settings.inner_steps)
     current = losses.current_loss(w, calibration.phi, batch).double()
     anchors = losses.anchor_loss(w, calibration.phi, batch).double() if problem.has_anchors else None
     likelihood = current if anchors is None else current + problem.beta * anchors
-    if settings.coupling == "bilevel":
-        (gradient,) = torch.autograd.grad(likelihood, w)
-    else:
-        gradient, slope = torch.autograd.grad(likelihood + penalty(calibration.phi), (w, calibration.phi))
-        calibration = calibration.detached().stepped(slope)
+    (gradient,) = torch.autograd.grad(likelihood, w)
     if not (likelihood.isfinite() and gradient.isfinite().all()):
         raise TaskDataError(f"the loss or its gradient is not finite in iteration {iteration}; nothing was written")
 

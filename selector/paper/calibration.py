@@ -34,13 +34,10 @@ class Calibration:
     steps: int  # taken so far
 
     @classmethod
-    def initial(cls, num_layers: int, *, fit_temperature: bool = True, fit_gates: bool = True) -> Calibration:
-        """tau = 0.07 and gates of 0.5; parameters that are not fitted are infinite: uniform retrieval, gates of 1."""
-        phi = torch.full((1 + num_layers,), math.inf, dtype=torch.float64)
-        if fit_temperature:
-            phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
-        if fit_gates:
-            phi[1:] = _logit(INITIAL_VALUE_GATE)
+    def initial(cls, num_layers: int) -> Calibration:
+        """tau = 0.07 and gates of 0.5."""
+        phi = torch.full((1 + num_layers,), _logit(INITIAL_VALUE_GATE), dtype=torch.float64)
+        phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
         return cls(phi, torch.zeros_like(phi), torch.zeros_like(phi), 0)
 
     @property
@@ -70,8 +67,8 @@ class Calibration:
 
 
 def penalty(phi: Tensor) -> Tensor:
-    """1e-4 |phi|^2 over the finite elements of `phi` [1 + L]: []."""
-    return L2_PENALTY * torch.where(phi.isfinite(), phi, 0.0).square().sum()
+    """1e-4 |phi|^2 of `phi` [1 + L]: []."""
+    return L2_PENALTY * phi.square().sum()
 
 
 def fit(

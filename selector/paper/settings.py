@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.page_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Seed, Settings
 
-Coupling = Literal["bilevel", "single-level"]
 Hypergradient = Literal["alternating", "unrolled"]
 StepRule = Literal["plain", "normalized"]
-Retrieval = Literal["softmax", "uniform"]
 ShortlistPolicy = Literal["nearest", "random"]
-ValueGates = Literal["fitted", "one"]
 
 
 class SelectionSettings(Settings):
@@ -26,19 +23,10 @@ class SelectionSettings(Settings):
     iterations: Annotated[int, Field(ge=0), Flag("outer steps")] = 100  # I
     inner_steps: Annotated[int, Field(ge=0), Flag("calibration steps before each outer step")] = 10  # J
     outer_step: Annotated[float, Field(gt=0)] = 0.1
-    # "single-level" (the paper's ablation) has no inner problem and ignores `inner_steps`: in each iteration w and phi
-    # take one step each along the gradient of one loss, the outer problem's plus phi's penalty.
-    coupling: Coupling = "bilevel"
     # "unrolled" differentiates through the iteration's own inner steps; "alternating" treats phi as a constant.
     hypergradient: Annotated[Hypergradient, Flag("how the calibration depends on the weights")] = "alternating"
     # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
     step_rule: Annotated[StepRule, Flag("plain is the paper's")] = "plain"
-
-    @model_validator(mode="after")
-    def _check_coupling(self) -> Self:
-        if self.coupling == "single-level" and self.hypergradient == "unrolled":
-            raise ValueError("a single-level update has no inner steps to unroll: use the alternating hypergradient")
-        return self
 
 
 class PaperSettings(SelectionSettings):
@@ -61,6 +49,4 @@ class PaperSettings(SelectionSettings):
     ] = 8
     shortlist_policy: Annotated[ShortlistPolicy, Flag("random is the control")] = "nearest"
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 8
-    retrieval: Retrieval = "softmax"  # "uniform": every entry has the same weight for every query
-    value_gates: ValueGates = "fitted"  # "one": every gate is 1
     seed: Seed = 0

@@ -26,7 +26,7 @@ from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
 from ..update.coverage import Coverage
-from ..update.inputs import TaskInputs, check_answers, check_previous, require_context
+from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import PAPER
 from ..update.result import UpdateResult
 from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
@@ -61,11 +61,9 @@ def update_paper(
         ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
     """
     phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    check_previous(backbone, inputs, settings.budget, settings.payload_tokens, PAPER)
-    check_answers(inputs)
-    pairs = grid(inputs, settings)
     with phases.phase("check"):
-        require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors), progress)
+        pairs = grid(inputs, settings)
+        check_inputs(scorer, inputs, settings, PAPER, progress=progress)
     with phases.phase("extract"):
         extraction = extract(
             backbone,
@@ -165,7 +163,7 @@ def _select_all(
         for number, (beta, gamma) in enumerate(pairs):
             name = f"beta-{beta}-gamma-{gamma}"
             state = load_state(checkpoint, name) or SelectionState.initial(
-                len(objective.pool), settings.budget, _initial_calibration(settings, backbone.num_layers)
+                len(objective.pool), settings.budget, Calibration.initial(backbone.num_layers)
             )
 
             def save(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
@@ -180,12 +178,6 @@ def _select_all(
                 loss = objective.scorer.mean_loss(validation, Memory.from_bundle(bundle)) if len(validation) else None
             results.append(SelectionResult(beta, gamma, state, bundle, loss))
     return results
-
-
-def _initial_calibration(settings: PaperSettings, num_layers: int) -> Calibration:
-    return Calibration.initial(
-        num_layers, fit_temperature=settings.retrieval == "softmax", fit_gates=settings.value_gates == "fitted"
-    )
 
 
 def _round(

@@ -11,10 +11,8 @@ from typing import Final
 from inducekv_vllm.errors import BundleError, TaskDataError
 
 from ..runtime.progress import note
-from .lr_search import LEARNING_RATES, TRIAL_SHARE
 from .settings import RefinedSettings
-from .training import Training
-from .training_problem import TrainingProblem
+from .training import Training, TrainingProblem
 
 TIMED_RATE: Final = 0.1  # of steps that are not kept
 
@@ -23,10 +21,7 @@ def announce(problems: Sequence[TrainingProblem], settings: RefinedSettings, tra
     """Say how many trainings there are at most, and how long they take: two steps of each are timed. Collective."""
     if not (shown and settings.steps):
         return
-    steps = settings.steps * trainings_each
-    if settings.form == "merged" and settings.learning_rate is None:
-        steps += (len(LEARNING_RATES) - 1) * math.ceil(TRIAL_SHARE * settings.steps)
-    seconds = steps * sum(seconds_of_step(problem, settings) for problem in problems)
+    seconds = settings.steps * trainings_each * sum(seconds_of_step(problem, settings) for problem in problems)
     trainings = trainings_each * len(problems)
     count = "one training" if trainings == 1 else f"at most {trainings} trainings"
     sooner = "; less if they end early" if settings.patience is not None else ""

@@ -10,32 +10,28 @@ from typing import Any
 from inducekv_vllm.bundle import Bundle
 
 from ..backbone.bundled_model import BundledModel, openings
-from ..backbone.scoring import Scorer
+from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from ..gate.fit import FittedGate
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
 from .candidates import Candidate
-from .entries import EntryPlan
-from .training_problem import TaskKeys
 
 
 def report_update(
     scorer: Scorer,
     inputs: TaskInputs,
-    keys: TaskKeys,
+    validation: Questions,
     base: Sequence[Example],
-    background: Sequence[Example],
+    background_requests: int,
     bundle: Bundle,
-    fitted: FittedGate | None,
+    fitted: FittedGate,
     candidates: Sequence[Candidate],
     chosen: Candidate,
-    plan: EntryPlan,
 ) -> dict[str, Any]:
     """Losses and accuracy with the bundle and without, gate openings, and the history of the training."""
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
-    search = [{"learning_rate": rate, "validation_nll": loss} for rate, loss in chosen.trials]
     report: dict[str, Any] = {
         "recipe": REFINED,
         "digest": bundle.digest,
@@ -44,13 +40,13 @@ def report_update(
         "pool": {
             "training_examples": len(inputs.training),
             "candidates": len(inputs.training),
-            "from_previous": len(plan.kept),
+            "from_previous": sum(inputs.entries_by_task.values()),
             "validation_examples": len(inputs.validation),
             "anchors": len(inputs.anchors),
             "base_questions": len(base),
-            "background_requests": len(background),
+            "background_requests": background_requests,
         },
-        "refinement": {"search": search, "history": [asdict(record) for record in chosen.history]},
+        "refinement": {"history": [asdict(record) for record in chosen.history]},
         "activation": {
             "chosen": chosen.activation,
             "search": [
@@ -63,9 +59,7 @@ def report_update(
         "calibration": calibration_report(bundle),
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
-        "gate": None
-        if fitted is None
-        else {
+        "gate": {
             "tasks": list(fitted.gate.tasks),
             "thresholds": fitted.gate.thresholds.tolist(),
             "prices": [asdict(price) for price in fitted.prices],
@@ -81,8 +75,8 @@ def report_update(
             ("validation_accuracy", BundledModel.accuracy),
         ):
             report[name] = {
-                "no_memory": measure(without, inputs.validation, keys.validation),
-                "deployed": measure(with_bundle, inputs.validation, keys.validation),
+                "no_memory": measure(without, inputs.validation, validation.keys),
+                "deployed": measure(with_bundle, inputs.validation, validation.keys),
             }
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         report["validation_accuracy"]["most_frequent_answer"] = most / len(inputs.validation)

@@ -10,16 +10,14 @@ from pydantic import Field, model_validator
 
 from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.retrieval.page_terms import Form, Weighting
+from inducekv_vllm.retrieval.page_terms import Form
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses
 from ..runtime.cpu import has_bfloat16
 from ..runtime.settings import Flag, Seed, Settings
 
-Allocation = Literal["quotas", "joint"]
-Calibrate = Literal["first", "every", "never"]
-Gating = Literal["fitted", "none"]
+GatedWeighting = Literal["prior", "uniform"]  # under "sqrt" the entries of other tasks would take attention too
 Precision = Literal["bfloat16", "float32"]
 ActivationChoice = Literal[Activation, "search"]
 
@@ -32,7 +30,6 @@ MERGED: Final[Mapping[str, Any]] = MappingProxyType(
         "activation": "prompt",
         "map_rank": 0,
         "entries_per_task": 4,
-        "calibrate": "first",
     }
 )
 
@@ -49,7 +46,7 @@ class RefinedSettings(Settings):
     payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 16  # m
     # Decides the defaults of other settings: see `MERGED`.
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
-    weighting: Annotated[Weighting, Flag("how retrieval weights enter attention")] = "uniform"
+    weighting: Annotated[GatedWeighting, Flag("how retrieval weights enter attention")] = "uniform"
     # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": each is
     # trained, and the latest one within a standard error of the best validation accuracy is kept.
     activation: Annotated[
@@ -58,15 +55,9 @@ class RefinedSettings(Settings):
     ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
     map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
-    # "none": every question uses the memory, and the entries of all tasks compete.
-    gate: Gating = "fitted"
     gate_misses: Misses = DEFAULT_MISSES
-    # "joint" has no quotas: the entries are chosen over all tasks together, old and new; the others are evicted, and
-    # old entries that stay are not trained again.
-    allocation: Allocation = "quotas"
-    entries_per_task: Annotated[int, Field(ge=1), Flag("halved for all tasks if the budget does not hold as many")] = 1
+    entries_per_task: Annotated[int, Field(ge=1), Flag("of the budget, which must hold them")] = 1
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
-    nested: Annotated[bool, Flag("do not train every half of a task's entries on its own; merge halved quotas")] = True
     steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 200
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 4
     # Every 25 steps the validation loss is measured, and the best state is kept. Nothing more is tried once every
@@ -80,11 +71,6 @@ class RefinedSettings(Settings):
     learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
         None
     )
-    beta: Annotated[float, Field(ge=0), Flag("weight of the anchors")] = 1.0
-    distillation: Annotated[float, Field(ge=0), Flag("weight of the previous memory's answers where entries merge")] = (
-        1.0
-    )
-    calibrate: Annotated[Calibrate, Flag("the task with which temperature, gates and bias are trained")] = "never"
     # Of the model's matrix products in training; parameters stay float32.
     precision: Annotated[
         Precision,
@@ -96,18 +82,10 @@ class RefinedSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_form(cls, values: Any) -> Any:
-        if values.get("form") == "merged":
-            return {**MERGED, **values}
-        if values.get("gate") == "none":
-            return {"activation": "prompt", **values}  # without a task, from the earliest position of all
-        return values
+        return {**MERGED, **values} if values.get("form") == "merged" else values
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        if self.nested and self.allocation != "quotas":
-            raise ValueError("nested training is for halved quotas; an allocation without quotas needs nested=False")
-        if self.gate != "none" and self.weighting == "sqrt":
-            raise ValueError('a memory with a gate needs another weighting than "sqrt"')
+    def _check_form(self) -> Self:
         if self.form == "merged" and (self.weighting == "uniform" or self.activation != "prompt"):
             raise ValueError(
                 "merged memory acts on the whole prompt and weights its entries by retrieval: "
@@ -115,15 +93,4 @@ class RefinedSettings(Settings):
             )
         if self.form == "merged" and self.map_rank:
             raise ValueError(f"merged memory has no maps of the attention output, found map_rank {self.map_rank}")
-        if self.form == "decoupled" and self.gate == "none" and self.activation != "prompt":
-            # Without a gate every request acts from the earliest position of all tasks.
-            raise ValueError(
-                f'decoupled memory without a gate needs the activation "prompt", found {self.activation!r}'
-            )
-        if self.form == "decoupled" and (self.weighting == "sqrt" or self.calibrate != "never"):
-            # A calibration shared by all tasks depends on which task came first.
-            raise ValueError(
-                'decoupled memory needs the weighting "prior" or "uniform" and calibrate="never", '
-                f"found {self.weighting!r} and {self.calibrate!r}"
-            )
         return self

@@ -1,51 +1,110 @@
-"""Train the chosen entries' keys and values by gradient, under the same bytes; the backbone is frozen.
+"""Train a task's entries by gradient, to answer the task's questions; the backbone is frozen.
+
+A question is answered with its task's entries, as a server with a gate answers it, but never with the entry that was
+made of it, so that entries learn to answer other questions.
 
 Payloads are prefix-tuning parameters: Muon updates them. AdamW updates the calibration (temperature, gates, layer bias)
 if the problem trains it.
 
-Shapes: K entries of the next memory, L layers, J KV heads, m payload tokens, D head size.
+Shapes: K entries of the task, n questions, L layers, J KV heads, m payload tokens, D head size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.errors import BundleError, TaskDataError
 
 from ..backbone.injection import Memory
+from ..backbone.scoring import Questions, Scorer, batch_rows, mean_of_batch
+from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.distributed import replicated
 from ..update.parametrization import temperature, value_gates
-from .early_stopping import is_done
-from .losses import Losses, step_losses
 from .muon import Muon
 from .settings import RefinedSettings
-from .training_problem import TrainingProblem
 
 CALIBRATION_RATE: Final = 0.03
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together
-STEPS_BETWEEN_SAVES: Final = 25
+STEPS_BETWEEN_CHECKS: Final = 25
+CHECKED: Final = 64  # validation questions, at most, that a check asks
+LEAST_GAIN: Final = 0.01  # nats of an answer, from check to check
+TOKENS: Final = ("payload_keys", "payload_values")
 MAPS: Final = ("map_in", "map_out")  # if the memory has them
-PAYLOADS: Final = ("payload_keys", "payload_values", *MAPS)
+PAYLOADS: Final = (*TOKENS, *MAPS)
+CALIBRATION: Final = ("phi", "layer_bias")
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """What is trained, and on what."""
+
+    scorer: Scorer
+    memory: Memory  # the task's K entries in float32, before training
+    training: Questions
+    log_prior: Tensor  # [n, K] float32, of the training questions: 0, or -inf for an entry that must not be retrieved
+    validation: Questions
+    calibrate: bool  # train temperature, gates and layer bias too
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step's losses and the calibration before the step."""
+    """A step's loss and the calibration before the step."""
 
     step: int
     current: float
-    anchors: float | None
-    distillation: float | None
     temperature: float
     value_gate: float  # mean over the layers
     layer_bias: float  # mean over the layers
+
+
+def train(
+    training: Training,
+    checkpoint: Checkpoint,
+    name: str,
+    after_step: Callable[[Training], None] = lambda training: None,
+) -> Memory:
+    """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`. Collective.
+
+    Raises:
+        TaskDataError: a loss or a gradient is not finite.
+        BundleError: a payload has left the range of float16.
+        ConfigError: the progress cannot be written, or the file is damaged.
+    """
+    training.load(checkpoint, name)
+    steps, patience = training.settings.steps, training.settings.patience
+    while training.step < steps and not is_done(training.checks, patience):
+        training.take_step()
+        if training.step % STEPS_BETWEEN_CHECKS == 0 or training.step == steps:
+            if patience is not None and len(training.problem.validation):
+                training.check()
+            training.save(checkpoint, name)
+        after_step(training)
+    memory = training.memory()
+    require_storable(memory)
+    return memory
+
+
+def is_done(losses: Sequence[float], patience: int | None) -> bool:
+    """Whether the validation losses [number of checks] end a training: nothing is left, or nothing more comes.
+
+    Args:
+        patience: how many checks in a row may pass without a gain of `LEAST_GAIN`; None: any number.
+    """
+    if patience is None:
+        return False
+    best, without_gain = math.inf, 0
+    for loss in losses:
+        best, without_gain = (loss, 0) if loss <= best - LEAST_GAIN else (best, without_gain + 1)
+    return best <= LEAST_GAIN or without_gain >= patience
 
 
 class Training:
@@ -54,18 +113,18 @@ class Training:
     def __init__(self, problem: TrainingProblem, settings: RefinedSettings, learning_rate: float) -> None:
         self.problem, self.settings, self.learning_rate = problem, settings, learning_rate
         self.parameters = _initial_parameters(problem)
-        groups: dict[str, list[Tensor]] = {"muon": [], "muon_maps": [], "adamw": []}
         for name, parameter in self.parameters.items():
-            if problem.calibrate or name in PAYLOADS:
-                parameter.requires_grad_()
-                groups["adamw" if name not in PAYLOADS else "muon_maps" if name in MAPS else "muon"].append(parameter)
-        payloads, maps, calibration = groups.values()
-        self.optimizers: dict[str, torch.optim.Optimizer] = {"muon": Muon(payloads, lr=learning_rate)}
+            parameter.requires_grad_(problem.calibrate or name in PAYLOADS)
+        tokens, maps, calibration = (
+            [self.parameters[name] for name in names if name in self.parameters]
+            for names in (TOKENS, MAPS, CALIBRATION)
+        )
+        self.optimizers: dict[str, torch.optim.Optimizer] = {"muon": Muon(tokens, lr=learning_rate)}
         if maps:
             # As small beside the rate of the payloads as a map's starting values are beside theirs.
             width = self.parameters["map_in"].shape[-1]
             self.optimizers["muon_maps"] = Muon(maps, lr=learning_rate / math.sqrt(width))
-        if calibration:
+        if problem.calibrate:
             self.optimizers["adamw"] = torch.optim.AdamW(
                 calibration, lr=CALIBRATION_RATE, weight_decay=0.0, foreach=False
             )
@@ -79,15 +138,8 @@ class Training:
         parameters = self.best or {name: parameter.detach() for name, parameter in self.parameters.items()}
         return _memory(self.problem, parameters)
 
-    def check(self, validation_loss: Callable[[Memory], float]) -> None:
-        """Measure the state as it is now, and keep it if it is the best so far. Collective."""
-        now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self.checks.append(validation_loss(_memory(self.problem, now)))
-        if self.checks[-1] == min(self.checks):
-            self.best = now
-
     def take_step(self) -> None:
-        """One step on a batch of current questions and one of anchors. Collective.
+        """One step on a batch of questions. Collective.
 
         Raises:
             TaskDataError: a loss or a gradient is not finite.
@@ -95,14 +147,21 @@ class Training:
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         copies = dict(zip(trained, replicated(*trained.values()), strict=True))
         memory = _memory(self.problem, self.parameters | copies)
-        losses = step_losses(self.problem, self.settings, memory, self.step)
-        total = losses.total(self.settings)
-        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        loss = step_loss(self.problem, self.settings, memory, self.step)
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         by_name = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
-        if not all(bool(tensor.isfinite().all()) for tensor in (total, *by_name.values())):
+        if not all(bool(tensor.isfinite().all()) for tensor in (loss, *by_name.values())):
             raise TaskDataError(f"the loss or its gradient is not finite in step {self.step}; nothing was written")
 
-        self.history.append(_record(self.step, losses, memory))
+        self.history.append(
+            StepRecord(
+                step=self.step,
+                current=float(loss.detach()),
+                temperature=float(memory.temperature.detach()),
+                value_gate=float(memory.value_gates.detach().mean()),
+                layer_bias=float(memory.layer_bias.detach().mean()),
+            )
+        )
         for name, gradient in clipped(by_name).items():
             trained[name].grad = gradient
         decay = 0.5 * (1 + math.cos(math.pi * self.step / self.settings.steps))
@@ -113,6 +172,17 @@ class Training:
             optimizer.zero_grad()
         self.step += 1
 
+    def check(self) -> None:
+        """Measure the state on validation questions, and keep it if it is the best so far. Collective."""
+        now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        validation = self.problem.validation
+        rows = batch_rows(len(validation), CHECKED, self.settings.seed, (7,))
+        first_active = None if validation.first_active is None else validation.first_active[rows]
+        asked = Questions([validation.examples[row] for row in rows], validation.keys[rows], first_active)
+        self.checks.append(self.problem.scorer.mean_loss(asked, _memory(self.problem, now)))
+        if self.checks[-1] == min(self.checks):
+            self.best = now
+
     def save(self, checkpoint: Checkpoint, name: str) -> None:
         """Collective. Raises ConfigError: the file cannot be written; the previous state stays."""
         tensors = {f"parameters.{key}": parameter.detach() for key, parameter in self.parameters.items()}
@@ -121,8 +191,7 @@ class Training:
             for number, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{key}.{number}.{field}": tensor for field, tensor in state.items()}
         history = [asdict(record) for record in self.history]
-        progress = {"step": self.step, "history": history, "checks": self.checks}
-        checkpoint.write(name, tensors, progress)
+        checkpoint.write(name, tensors, {"step": self.step, "history": history, "checks": self.checks})
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Resume from what was saved last under `name`, if anything. Collective.
@@ -150,33 +219,33 @@ class Training:
             raise checkpoint.damaged(name, error) from error
 
 
-def train(
-    training: Training,
-    checkpoint: Checkpoint,
-    name: str,
-    *,
-    until: int | None = None,
-    after_step: Callable[[Training], None] = lambda training: None,
-    validation_loss: Callable[[Memory], float] | None = None,
-) -> None:
-    """Take all steps, or those before step `until`, resuming from the checkpoint under `name`. Collective.
+def step_loss(problem: TrainingProblem, settings: RefinedSettings, memory: Memory, step: int) -> Tensor:
+    """Mean NLL of `memory` on the batch of step number `step`: []. Collective."""
+    questions, device = problem.training, problem.scorer.backbone.device.type
 
-    Args:
-        validation_loss: if given, measured at every save, and training ends early if it no longer falls.
+    def losses(rows: list[int]) -> Tensor:
+        used, prior = reachable(memory, problem.log_prior[rows])
+        terms = questions.terms(used, rows, prior)
+        with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+            return problem.scorer.losses([questions.examples[row] for row in rows], used, terms)
 
-    Raises:
-        TaskDataError: a loss or a gradient is not finite.
-        ConfigError: the progress cannot be written, or the file is damaged.
-    """
-    training.load(checkpoint, name)
-    last = training.settings.steps if until is None else min(until, training.settings.steps)
-    while training.step < last and not is_done(training.checks, training.settings.patience):
-        training.take_step()
-        if training.step % STEPS_BETWEEN_SAVES == 0 or training.step == last:
-            if validation_loss is not None:
-                training.check(validation_loss)
-            training.save(checkpoint, name)
-        after_step(training)
+    return mean_of_batch(batch_rows(len(questions), settings.batch_size, settings.seed, (2, step)), losses)
+
+
+def log_prior(examples: Sequence[Example], entries: Sequence[EntryRecord]) -> Tensor:
+    """[n, K] float32: -inf for the entry made of an example, 0 for the others; one that is alone stays."""
+    own = np.array([[e.source_digest == entry.source_digest for entry in entries] for e in examples])  # [n, K] bool
+    forbidden = own & ~own.all(axis=1, keepdims=True)
+    return torch.zeros(own.shape).masked_fill(torch.from_numpy(forbidden), -math.inf)
+
+
+def reachable(memory: Memory, log_prior: Tensor) -> tuple[Memory, Tensor]:
+    """The memory and the prior [n, K] without entries that none of the n questions may retrieve."""
+    used = (log_prior > -math.inf).any(dim=0)  # [K] bool
+    if bool(used.all()):
+        return memory, log_prior
+    payloads: dict[str, Any] = {name: tensor[:, used] for name, tensor in _payloads(memory).items()}
+    return replace(memory, retrieval_keys=memory.retrieval_keys[used], **payloads), log_prior[:, used]
 
 
 def clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -186,26 +255,32 @@ def clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g * factor if name in PAYLOADS else g for name, g in gradients.items()}
 
 
+def require_storable(memory: Memory) -> None:
+    """Raises BundleError: a payload is outside the range of float16."""
+    limit = torch.finfo(torch.float16).max
+    for name, tensor in _payloads(memory).items():
+        if (largest := float(tensor.abs().max())) > limit:
+            raise BundleError(
+                f"refined {name} reach {largest:.4g}, a bundle's float16 holds {limit:.4g}: lower the rate"
+            )
+
+
+def _payloads(memory: Memory) -> dict[str, Tensor]:
+    """[L, K, J, ...] each."""
+    return {name: tensor for name in PAYLOADS if (tensor := getattr(memory, name)) is not None}
+
+
 def _initial_parameters(problem: TrainingProblem) -> dict[str, Tensor]:
-    """The payloads of the trained entries [L, trained entries, J, ...], phi [1 + L], layer_bias [L]; float32."""
+    """The payloads [L, K, J, ...], phi [1 + L], layer_bias [L]; float32."""
     memory = problem.memory
     gates = memory.value_gates.double().clamp(max=1 - 1e-6)
     phi = torch.cat([memory.temperature.double().expm1().log()[None], (gates / (1 - gates)).log()])
-    payloads = {name: tensor for name in PAYLOADS if (tensor := getattr(memory, name)) is not None}
-    return {
-        **{name: tensor[:, problem.trainable].clone() for name, tensor in payloads.items()},
-        "phi": phi.float(),
-        "layer_bias": memory.layer_bias.clone(),
-    }
+    payloads = {name: tensor.clone() for name, tensor in _payloads(memory).items()}
+    return {**payloads, "phi": phi.float(), "layer_bias": memory.layer_bias.clone()}
 
 
 def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> Memory:
-    rows = problem.trainable.nonzero()[:, 0]
-    payloads: dict[str, Any] = {
-        name: getattr(problem.memory, name).index_copy(1, rows, parameters[name])
-        for name in PAYLOADS
-        if name in parameters
-    }
+    payloads: dict[str, Any] = {name: parameters[name] for name in PAYLOADS if name in parameters}
     memory = replace(problem.memory, **payloads)
     if not problem.calibrate:
         return memory
@@ -214,18 +289,6 @@ def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> Memory:
         temperature=temperature(parameters["phi"]),
         value_gates=value_gates(parameters["phi"]),
         layer_bias=parameters["layer_bias"],
-    )
-
-
-def _record(step: int, losses: Losses, memory: Memory) -> StepRecord:
-    return StepRecord(
-        step=step,
-        current=float(losses.current.detach()),
-        anchors=None if losses.anchors is None else float(losses.anchors.detach()),
-        distillation=None if losses.distillation is None else float(losses.distillation.detach()),
-        temperature=float(memory.temperature.detach()),
-        value_gate=float(memory.value_gates.detach().mean()),
-        layer_bias=float(memory.layer_bias.detach().mean()),
     )
 
 

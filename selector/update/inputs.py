@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
@@ -30,6 +31,40 @@ class TaskInputs:
     def entries_by_task(self) -> dict[str, int]:
         """The previous memory's number of entries of each task."""
         return composition(self.previous.metadata.entries) if self.previous is not None else {}
+
+
+class UpdateSettings(Protocol):
+    """Of either recipe."""
+
+    @property
+    def budget(self) -> int: ...
+
+    @property
+    def payload_tokens(self) -> int: ...
+
+
+def check_inputs(
+    scorer: Scorer,
+    inputs: TaskInputs,
+    settings: UpdateSettings,
+    recipe: str,
+    others: Sequence[Example] = (),
+    progress: bool = False,
+) -> None:
+    """Check that the recipe can continue the previous memory, and learn from the examples. Collective.
+
+    Args:
+        others: what the model is to read beside the inputs' examples.
+
+    Raises:
+        BundleError, FingerprintMismatch: the previous memory was made for another backbone, by another recipe, or with
+            other payloads.
+        ConfigError: it holds more entries than the budget.
+        TaskDataError: an answer is empty, an example is too long for the model, or already in the memory.
+    """
+    check_previous(scorer.backbone, inputs, settings.budget, settings.payload_tokens, recipe)
+    check_answers(inputs)
+    require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors, *others), progress)
 
 
 def check_answers(inputs: TaskInputs) -> None:

@@ -2,9 +2,6 @@
 
     tau = softplus(phi_tau) > 0        gate_l = sigmoid(phi_l) in (0, 1)
 
-An infinite phi is not fitted: no step changes it. It stands for a gate of 1, or for a temperature at which all entries
-have the same weight (the paper's ablations "w/o layerwise value gates" and "w/o retrieval-weighted induction").
-
 Shapes: L layers.
 """
 
@@ -18,12 +15,11 @@ from torch import Tensor
 # Where calibration starts (paper, "Implementation Details").
 INITIAL_TEMPERATURE: Final = 0.07
 INITIAL_VALUE_GATE: Final = 0.5
-UNIFORM_TEMPERATURE: Final = 1e30  # finite, as a bundle requires; inner products divided by it are equal
 
 
 def temperature(phi: Tensor) -> Tensor:
     """tau of `phi` [1 + L]: []."""
-    return torch.nn.functional.softplus(phi[0]).clamp(max=UNIFORM_TEMPERATURE)
+    return torch.nn.functional.softplus(phi[0])
 
 
 def value_gates(phi: Tensor) -> Tensor:

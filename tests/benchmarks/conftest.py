@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import Suite
-from benchmarks.continual.suites.demo import load
+from benchmarks.continual.suites.made import load_demo
 from selector.backbone.model import Backbone
 from selector.gate import fitting_set, training
 from server.demo import CHECKPOINT
@@ -30,7 +30,7 @@ def demo_suite(tmp_path_factory: pytest.TempPathFactory) -> DemoSuite:
     @functools.cache
     def written(train: int, validation: int, test: int) -> tuple[Path, Suite]:
         folder = tmp_path_factory.mktemp("data")
-        return folder, load(folder, {"train": train, "validation": validation, "test": test}, BASE_SIZES)
+        return folder, load_demo(folder, {"train": train, "validation": validation, "test": test}, BASE_SIZES)
 
     def make(train: int, validation: int, test: int, *tasks: str) -> tuple[Path, Suite]:
         folder, suite = written(train, validation, test)

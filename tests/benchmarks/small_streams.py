@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.continual.suites import Suite
-from benchmarks.continual.suites.demo import load
+from benchmarks.continual.suites.made import load_demo
 from inducekv_vllm.bundle import Bundle, Gate
 
 T = TypeVar("T")
@@ -22,18 +22,13 @@ ORDER = ("guild", "field")
 
 def small_suite(data: Path) -> Suite:
     """From the folder `data`, written there if it is new."""
-    return load(data, SIZES, BASE_SIZES)
+    return load_demo(data, SIZES, BASE_SIZES)
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
     """LoRA with replay, in this process; `more` may change any of it."""
     learning = ["--method", "lora_replay", "--set", "steps=2", "--set", "anchors_per_task=5"]
     return ["run", *places(data, out), *learning, "--answer", "offline", *more]
-
-
-def untouched(data: Path, out: Path, endpoint: str, *more: str) -> list[str]:
-    """The model as it is, at an endpoint."""
-    return ["run", *places(data, out), "--method", "no_memory", "--endpoint", endpoint, *more]
 
 
 def places(data: Path, out: Path) -> list[str]:

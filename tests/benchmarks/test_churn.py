@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.churn.changes import Admin, Names, Span
-from benchmarks.churn.contents import BASE, Answer, body, make_contents
-from benchmarks.churn.crowd import Crowd, Verdicts
-from inducekv_vllm.bundle import read_bundle
-from server.demo import CHECKPOINT
+from benchmarks.churn.changes import Names, Span
+from benchmarks.churn.crowd import BASE, Answer, Crowd, Verdicts
 
 
 @pytest.fixture
@@ -73,45 +68,6 @@ def test_verdicts(names: Names, model: str, span: tuple[float, float], answer: h
     assert found == verdict
     crowd.verdicts.add(found)
     assert bool(crowd.verdicts.faults) == (verdict not in ("right", "without_bundle"))
-
-
-def test_an_admin_keeps_what_names_stood_for() -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200, json={})
-
-    async def change() -> Admin:
-        transport = httpx.MockTransport(answer)
-        async with httpx.AsyncClient(base_url="http://server", transport=transport) as client:
-            admin = Admin(client, "key", {"old": Path("o"), "new": Path("n")})
-            await admin.load("m", "old")
-            await admin.load("m", "new")
-            await admin.unload("m")
-        return admin
-
-    admin = asyncio.run(change())
-    old, new = admin.names.spans["m"]
-    assert old.asked <= old.there <= new.asked <= new.there == old.left == old.gone <= new.left <= new.gone < math.inf
-    assert [path.rpartition("/")[2] for path, _ in asked] == 2 * ["load_memory_bundle"] + ["unload_memory_bundle"]
-    assert admin.loads == 2
-
-
-def test_memories_are_asked_whose_they_are() -> None:
-    assert "vllm_xargs" in body("m", [])
-    assert "vllm_xargs" not in body(BASE, [])
-
-
-def test_the_contents_differ_and_a_later_version_shares_two_thirds(tmp_path: Path) -> None:
-    paths = make_contents(CHECKPOINT, tmp_path)
-    bundles = [read_bundle(path) for path in paths.values()]
-    assert [bundle.digest for bundle in bundles] == list(paths)
-    forms = [bundle.metadata.form for bundle in bundles]
-    assert forms == ["merged", "decoupled", "merged", "merged", "merged", "decoupled"]
-    first, later = bundles[2:4]
-    same = (first.payload_values == later.payload_values).flatten(2).all(2).all(0)
-    assert same.tolist() == 4 * [False, True, True]
 
 
 @pytest.mark.slow

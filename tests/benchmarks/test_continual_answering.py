@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.continual.answering import Ask, OfflineAnswerer, OfflineModel, plan
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
-from benchmarks.continual.answering.plans import Copied, Gated, Plain, Shown
+from benchmarks.continual.answering import MAX_NEW_TOKENS, Ask, OfflineAnswerer, OfflineModel, plan
+from benchmarks.continual.answering.plans import Copied, Plain, Shown
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, write_gate
 from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
@@ -136,21 +135,6 @@ def test_the_gate_decides_by_what_the_untouched_model_sees_though_an_adapter_is_
     assert answers(model, state, "gated_adapters", "adapters", examples) == expected("guild", "field")
 
 
-def test_a_gated_plan_names_the_adapter_only_where_there_are_several(model, backbone, examples, tmp_path):
-    write_gate(gate_to("guild", backbone), tmp_path / GATE)
-    for kind, adapter in (("gated_adapter", None), ("gated_adapters", "guild")):
-        found = plan(Artifact(kind, "x", 0, {}), tmp_path, model, lambda _: backbone)
-        assert isinstance(found, Gated)
-        assert found.asks(examples[:2]) == [Ask(e, with_artifact=True, adapter=adapter) for e in examples[:2]]
-
-
-@pytest.mark.parametrize(("kind", "with_artifact"), [("none", False), ("bundle", True), ("adapter", True)])
-def test_models_and_memories_are_asked_plainly(kind, with_artifact, model, backbone, examples, tmp_path):
-    found = plan(Artifact(kind, None, 0, {}), tmp_path, model, lambda _: backbone)
-    assert found == Plain(with_artifact)
-    assert found.asks(examples) == [Ask(example, with_artifact) for example in examples]
-
-
 # Exemplars
 
 
@@ -164,15 +148,6 @@ def test_a_conversation_is_what_one_would_write_by_hand(backbone, suite):
     assert expected.keys() == encoded.keys()
     assert all(torch.equal(expected[name], encoded[name]) for name in expected)
     assert (found.id, found.task) == (asked.id, asked.task)
-
-
-def test_conversations_differ_by_everything_that_is_in_them(suite):
-    first, second, asked = suite.tasks[0].train[:3]
-    other = replace(first, answer=first.answer + "?")
-    shown = [(), (first,), (second,), (first, second), (second, first), (other,)]
-    digests = [Ask(asked, False, exemplars).conversation.source_digest for exemplars in shown]
-    assert len(set(digests)) == len(shown)
-    assert Ask(asked, False).conversation == asked
 
 
 def test_a_system_message_stands_first_and_once():
@@ -226,15 +201,6 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
     assert shown.asks([example])[0].exemplars == ()
 
 
-def test_exemplars_change_the_answer_and_are_answered_in_any_batch(shown, backbone, examples):
-    singly, together = (BundledModel(Scorer(backbone, batch_size=size), None) for size in (1, 64))
-    answers = OfflineModel(shown, singly).answers(examples)
-    assert answers == OfflineModel(shown, together).answers(examples)
-    plain = OfflineModel(Plain(False), together)
-    assert answers == plain.answers([ask.conversation for ask in shown.asks(examples)])
-    assert answers != plain.answers(examples)
-
-
 # Copies
 
 
@@ -246,11 +212,3 @@ def test_the_majority_of_the_nearest_is_copied_and_of_equal_counts_the_nearest(m
     for k, expected in ((1, ["a", "d", "b", "c"]), (3, ["b", "d", "b", "c"]), (4, ["b", "b", "b", "c"])):
         copied = Copied(backbone, Neighbours.none(5, k).after(stored, answers))
         assert [ask.answer for ask in copied.asks(examples[:4])] == expected
-
-
-def test_copies_ask_no_model(model, backbone, suite, tmp_path):
-    stored = suite.tasks[0].train
-    keys, answers = extract_keys(backbone, stored), [example.answer for example in stored]
-    Neighbours.none(backbone.hidden_size, 1).after(keys, answers).write(tmp_path / KEYS)
-    found = plan(Artifact("copier", KEYS, 0, {}), tmp_path, model, lambda _: backbone)
-    assert OfflineModel(found, bundled=None).answers(stored) == answers  # anything asked of it would fail

@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.continual.diagnostics.memory_attention import memory_masses, normalise, recorded_masses
+from benchmarks.continual.diagnostics.memory_attention import memory_masses, recorded_masses
 from inducekv_vllm.bundle import Bundle
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend_decoupled, attention_with
@@ -16,8 +16,6 @@ from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.benchmarks.finished_runs import diagnose, write_configuration, write_finished_run
-from tests.benchmarks.small_streams import gated
-from tests.inducekv_vllm.bundles import decided_gate
 
 SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]
 
@@ -100,20 +98,6 @@ def test_queries_of_zero_share_attention_evenly(model, backbone, suite):
     found = memory_masses(blind, bundle, [example, example], [answer, longer], keys.expand(2, -1))
     torch.testing.assert_close(found[0], torch.full((blind.num_layers,), expected).double(), rtol=0, atol=1e-6)
     assert (found[1] < found[0]).all()
-
-
-def test_behind_a_closed_gate_memory_gets_nothing(backbone, suite):
-    bundle = bundle_of(backbone, suite, "prior")
-    examples, answers = suite.tasks[0].test[:2], ["north", "north"]
-    queries = torch.cat([backbone.retrieval_keys(backbone.encode_example(example)) for example in examples])
-    for task in ("guild", None):
-        behind = gated(bundle, decided_gate(task, backbone.fingerprint, ("guild", "field")))
-        assert ((memory_masses(backbone, behind, examples, answers, queries) > 0) == (task == "guild")).all()
-
-
-def test_gains_lie_between_0_and_1():
-    assert normalise([-0.1, 0.4, 0.15]) == pytest.approx([0, 1, 0.5], abs=1e-6)
-    assert normalise([0.3, 0.3]) == [0, 0]
 
 
 def test_the_command_writes_rows_of_masses_and_gains(demo_backbone, demo_suite, suite, tmp_path):

@@ -41,11 +41,6 @@ def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
         options("--preset", str(tmp_path / "bad.toml"))
 
 
-def test_a_method_must_be_named():
-    with pytest.raises(ConfigError, match="--method must name the methods to run, or 'all'"):
-        options()
-
-
 def test_a_setting_goes_to_every_method_that_has_it_but_not_to_an_ablation_of_it():
     no_memory, lora = choose_methods(["no_memory", "lora"], ["learning_rate=0.1", "steps=7"])
     assert (lora.learning_rate, lora.steps) == (0.1, 7)
@@ -93,23 +88,3 @@ def test_the_presets_that_come_with_it_are_sound(name):
     assert choose_methods(names, read["set"])
     suite = name.removesuffix("-small")
     assert read["suite"] == (suite if suite.startswith("real-") else "demo")
-
-
-@pytest.mark.parametrize("name", ["real-text", "real-pictures"])
-def test_a_real_comparison_runs_in_parts_with_the_same_settings(name):
-    """Its settings name their methods, so one of them alone has those it has among all."""
-    read = options("--preset", name)
-    together = {method.name: method for method in choose_methods(read["method"], read["set"])}
-    for method in read["method"]:
-        assert choose_methods([method], read["set"]) == [together[method]]
-    trained = [together[name] for name in ("refined", "refined_decoupled", "lora_replay", "gated_task_lora")]
-    assert len({(method.steps, method.batch_size, method.precision) for method in trained}) == 1
-    assert together["gated_task_lora"].learning_rate is None
-    assert together["paper"] == METHODS["paper"]
-
-
-def test_full_is_every_method_three_seeds_and_two_budgets():
-    read = options("--full")
-    assert (read["method"], read["budget"], read["seed"]) == (["all"], [32, 64], [0, 1, 2])
-    assert len(set(read["order"])) >= 6
-    assert read["answer"] == "http"

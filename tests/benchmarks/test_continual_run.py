@@ -6,24 +6,19 @@ import json
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.continual import stream
 from benchmarks.continual.__main__ import main
-from benchmarks.continual.answering import OfflineAnswerer
-from benchmarks.continual.answering.endpoint import LOADS
 from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.methods import METHODS, Artifact
 from benchmarks.continual.stream import Run, run_stream
 from benchmarks.locks import locked
 from server.demo import CHECKPOINT
-from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, small_suite, wait_for
-from tests.tiny_families import FAMILIES
+from tests.benchmarks.small_streams import ORDER, command, killed_in_the_end, own_folder, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -56,16 +51,6 @@ def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
     assert "<html" in (finished / "report.html").read_text()
 
 
-def test_the_results_file_holds_everything_but_predictions_and_history(finished):
-    results = json.loads((finished.parent / "results.json").read_bytes())
-    matrix = json.loads((own_folder(finished) / "matrix.json").read_bytes())
-    assert [row["seeds"] for row in results["results"]] == [[0]]
-    assert results["runs"][0]["accuracy"] == matrix["accuracy"]
-    assert "history" in matrix["reports"][0]
-    assert "history" not in results["runs"][0]["reports"][0]
-    assert results["order"] == list(ORDER)
-
-
 @pytest.fixture
 def out(finished, tmp_path) -> Path:
     """A copy of the finished run, in which the last task is not done."""
@@ -86,17 +71,6 @@ def test_killed_between_learning_and_answering_it_goes_on_and_counts_nothing_twi
     assert len((task / "predictions.jsonl").read_text().splitlines()) == 6 + 6 + 9
 
 
-def test_killed_while_learning_the_task_is_learned_again_to_the_same_end(out, data):
-    task = own_folder(out) / "01-field"
-    adapter = Path("adapter") / "adapter_model.safetensors"
-    before = (task / "state" / adapter).read_bytes()
-    (task / "state").rename(task / "state.tmp")  # as it stands in the middle
-    (task / "state.tmp" / "artifact.json").unlink()
-    assert main(command(data, out)) == 0
-    assert (task / "state" / adapter).read_bytes() == before
-    assert not (task / "state.tmp").exists()
-
-
 def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
     assert main(command(data, finished, "--test-limit", "3")) == 2
     assert "test_limit: 256 there, 3 here" in capsys.readouterr().err
@@ -114,13 +88,12 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
         (("--order", "guild", "nonesuch"), "has no task 'nonesuch'"),
         (("--order", "guild", "guild"), "names each task once"),
         (("--test-limit", "0"), "at least one example and one question"),
-        (("--budget", "0"), "budgets must be positive"),
+        (("--budget", "0"), "budgets, jobs and threads must be positive"),
         (("--method", "nonesuch"), "there is no method 'nonesuch'"),
         (("--set", "nonesuch=1"), "has the setting 'nonesuch=1'"),
         (("--set", "steps=many"), "steps must be like 2, found 'many'"),
         (("--model", "/nonesuch"), "/nonesuch"),
         (("--jobs", "0"), "jobs and threads must be positive"),
-        (("--endpoint", "http://127.0.0.1:1"), "give one of them"),
         (("--order", "random:x"), "random:SEED, found 'random:x'"),
         (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
         (("--serve-args", "--dtype", "float32"), "--serve-args are for a run's own servers"),
@@ -131,42 +104,6 @@ def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
     assert main(command(data, tmp_path / "out", *arguments)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_pictures_for_a_text_only_model_are_refused_before_the_folder_is_taken(data, tmp_path, capsys):
-    model = FAMILIES["llama"](tmp_path / "model")
-    assert main(command(data, tmp_path / "out", "--model", str(model))) == 2
-    assert "a text-only model, and guild of suite 'demo' has pictures" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A method that dies at its second task, once."""
-
-    name: str = "interrupted"
-
-    def learn(self, task, previous, out, context):
-        (out / "half").write_text("of a state")
-        if previous is not None and not (previous.parent / "died").exists():
-            (previous.parent / "died").touch()
-            raise KeyboardInterrupt
-        return Artifact("none", None, 0, {"after": previous is not None})
-
-
-def test_any_method_can_be_interrupted(suite, tmp_path, monkeypatch):
-    run = Run(suite, Interrupted(), CHECKPOINT, 32, 0, tmp_path)
-    logged: list[str] = []
-    monkeypatch.setattr(stream, "log", logged.append)
-    with pytest.raises(KeyboardInterrupt):
-        run_stream(run, OfflineAnswerer(CHECKPOINT))
-    assert json.loads((run.own_folder / "matrix.json").read_bytes())["complete"] is False
-    collected = run_stream(run, OfflineAnswerer(CHECKPOINT))
-    assert collected["complete"]
-    assert [report["after"] for report in collected["reports"]] == [False, True]
-    assert len(logged) == 2  # one line for each task, though the first was asked for twice
-    assert collected["accuracy"] == [[0.0], [0.0, 0.0]]  # the untouched model knows neither task
-    assert min(collected["base"]) > 0.7
 
 
 @pytest.mark.slow
@@ -202,20 +139,6 @@ def test_states_that_nothing_needs_are_removed(keep, left, out, data):
         assert main(command(data, out, "--keep-states", keep)) == 0
         assert [(folder / "state").exists() for folder in folders] == left, again
         assert not any((folder / "state.tmp").exists() for folder in folders)
-
-
-def test_a_stream_whose_last_state_is_gone_cannot_go_on(out, data, capsys):
-    shutil.rmtree(own_folder(out) / "00-guild" / "state")
-    shutil.rmtree(own_folder(out) / "01-field")
-    assert main(command(data, out)) == 2
-    assert f"{own_folder(out) / '00-guild' / 'state'} is gone" in capsys.readouterr().err
-
-
-def test_a_stream_that_another_process_is_at_is_refused(out, data, monkeypatch, capsys):
-    monkeypatch.setattr(stream, "PATIENCE", 0.1)
-    with locked(own_folder(out) / "lock"):
-        assert main(command(data, out)) == 2
-    assert f"{own_folder(out)}: another process is at this stream" in capsys.readouterr().err
 
 
 def test_a_stream_that_cannot_be_run_does_not_stop_the_others(out, data, capsys, monkeypatch):
@@ -258,32 +181,6 @@ def state(tmp_path) -> Path:
     return tmp_path / "state"
 
 
-def test_answers_belong_to_the_content_of_the_state(suite, state, tmp_path):
-    known = StoredAnswers(tmp_path / "answers", Counting())
-
-    def asked(kind: str = "bundle") -> int:
-        return known.answers(Artifact(kind, "memory", 0, {}), state, suite.tasks[0].test)[1]
-
-    (state / "memory").write_text("one")
-    assert (asked(), asked()) == (6, 0)
-    (state / "artifact.json").write_text("what it took is no content")
-    assert asked() == 0
-    (state / "memory").write_text("two")
-    assert (asked(), asked()) == (6, 0)
-    assert asked("adapter") == 6
-    (state / "gate").write_text("beside it")
-    assert (asked(), asked()) == (6, 0)
-
-
-def test_two_who_ask_the_same_at_once_ask_it_once(suite, state, tmp_path):
-    known = StoredAnswers(tmp_path / "answers", Counting(seconds=0.3))
-    examples = suite.tasks[0].test
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(lambda _: known.answers(NOTHING, state, examples), range(2)))
-    assert sorted(number for _, number in results) == [0, 6]
-    assert results[0][0] == results[1][0] == [example.source_digest for example in examples]
-
-
 def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(suite, state, tmp_path):
     known = StoredAnswers(tmp_path / "answers", Counting())
     examples = suite.tasks[0].test
@@ -294,17 +191,3 @@ def test_an_answer_that_a_kill_cut_short_is_asked_again_and_the_others_are_not(s
         file.write_bytes(whole[:-cut])
         assert known.answers(NOTHING, state, examples) == (expected, 1)
         assert sorted(file.read_bytes().splitlines()) == sorted(whole.splitlines())
-
-
-def test_every_method_says_what_kind_of_artifact_it_makes():
-    assert {method.kind for method in METHODS.values()} <= set(LOADS)
-
-
-def test_a_random_order_follows_from_its_seed(data):
-    suite = small_suite(data)
-    orders = [[task.name for task in suite.in_order([f"random:{seed}"]).tasks] for seed in (0, 0, 1)]
-    default = [task.name for task in suite.in_order(["default"]).tasks]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
-    assert orders[0] != default
-    assert sorted(orders[0]) == sorted(default)

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import data_folder as module
 from benchmarks.data_folder import FACTS, data_folder
 from benchmarks.locks import HeldElsewhere, locked
-from benchmarks.real import stream
 from inducekv_vllm.errors import ConfigError
-from tests.benchmarks.made_up_packages import MadeUp
 
 
 def test_another_process_waits_and_another_suite_is_refused(tmp_path: Path) -> None:
@@ -35,34 +32,3 @@ def test_a_folder_whose_data_are_not_whole_belongs_to_no_suite(tmp_path: Path) -
     with data_folder(tmp_path, "other", 7):
         pass
     assert json.loads((tmp_path / FACTS).read_bytes()) == {"suite": "other", "seed": 7}
-
-
-def test_a_folder_that_cannot_be_written_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.os, "access", lambda *_: False)  # the tests may run as root
-    with data_folder(tmp_path, "mine", 7):
-        pass
-    assert not any(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(ConfigError, match="file: cannot write the data of mine"),
-        data_folder(tmp_path / "file", "mine", 7),
-    ):
-        pass
-    (tmp_path / FACTS).write_text("{")
-    with pytest.raises(ConfigError, match=r"suite\.json: damaged"), data_folder(tmp_path, "mine", 7):
-        pass
-
-
-def test_the_command_that_writes_the_text_stream_says_what_is_wrong_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stream, "Packages", MadeUp)
-    monkeypatch.setattr(stream, "SIZES", {"train": 4, "validation": 2, "test": 2})
-    monkeypatch.setattr(stream, "BASE_SIZES", {"train": 4, "validation": 2, "test": 2})
-    assert stream.main(["--out", str(tmp_path / "data")]) == 0
-    assert stream.main(["--out", str(tmp_path / "data"), "--seed", "8"]) == 2
-    (tmp_path / "file").touch()
-    assert stream.main(["--out", str(tmp_path / "file" / "data")]) == 2
-    seed, path = capsys.readouterr().err.splitlines()
-    assert "expected the data of {'suite': 'real-text', 'seed': 8}" in seed
-    assert "cannot write the data of real-text" in path

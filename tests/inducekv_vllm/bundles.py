@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate, with_entries
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.gate import TurnMarks
 
@@ -21,8 +20,9 @@ FINGERPRINT = BackboneFingerprint(
     head_dim=D,
     hidden_size=d,
     rope={"rope_theta": 10000.0, "rope_type": "default"},
-    norm={"eps": 1e-6, "k_norm": True},
+    norm={"eps": 1e-6},
     tokenizer_digest="0" * 64,
+    weights_digest="0" * 64,
 )
 
 
@@ -48,12 +48,6 @@ def random_bundle(num_entries: int = 5, payload_tokens: int = 4, seed: int = 0, 
         "settings": {"seed": seed, "policy": "random"},
     }
     return Bundle.create(**(arguments | changes))
-
-
-def older(bundle: Bundle) -> Bundle:
-    """The bundle as it was written before format version 6."""
-    metadata = bundle.metadata.model_copy(update={"payload_digests": ()})
-    return with_entries(replace(bundle, metadata=metadata), metadata.entries)
 
 
 def random_gate(
@@ -95,19 +89,15 @@ def decided_gate(
     """
     F = backbone.num_kv_heads * backbone.head_dim
     direction = torch.nn.functional.normalize(torch.randn(F, generator=torch.Generator().manual_seed(0)), dim=0)
-    weights = torch.tensor([[1e6 if name == task else 0.0] * 2 for name in tasks])  # [C, 2]
     fields: dict[str, Any] = {
-        "layers": (0,),
-        "marks": TurnMarks((), None),
         "center": torch.zeros(1, F),
         "scale": torch.ones(1, F),
         "prototypes": torch.stack([direction, -direction])[None],
         "floors": torch.zeros(1, 2),
-        "weights": weights,
+        "weights": torch.tensor([[1e6 if name == task else 0.0] * 2 for name in tasks]),  # [C, 2]
         "thresholds": torch.full((len(tasks),), 1e-3),
-        "tasks": tuple(tasks),
     }
-    return Gate(**(fields | changes))
+    return random_gate(backbone, tasks, layers=(0,), num_prototypes=2, **(fields | changes))
 
 
 def random_gated_bundle(seed: int = 0, **changes: Any) -> Bundle:

@@ -20,11 +20,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from inducekv_vllm.attention.cpu import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import StepLaunch
+from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.plugin import FLASH_BACKEND
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
@@ -37,10 +37,10 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
 
     has_cpu_cache = True
 
-    def make_attention(self, tables: TermTables) -> MemoryAttention:
+    def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         return (KernelsBesideCPUCache if self.has_cpu_cache else ReplayedKernels)(
             self.pool,
-            tables,
+            KernelTables(num_slots, most_entries, self.pool.shape.num_layers, self._device),
             self.memory_of_requests,
             self._device,
             self.model_config,

@@ -92,10 +92,6 @@ def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path)
         served.offline.load_bundle(tmp_path / "wide.safetensors")
 
 
-def test_samples_of_one_request(served: MemoryEngine) -> None:
-    served.check(prompts(4, seed=3), ["generation-uniform"] * 4, greedy(n=3, temperature=2.0))
-
-
 def cached(served: MemoryEngine, question: Prompt, name: str | None) -> int:
     (answer,) = served.check([question], [name])
     return answer.output.num_cached_tokens or 0

@@ -12,16 +12,9 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=KINDS)
 def device(request: pytest.FixtureRequest) -> Device:
-    return device_of(torch.device(request.param))
-
-
-def test_the_platform_decides() -> None:
-    assert isinstance(device_of(torch.device("cpu")), CpuDevice)
-
-
-@pytest.mark.gpu
-def test_cuda_is_another_platform() -> None:
-    assert isinstance(device_of(torch.device("cuda")), CudaDevice)
+    device = device_of(torch.device(request.param))
+    assert isinstance(device, CudaDevice if request.param == "cuda" else CpuDevice)
+    return device
 
 
 def test_a_host_copy_has_what_the_tensor_held_when_it_was_asked_for(device: Device) -> None:

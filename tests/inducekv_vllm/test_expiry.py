@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, check_bundle, read_bundle, with_entries, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.passes import make_injection_spec
-from inducekv_vllm.errors import BundleError
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
-from tests.inducekv_vllm.bundles import d, older, random_bundle, random_gate, random_gated_bundle
+from selector.update.forget import without_entries
+from tests.inducekv_vllm.bundles import d, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
@@ -34,93 +32,32 @@ def index(bundle: Bundle, tmp_path: Path) -> MemoryIndex:
     return MemoryIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"), str(tmp_path / "b.safetensors"))
 
 
-class TestFormat:
-    def test_dates_come_back(self, tmp_path: Path) -> None:
-        record = EntryRecord(id="x", task="t", source_digest="ab", created_at=MADE, expires_at=LATE)
-        bundle = older(random_bundle(1, entries=(record,)))
-        write_bundle(bundle, tmp_path / "b.safetensors")
-        assert read_bundle(tmp_path / "b.safetensors").metadata.entries == (record,)
-        stored = json.loads(bundle.metadata.model_dump_json())
-        assert stored["format_version"] == 5
-        assert stored["entries"] == [
-            {
-                "id": "x",
-                "task": "t",
-                "source_digest": "ab",
-                "created_at": "2026-01-01T00:00:00Z",
-                "expires_at": "2026-01-21T00:00:00Z",
-            }
-        ]
-
-    def test_a_bundle_without_dates_is_as_it_was(self) -> None:
-        bundle = older(random_bundle())
-        assert bundle.metadata.format_version == 1
-        assert json.loads(bundle.metadata.model_dump_json())["entries"][0].keys() == {"id", "task", "source_digest"}
-        dated = expiring(bundle, {"e1": LATE})
-        assert dated.digest != bundle.digest
-        assert expiring(dated, {}).digest == bundle.digest
-
-    def test_every_date_changes_the_digest(self) -> None:
-        digests = {expiring(random_bundle(), {"e1": date}).digest for date in (EARLY, LATE)}
-        digests |= {expiring(random_bundle(), {"e2": EARLY}).digest, random_bundle().digest}
-        assert len(digests) == 4
-
-    @pytest.mark.parametrize(
-        "date",
-        [
-            0,
-            "2026-01-01",
-            "2026-01-01T00:00:00",
-            "2026-01-01T00:00:00+02:00",
-            "2026-01-01T00:00:00.5Z",
-            "0001-01-01T00:00:00+23:59",
-            "x" * 10000,
-            [],
-            True,
-        ],
+def test_dates_come_back_and_change_the_digest(tmp_path: Path) -> None:
+    record = EntryRecord(id="x", task="t", source_digest="ab", created_at=MADE, expires_at=LATE)
+    bundle = random_bundle(1, entries=(record,))
+    write_bundle(bundle, tmp_path / "b.safetensors")
+    assert read_bundle(tmp_path / "b.safetensors").metadata.entries == (record,)
+    assert (
+        '"created_at":"2026-01-01T00:00:00Z","expires_at":"2026-01-21T00:00:00Z"' in bundle.metadata.model_dump_json()
     )
-    def test_what_is_no_date(self, date: Any, tmp_path: Path) -> None:
-        bundle = expiring(random_bundle(), {"e0": LATE})
-        text = bundle.metadata.model_dump_json().replace('"2026-01-21T00:00:00Z"', json.dumps(date))
-        with pytest.raises(ValueError, match=r"entries\.0\.expires_at"):
-            type(bundle.metadata).model_validate_json(text)
 
-    def test_dates_need_version_5_and_the_other_way_round(self) -> None:
-        bundle = older(random_bundle())
-        dated = expiring(bundle, {"e0": LATE})
-        for wrong, found in ((bundle, 5), (dated, 1)):
-            metadata = wrong.metadata.model_copy(update={"format_version": found})
-            with pytest.raises(BundleError, match=f"is format version {6 - found}, found {found}"):
-                check_bundle(Bundle(**wrong.tensors(), metadata=metadata, signature=None), "b")
-
-    def test_times_elsewhere_are_refused(self) -> None:
-        elsewhere = datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=2)))
-        with pytest.raises(ValueError, match="in UTC"):
-            EntryRecord(id="x", task="t", source_digest="ab", expires_at=elsewhere)
+    dates: list[dict[str, datetime]] = [{}, {"e1": EARLY}, {"e1": LATE}, {"e2": EARLY}]
+    assert len({expiring(random_bundle(), each).digest for each in dates}) == 4
+    assert expiring(expiring(random_bundle(), {"e1": LATE}), {}).digest == random_bundle().digest
 
 
-def without(bundle: Bundle, ids: set[str]) -> Bundle:
-    """The same memory made without these entries: an independent reference for what an expired entry leaves."""
-    metadata = bundle.metadata
-    rows = [row for row, entry in enumerate(metadata.entries) if entry.id not in ids]
-    entries = tuple(metadata.entries[row] for row in rows)
-    tasks = {entry.task for entry in entries}
-    gate = bundle.gate
-    if gate is not None:
-        kept = [row for row, task in enumerate(gate.tasks) if task in tasks]
-        tasks_left = tuple(gate.tasks[row] for row in kept)
-        gate = replace(gate, weights=gate.weights[kept], thresholds=gate.thresholds[kept], tasks=tasks_left)
-    return random_bundle(
-        len(rows),
-        retrieval_keys=bundle.retrieval_keys[rows],
-        payload_keys=bundle.payload_keys[:, rows],
-        payload_values=bundle.payload_values[:, rows],
-        entries=entries,
-        weighting=metadata.weighting,
-        recipe=metadata.recipe,
-        budget=metadata.budget,
-        gate=gate,
-    )
+@pytest.mark.parametrize(
+    "date",
+    [
+        *(0, True, [], "x" * 10000, "2026-01-01", "2026-01-01T00:00:00", "2026-01-01T00:00:00.5Z"),
+        *("2026-01-01T00:00:00+02:00", "0001-01-01T00:00:00+23:59"),
+    ],
+)
+def test_what_is_no_date(date: Any) -> None:
+    bundle = expiring(random_bundle(), {"e0": LATE})
+    text = bundle.metadata.model_dump_json().replace('"2026-01-21T00:00:00Z"', json.dumps(date))
+    with pytest.raises(ValueError, match=r"entries\.0\.expires_at"):
+        type(bundle.metadata).model_validate_json(text)
 
 
 def queries(count: int = 40) -> list[QueryFeatures]:
@@ -131,49 +68,35 @@ def queries(count: int = 40) -> list[QueryFeatures]:
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
-@pytest.mark.parametrize("gated", [False, True])
-def test_answers_are_those_of_a_bundle_without_the_expired_entries(
-    tmp_path: Path, gated: bool, top_k: int | None
+@pytest.mark.parametrize("plain", [random_bundle(), random_gated_bundle()], ids=["plain", "gated"])
+def test_answers_are_those_after_the_expired_entries_were_forgotten(
+    tmp_path: Path, plain: Bundle, top_k: int | None
 ) -> None:
     """Before, between and after the dates: entries, weights, and the gate's task."""
-    plain = random_gated_bundle() if gated else random_bundle()
     memory = index(expiring(plain, {"e0": EARLY, "e2": LATE, "e4": LATE}), tmp_path)
-    for now, gone in (
-        (MADE, set()),
-        (EARLY, {"e0"}),
-        (LATE - timedelta(seconds=1), {"e0"}),
-        (LATE, {"e0", "e2", "e4"}),
-    ):
-        reference = index(without(plain, gone), tmp_path)
+    for now, gone in ((MADE, []), (EARLY, [0]), (LATE - timedelta(seconds=1), [0]), (LATE, [0, 2, 4])):
+        reference = index(without_entries(plain, gone), tmp_path)
         for query in queries():
             found, expected = memory.lookup(query, top_k, now), reference.lookup(query, top_k)
             assert found.num_expired == len(gone)
-            assert (found.gate_decision and found.gate_decision.task) == (
-                expected.gate_decision and expected.gate_decision.task
-            )
+            tasks = [lookup.gate_decision and lookup.gate_decision.task for lookup in (found, expected)]
+            assert tasks[0] == tasks[1]
             assert (found.retrieval is None) == (expected.retrieval is None)
             if found.retrieval is not None and expected.retrieval is not None:
                 ids = [memory.entries[i].id for i in found.retrieval.entries]
                 assert ids == [reference.entries[i].id for i in expected.retrieval.entries]
                 np.testing.assert_array_equal(found.retrieval.weights, expected.retrieval.weights)
-                assert not set(ids) & gone
 
 
 def test_a_task_whose_entries_have_all_expired_is_closed_to(tmp_path: Path) -> None:
     weights = torch.tensor([[1.0], [2.0]]).expand(2, 8)  # every request has evidence for both, and more for b
     plain = random_gated_bundle(gate=random_gate(weights=weights, thresholds=torch.full((2,), 1e-3)))
-    memory = index(expiring(plain, {"e2": EARLY, "e4": EARLY}), tmp_path)  # all of task b
-    task_b = {entry.id for entry in memory.entries if entry.task == "b"}
-    memory = index(expiring(plain, dict.fromkeys(task_b, EARLY)), tmp_path)
-    before, after = (memory.lookup(queries()[0], None, now).gate_decision for now in (MADE, EARLY))
-    assert before is not None
-    assert after is not None
-    assert (before.task, after.task) == ("b", "a")
-    memory = index(expiring(plain, dict.fromkeys((e.id for e in memory.entries), EARLY)), tmp_path)
-    last = memory.lookup(queries()[0], None, EARLY)
-    assert last.retrieval is None
-    assert last.gate_decision is not None
-    assert last.gate_decision.task is None
+    entries = plain.metadata.entries
+    dates = {entry.id: EARLY if entry.task == "b" else LATE for entry in entries}
+    memory = index(expiring(plain, dates), tmp_path)
+    decisions = [memory.lookup(queries()[0], None, now).gate_decision for now in (MADE, EARLY, LATE)]
+    assert [decision and decision.task for decision in decisions] == ["b", "a", None]
+    assert memory.lookup(queries()[0], None, LATE).retrieval is None
 
 
 def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> None:
@@ -182,15 +105,6 @@ def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> 
     gone = memory.lookup(queries()[0], None, EARLY)
     assert (gone.retrieval, gone.gate_decision, gone.num_expired) == (None, None, 5)
     assert make_injection_spec(memory, gone, True, [1, 2, 3], set()) is None
-
-
-def test_the_remainder_does_not_count_expired_entries() -> None:
-    """Entries that were not retrieved stay in the softmax with alpha = 0; expired ones do not."""
-    retrieval = Retrieval(np.array([0, 2]), np.array([0.5, 0.5], dtype=np.float32))
-    options: dict[str, Any] = {"payload_tokens": 4, "num_entries": 5, "remainder": True}
-    left = page_terms(retrieval, "sqrt", num_expired=2, **options)
-    assert left.log_remainder == pytest.approx(np.log(4))
-    assert page_terms(retrieval, "sqrt", num_expired=3, **options).log_remainder == -np.inf
 
 
 def test_the_spec_of_a_request_says_how_many_have_expired(tmp_path: Path) -> None:

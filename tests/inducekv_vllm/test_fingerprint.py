@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.backbone.weights import NO_WEIGHTS, weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
 
@@ -30,63 +36,120 @@ def test_geometry_rope_and_norm_are_read(llava: Path, tmp_path: Path) -> None:
     assert (fingerprint.num_layers, fingerprint.num_kv_heads) == (3, 2)
     assert (fingerprint.head_dim, fingerprint.hidden_size) == (64, 96)
     assert fingerprint.rope == {"rope_theta": 10000.0, "rope_type": "default"}
-    assert fingerprint.norm == {"eps": 1e-6, "k_norm": True}
+    assert fingerprint.norm == {"eps": 1e-6}
 
     qwen = backbone_fingerprint(save_tiny_qwen3_vl(tmp_path / "qwen"))
     assert qwen.architecture == "Qwen3VLForConditionalGeneration/qwen3_vl_text"
     assert qwen.rope["mrope_section"] == [12, 10, 10]
 
     llama = backbone_fingerprint(save_tiny_llava(tmp_path / "llama", k_norm=False))
-    assert llama.norm["k_norm"] is False
-    assert len(fingerprint.differences(llama)) == 2  # architecture and norm
+    assert len(fingerprint.differences(llama)) == 2  # architecture and weights
 
 
-def test_weights_do_not_enter(copy: Path, llava: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    assert backbone_fingerprint(copy) == backbone_fingerprint(llava)
-    assert backbone_fingerprint(str(copy)) == backbone_fingerprint(llava)
+def changed_json(path: Path, change: Callable[[Any], None], indent: int | None = None) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content, indent=indent))
 
 
-def test_no_random_number_is_drawn(llava: Path) -> None:
+def test_how_it_is_stored_does_not_matter(copy: Path, llava: Path) -> None:
+    """The order within the tokenizer's file does not; and no random number is drawn."""
     before = torch.get_rng_state()
-    backbone_fingerprint(llava)
+
+    def reverse(content: Any) -> None:
+        content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
+
+    changed_json(copy / "tokenizer.json", reverse, indent=7)
+    assert backbone_fingerprint(copy) == backbone_fingerprint(str(copy)) == backbone_fingerprint(llava)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_tokenizers_file_format_does_not_matter(copy: Path, llava: Path) -> None:
-    path = copy / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
-    path.write_text(json.dumps(content, indent=7))
+def test_a_fine_tune_is_another_backbone(copy: Path, llava: Path) -> None:
+    """Also if it has changed a single matrix."""
+    assert backbone_fingerprint(str(copy)) == backbone_fingerprint(llava)
+    weights = load_file(copy / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.self_attn.o_proj.weight"))
+    weights[name] += 1e-3
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    (line,) = backbone_fingerprint(copy).differences(backbone_fingerprint(llava))
+    assert line.startswith("weights_digest")
+
+
+def test_how_a_checkpoint_is_divided_into_files_does_not_matter(copy: Path, llava: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(weights, reverse=True)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: weights[name] for name in held}, copy / file)
+    assert backbone_fingerprint(copy) == backbone_fingerprint(llava)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"lora": torch.ones(2)}, copy / "adapter_model.safetensors")
     assert backbone_fingerprint(copy) == backbone_fingerprint(llava)
 
 
-def test_a_changed_vocabulary_is_another_backbone(copy: Path, llava: Path) -> None:
-    path = copy / "tokenizer.json"
-    content = json.loads(path.read_text())
+def test_weights_that_cannot_be_told_apart_are_refused(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    assert backbone_fingerprint(copy).weights_digest == NO_WEIGHTS
+    torch.save(weights, copy / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match=r"expected weights in safetensors files, .* found pytorch_model\.bin"):
+        backbone_fingerprint(copy)
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    with pytest.raises(UnsupportedModel, match=r"cannot read the weights: FileNotFoundError"):
+        backbone_fingerprint(copy)
+
+
+@pytest.mark.slow
+def test_sixteen_gigabytes_take_no_time(copy: Path) -> None:
+    """Four shards of 4 GB with 64 matrices each, in sparse files."""
+    (copy / "model.safetensors").unlink()
+    size = 2**26
+    for shard in range(4):
+        spans = {f"layers.{shard}.{i}": [i * size, (i + 1) * size] for i in range(64)}
+        tensors = {name: {"dtype": "BF16", "shape": [4096, 8192], "data_offsets": at} for name, at in spans.items()}
+        header = json.dumps(tensors).encode()
+        with (copy / f"model-{shard}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + 64 * size)
+    began = time.perf_counter()
+    digest = weights_digest(copy)
+    seconds = time.perf_counter() - began
+    print(f"16 GB: {seconds:.3f} s")
+    with (copy / "model-2.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert weights_digest(copy) != digest
+    for shard in copy.glob("*.safetensors"):
+        shard.unlink()
+    assert seconds < 5
+
+
+def swap(content: Any) -> None:
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(content))
-    (line,) = backbone_fingerprint(copy).differences(backbone_fingerprint(llava))
-    assert line.startswith("tokenizer_digest")
 
 
-def test_a_changed_chat_template_is_another_backbone(copy: Path, llava: Path) -> None:
-    path = copy / "chat_template.jinja"
-    path.write_text(path.read_text() + " ")
-    (line,) = backbone_fingerprint(copy).differences(backbone_fingerprint(llava))
-    assert line.startswith("tokenizer_digest")
+def setting(key: str, value: float) -> Callable[[Path], None]:
+    def change(content: Any) -> None:
+        content["text_config"][key] = value
+        content["text_config"].pop("layer_types", None)
+
+    return lambda folder: changed_json(folder / "config.json", change)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "field"), [("rms_norm_eps", 1e-5, "norm"), ("num_hidden_layers", 4, "num_layers")]
+    ("change", "field"),
+    [
+        (lambda folder: changed_json(folder / "tokenizer.json", swap), "tokenizer_digest"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("another"), "tokenizer_digest"),
+        (setting("rms_norm_eps", 1e-5), "norm"),
+        (setting("num_hidden_layers", 4), "num_layers"),
+    ],
 )
-def test_a_changed_setting_is_another_backbone(copy: Path, llava: Path, key: str, value: float, field: str) -> None:
-    path = copy / "config.json"
-    config = json.loads(path.read_text())
-    config["text_config"][key] = value
-    config["text_config"].pop("layer_types", None)
-    path.write_text(json.dumps(config))
+def test_what_makes_another_backbone(copy: Path, llava: Path, change: Callable[[Path], None], field: str) -> None:
+    change(copy)
     (line,) = backbone_fingerprint(copy).differences(backbone_fingerprint(llava))
     assert line.startswith(field)
 
@@ -94,8 +157,6 @@ def test_a_changed_setting_is_another_backbone(copy: Path, llava: Path, key: str
 def test_folders_that_hold_no_model(tmp_path: Path, copy: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no such model folder"):
         backbone_fingerprint(tmp_path / "nothing")
-    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
-        backbone_fingerprint(tmp_path)
     (copy / "config.json").write_text("{")
     with pytest.raises(UnsupportedModel, match="cannot load"):
         backbone_fingerprint(copy)

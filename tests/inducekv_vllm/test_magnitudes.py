@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from inducekv_vllm.bundle import Bundle, MagnitudeLimits, check_magnitudes, magnitude_limits, write_bundle
 from inducekv_vllm.errors import BundleError, CapacityError
@@ -22,18 +21,9 @@ from tests.inducekv_vllm.parity import FEWER_PROCESSES, MemoryEngine, engine, gr
 # bfloat16 carries what float32 does; float16 takes minutes on a CPU.
 DTYPES = ("float32", pytest.param("float16", marks=pytest.mark.slow))
 FORMS = ("sqrt", "prior", "prompt-uniform", "prompt-prior", "generation-uniform")
-SIGNS = st.sampled_from(("plus", "minus", "mixed"))
+SIGNS = ("plus", "minus", "mixed")
 BEFORE: dict[str, list[Any]] = {}  # by dtype, what the base answered before anything else was served
 NO_LIMITS = MagnitudeLimits(value_gates=3e38, layer_bias=3e38, payload_values=65504.0, map_gain=65504.0**2)
-# What one bundle leaves behind stays for the next ones, so a failure cannot be made smaller.
-GENERATED = settings(
-    max_examples=4,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-ANY_SIGNS = st.fixed_dictionaries(dict.fromkeys(("gates", "bias", "values", "keys", "maps"), SIGNS))
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -95,24 +85,20 @@ def largest_bundle(made: Bundle, form: str, limits: MagnitudeLimits, signs: dict
     return remade(decoupled, value_gates=gates, **kept, **changes)
 
 
-@GENERATED
-@given(form=st.sampled_from(FORMS), signs=ANY_SIGNS, maps=st.booleans())
-def test_the_largest_bundle_that_loads_leaves_the_base_alone(
-    served: MemoryEngine, form: str, signs: dict[str, str], maps: bool
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("limited", [True, False])
+def test_the_largest_numbers_leave_the_base_alone(
+    served: MemoryEngine, limited: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that load; and without limits nothing that is not finite is left either."""
+    rng, limits = Random(form), magnitude_limits(dtype_of(served))
+    signs = {name: rng.choice(SIGNS) for name in ("gates", "bias", "values", "keys", "maps")}
+    if not limited:
+        limits = NO_LIMITS
+        monkeypatch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
     check_base_after(
-        served, largest_bundle(served.world.bundles["prior"], form, magnitude_limits(dtype_of(served)), signs, maps)
+        served, largest_bundle(served.world.bundles["prior"], form, limits, signs, maps=form != "prompt-prior")
     )
-
-
-@GENERATED
-@given(form=st.sampled_from(FORMS), signs=ANY_SIGNS, maps=st.booleans())
-def test_without_limits_nothing_that_is_not_finite_is_left_either(
-    served: MemoryEngine, form: str, signs: dict[str, str], maps: bool
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
-        check_base_after(served, largest_bundle(served.world.bundles["prior"], form, NO_LIMITS, signs, maps))
 
 
 def check_base_after(served: MemoryEngine, bundle: Bundle) -> None:

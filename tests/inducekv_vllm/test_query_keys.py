@@ -2,91 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from inducekv_vllm.host.device import device_of
-from inducekv_vllm.workers.query_keys import KeyPassResult, QueryKeyAccumulator
+from inducekv_vllm.workers.query_keys import QueryKeyAccumulator
 
-CPU = torch.device("cpu")
+CPU = device_of(torch.device("cpu"))
 
 
 def _hidden(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens))
 
 
-def _accumulator(**options: Any) -> QueryKeyAccumulator:
-    return QueryKeyAccumulator(device_of(CPU), **options)
-
-
-def _key_pass(hidden: torch.Tensor, num_tokens: int, chunks: list[int]) -> KeyPassResult:
-    keys = _accumulator()
-    keys.start("r", "id", num_tokens)
-    for part in hidden.split(chunks):
-        assert keys.is_running("r")
-        keys.add("r", part)
-    assert not keys.is_running("r")
+def _check(keys: QueryKeyAccumulator, hidden: torch.Tensor) -> None:
+    """The key pass "id" is over, and is found once."""
+    assert not keys.any_running
     key = keys.pop("id")
     assert key is not None
     assert keys.pop("id") is None
-    return key
-
-
-def _check(key: KeyPassResult | None, hidden: torch.Tensor) -> None:
-    assert key is not None
     assert key.num_tokens == len(hidden)
-    assert (key.values.shape, key.values.dtype) == ((16,), torch.float32)
     expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
-    np.testing.assert_allclose(key.values.numpy(), expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(np.frombuffer(key.to_bytes(), np.float32), expected.numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [[50], [1, 2, 47], [20, 20, 10], [49, 1]])
-def test_the_key_does_not_depend_on_the_chunks(chunks: list[int]) -> None:
-    _check(_key_pass(_hidden(50), 50, chunks), _hidden(50))
-
-
-@pytest.mark.parametrize("chunks", [[12], [9, 3]])
-def test_generated_tokens_do_not_count(chunks: list[int]) -> None:
-    hidden = _hidden(12)
-    _check(_key_pass(hidden, 10, chunks), hidden[:10])
-
-
-def test_sums_are_float32_for_every_model_dtype() -> None:
-    hidden = (_hidden(3000) + 5).bfloat16()
-    key = _key_pass(hidden, 3000, [3000])
-    _check(key, hidden)
-    np.testing.assert_array_equal(np.frombuffer(key.to_bytes(), np.float32), key.values.numpy())
-
-
-def test_a_preempted_pass_starts_over() -> None:
-    hidden = _hidden(9)
-    keys = _accumulator()
-    keys.start("r", "id", 9)
-    keys.add("r", hidden[:5])
-    keys.restart("r")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "chunks"), [(50, [50]), (50, [1, 2, 47]), (50, [49, 1]), (10, [9, 3]), (10, [12])])
+def test_the_key_depends_on_neither_chunks_nor_preemption_nor_generated_tokens(
+    tokens: int, chunks: list[int], dtype: torch.dtype
+) -> None:
+    hidden, keys = (_hidden(sum(chunks)) + 5).to(dtype), QueryKeyAccumulator(CPU)
+    keys.start("r", "id", tokens)
+    keys.add("r", hidden[: tokens - 1])
+    keys.restart("r")  # it was preempted
     keys.restart("another")  # no key pass
-    keys.add("r", hidden)
-    _check(keys.pop("id"), hidden)
-    assert not keys.any_running
+    for part in hidden.split(chunks):
+        assert keys.is_running("r")
+        keys.add("r", part)
+    _check(keys, hidden[:tokens])
 
 
-def test_an_aborted_pass_leaves_no_key() -> None:
-    keys = _accumulator()
-    keys.start("r", "id", 9)
-    keys.add("r", _hidden(5))
-    keys.finish({"r", "unknown"})
-    assert not keys.any_running
-    assert keys.pop("id") is None
-
-
-def test_keys_that_nobody_fetches_are_dropped_oldest_first() -> None:
-    keys = _accumulator(max_pending=2)
+def test_what_nobody_fetches_is_dropped() -> None:
+    """Of aborted passes at once, of others oldest first."""
+    keys = QueryKeyAccumulator(CPU, max_pending=2)
+    keys.start("aborted", "aborted", 9)
+    keys.finish({"aborted", "unknown"})
     for name in "abc":
         keys.start(name, name, 1)
         keys.add(name, _hidden(1))
+    assert not keys.any_running
     assert keys.pending == 2
     assert keys.pop("a") is None
     assert keys.pop("c") is not None

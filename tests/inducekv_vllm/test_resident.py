@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.attention.page_allocator import PageAllocator, Region
+from inducekv_vllm.attention.ranges import Ranges, Region
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.pace import rest
-from inducekv_vllm.retrieval.page_terms import IntArray
 from inducekv_vllm.workers.resident import ResidentBundles
 
 
@@ -22,16 +21,16 @@ class Loader:
     """Loads that wait until they are let go; paths named "bad" fail."""
 
     def __init__(self) -> None:
-        self.allocator = PageAllocator(4, erase=self.erase)
+        self.ranges = Ranges(4, self.erase)
         self.let_go, self.begun = threading.Event(), threading.Event()
         self.may_erase = threading.Event()
         self.may_erase.set()
         self.threads: list[str] = []
-        self.erased: list[tuple[str, list[int]]] = []  # thread and tokens
+        self.erased: list[tuple[str, range]] = []  # thread and place
 
-    def erase(self, tokens: IntArray) -> None:
+    def erase(self, place: range) -> None:
         assert self.may_erase.wait(30)
-        self.erased.append((threading.current_thread().name, tokens.tolist()))
+        self.erased.append((threading.current_thread().name, place))
 
     def load(self, path: str, digest: str) -> Any:
         self.threads.append(threading.current_thread().name)
@@ -39,9 +38,7 @@ class Loader:
         assert self.let_go.wait(30)
         if path == "bad":
             raise BundleError("bad: no such file")
-        region = self.allocator.region()
-        region.allocate(2)
-        return SimpleNamespace(digest=digest, region=region, nbytes=7, gate=None)
+        return SimpleNamespace(digest=digest, region=self.ranges.allocate(2))
 
 
 @pytest.fixture
@@ -62,38 +59,40 @@ def wait(bundles: ResidentBundles, digest: str) -> Any:
     return bundles._bundles[digest].exception(30) or bundles[digest]
 
 
-def test_the_worker_goes_on_while_a_bundle_is_loaded(bundles: ResidentBundles, loader: Loader) -> None:
+def test_a_content_is_loaded_once_while_the_worker_goes_on(bundles: ResidentBundles, loader: Loader) -> None:
     bundles.begin("a", "A")
     assert loader.begun.wait(30)
     assert bundles.outcome("A") is None
     assert "A" not in bundles
+    bundles.begin("a", "A")
     loader.let_go.set()
     assert wait(bundles, "A").digest == "A"
+    bundles.begin("a", "A")
     assert bundles.outcome("A") is bundles["A"]
     assert bundles.loaded.keys() == {"A"}
+    assert len(loader.threads) == 1
     assert threading.current_thread().name not in loader.threads
 
 
-def test_a_content_is_loaded_once(bundles: ResidentBundles, loader: Loader) -> None:
-    loader.let_go.set()
-    for _ in range(3):
-        bundles.begin("a", "A")
-        wait(bundles, "A")
-    assert len(loader.threads) == 1
-
-
-def test_a_failure_is_reported_until_the_next_attempt(bundles: ResidentBundles, loader: Loader) -> None:
+def test_a_failure_is_reported_until_the_next_attempt_and_leaves_nothing(
+    bundles: ResidentBundles, loader: Loader
+) -> None:
     loader.let_go.set()
     bundles.begin("bad", "A")
     wait(bundles, "A")
     for _ in range(2):  # ranks that are slower are asked again, and so is this one
         assert str(bundles.outcome("A")) == "bad: no such file"
     assert "A" not in bundles
+    failed = weakref.ref(bundles._bundles["A"])  # its error holds what had been read
+    assert bundles.unload("A")
+    assert bundles.is_erased("A")
+    gc.collect()
+    assert failed() is None
     bundles.begin("good", "A")
     assert wait(bundles, "A").digest == "A"
 
 
-def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundles, loader: Loader) -> None:
+def test_an_unload_also_ends_a_running_load(bundles: ResidentBundles, loader: Loader) -> None:
     bundles.begin("a", "A")
     assert loader.begun.wait(30)
     bundles.begin("b", "B")  # it waits for the first one, and never runs
@@ -103,44 +102,17 @@ def test_an_unload_frees_the_pages_also_of_a_running_load(bundles: ResidentBundl
     loader.let_go.set()
     bundles.begin("c", "C")
     wait(bundles, "C")  # after the first one has ended
-    assert loader.allocator.num_free == 2
+    assert loader.ranges.num_free == 2
     assert len(loader.threads) == 2
     assert bundles.unload("C")
     bundles.begin("d", "D")
-    wait(bundles, "D")  # after the pages of C are erased
-    assert loader.allocator.num_free == 2
+    wait(bundles, "D")  # after C is erased
+    assert loader.ranges.num_free == 2
     assert all(bundles.is_erased(digest) for digest in "ABC")
 
 
-def test_pages_that_a_request_still_holds_are_not_erased(bundles: ResidentBundles, loader: Loader) -> None:
-    loader.let_go.set()
-    bundles.begin("a", "A")
-    region = wait(bundles, "A").region
-    region.retain()
-    bundles.unload("A")
-    bundles.begin("b", "B")
-    wait(bundles, "B")
-    assert not bundles.is_erased("A")
-    region.release()
-    assert bundles.is_erased("A")
-    assert bundles.is_erased("A")
-    assert bundles.is_erased("never loaded")
-
-
-def test_a_load_that_failed_leaves_nothing_behind(bundles: ResidentBundles, loader: Loader) -> None:
-    """Its error holds what had been read."""
-    loader.let_go.set()
-    bundles.begin("bad", "A")
-    assert isinstance(wait(bundles, "A"), BundleError)
-    failed = weakref.ref(bundles._bundles["A"])
-    assert bundles.unload("A")
-    assert bundles.is_erased("A")
-    gc.collect()
-    assert failed() is None
-
-
 def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:
-    """It was loaded again, and unloaded again, while a request still read the first copy's pages."""
+    """It was loaded again, and unloaded again, while a request still read the first copy."""
     loader.let_go.set()
     bundles.begin("a", "A")
     first = wait(bundles, "A")
@@ -172,67 +144,56 @@ def test_the_request_that_ends_last_does_not_wait_for_the_erasure(bundles: Resid
     bundles.release(region)  # would wait for 30 s
     assert loader.erased == []
     assert not bundles.is_erased("A")
-    assert loader.allocator.num_free == 2
+    assert loader.ranges.num_free == 2
     loader.may_erase.set()
     bundles._thread.submit(lambda: None).result(30)
     assert bundles.is_erased("A")
-    assert loader.allocator.num_free == 4
-    ((thread, tokens),) = loader.erased
-    assert tokens == [0, 1]
+    assert loader.ranges.num_free == 4
+    ((thread, place),) = loader.erased
+    assert place == range(2)
     assert thread == loader.threads[0] != threading.current_thread().name
 
 
-def test_a_load_that_waited_has_the_room_of_what_was_released_behind_it(
+def test_what_is_to_be_erased_is_erased_before_later_loads_and_before_the_end(
     bundles: ResidentBundles, loader: Loader
 ) -> None:
-    region = held_by_a_request(bundles, loader)
-    loader.let_go.clear()
-    loader.begun.clear()
-    bundles.begin("b", "B")
-    assert loader.begun.wait(30)
-    bundles.begin("c", "C")  # B and C take all four pages
-    bundles.release(region)
-    loader.let_go.set()
-    assert wait(bundles, "C").digest == "C"
-
-
-def test_what_is_to_be_erased_is_erased_before_the_end(bundles: ResidentBundles, loader: Loader) -> None:
     region = held_by_a_request(bundles, loader)
     bundles.begin("b", "B")
     wait(bundles, "B")
     loader.let_go.clear()
     loader.begun.clear()
-    bundles.begin("c", "C")  # it fails for want of room
-    assert loader.begun.wait(30)
-    bundles.begin("never", "D")
     bundles.unload("B")
+    bundles.begin("c", "C")
+    assert loader.begun.wait(30)
+    bundles.begin("d", "D")  # C and D take all four places
     bundles.release(region)
+    loader.let_go.set()
+    assert wait(bundles, "D").digest == "D"  # it had the room of what was released behind it
+    loader.let_go.clear()
+    loader.begun.clear()
+    bundles.begin("e", "E")  # it fails for want of room
+    assert loader.begun.wait(30)
+    bundles.begin("never", "F")
+    bundles.unload("C")
+    bundles.unload("D")
     threading.Timer(0.05, loader.let_go.set).start()
     bundles.close()
-    assert loader.allocator.num_free == 4
-    assert sorted(token for _, tokens in loader.erased for token in tokens) == [0, 1, 2, 3]
-    assert len(loader.threads) == 3  # D was never begun
+    assert loader.ranges.num_free == 4
+    assert len(loader.threads) == 5  # F was never begun
 
 
 def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inducekv_vllm.pace.PIECE_S", 0)  # every piece is long enough
     asked: list[str] = []
-
-    def is_busy() -> bool:
-        asked.append(threading.current_thread().name)
-        return False
+    ranges = Ranges(8, lambda place: rest())
 
     def load(path: str, digest: str) -> Any:
         rest()
-        region = allocator.region()
-        region.allocate(2)
-        return SimpleNamespace(region=region, gate=None)
+        return SimpleNamespace(region=ranges.allocate(2))
 
-    allocator = PageAllocator(8, erase=lambda tokens: rest())
-    bundles = ResidentBundles(load, is_busy)
+    bundles = ResidentBundles(load, lambda: asked.append(threading.current_thread().name) is not None)
     bundles.begin("a", "A")
     wait(bundles, "A")
-    assert asked == ["inducekv-load_0"]
     bundles.unload("A")
     bundles.close()
     assert asked == ["inducekv-load_0"] * 2

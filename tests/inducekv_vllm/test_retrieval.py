@@ -33,7 +33,7 @@ def brute_force(
 @pytest.mark.parametrize("top_k", [None, 1, 7, 64, 1000])
 @pytest.mark.parametrize("temperature", [0.01, 0.07, 3.0])
 def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: float) -> None:
-    keys, queries = unit_keys(64, 48, seed=1), unit_keys(5, 48, seed=2)
+    keys, queries = unit_keys(64, 48, seed=1).astype(np.float16), unit_keys(5, 48, seed=2)
     index = PrefixIndex(keys)
     for query in queries:
         expected = brute_force(keys, query, temperature, top_k)
@@ -47,10 +47,9 @@ def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: flo
 
 
 def test_ties_go_to_the_first_entry() -> None:
-    keys = np.repeat(unit_keys(1, 32, seed=3), 40, axis=0)
-    index = PrefixIndex(keys)
-    for top_k in (None, 1, 3, 17, 39):
-        retrieval = index.search(keys[0], 0.07, top_k)
+    index = PrefixIndex(np.repeat(unit_keys(1, 32, seed=3), 40, axis=0))
+    for top_k in (None, 1, 17):
+        retrieval = index.search(unit_keys(1, 32, seed=3)[0], 0.07, top_k)
         assert retrieval.entries.tolist() == list(range(top_k or 40))
         np.testing.assert_allclose(retrieval.weights, 1 / (top_k or 40), rtol=1e-6)
 
@@ -63,18 +62,7 @@ def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
     assert np.isfinite(retrieval.weights).all()
 
 
-def test_float16_keys_are_searched_in_float32() -> None:
-    keys = unit_keys(16, 32, seed=5).astype(np.float16)
-    query = unit_keys(1, 32, seed=6)[0]
-    expected = brute_force(keys, query, 0.07, 4)
-    np.testing.assert_allclose(PrefixIndex(keys).search(query, 0.07, 4).weights, list(expected.values()), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)],
-    ids=["flat", "B=0", "d=0", "NaN"],
-)
+@pytest.mark.parametrize("keys", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)])
 def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     with pytest.raises(ConfigError, match="retrieval keys"):
         PrefixIndex(keys)
@@ -84,14 +72,9 @@ def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     ("query", "temperature", "top_k", "problem"),
     [
         (np.ones(3), 0.07, None, "query key"),
-        (np.ones((1, 4)), 0.07, None, "query key"),
         (np.full(4, np.nan), 0.07, None, "query key"),
-        (np.ones(4), 0.0, None, "temperature"),
-        (np.ones(4), -1.0, None, "temperature"),
-        (np.ones(4), float("nan"), None, "temperature"),
-        (np.ones(4), float("inf"), None, "temperature"),
+        *((np.ones(4), temperature, None, "temperature") for temperature in (0.0, math.nan, math.inf)),
         (np.ones(4), 0.07, 0, "top_k"),
-        (np.ones(4), 0.07, -2, "top_k"),
     ],
 )
 def test_bad_queries(query: npt.NDArray[Any], temperature: float, top_k: int | None, problem: str) -> None:
@@ -134,28 +117,23 @@ def scene() -> Scene:
     return Scene(*(rng.standard_normal(shape) for shape in (8, (5, 8), (5, 8), (6, 3, 8), (6, 3, 8))))
 
 
-@pytest.mark.parametrize("top_k", [None, 2])
-def test_sqrt_terms_are_scaled_cache_tokens(scene: Scene, top_k: int | None) -> None:
-    """Eq. inject_rewrite: the memory's keys and values times sqrt(alpha), appended; left-out entries have alpha 0."""
+@pytest.mark.parametrize(("weighting", "top_k"), [("sqrt", None), ("sqrt", 2), ("prior", None)])
+def test_terms_are_scaled_cache_tokens_or_weigh_the_softmax(scene: Scene, weighting: str, top_k: int | None) -> None:
+    """Eq. inject_rewrite: the memory's keys and values times sqrt(alpha), appended; left-out entries have alpha 0.
+
+    With "prior" alpha multiplies the terms of the softmax instead.
+    """
     keys = unit_keys(6, 16, seed=8)
     retrieval = PrefixIndex(keys).search(keys[2], 0.3, top_k)
-    terms = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6, remainder=top_k is not None)
+    options: dict[str, Any] = {"weighting": weighting, "payload_tokens": 3, "num_entries": 6}
     alpha = np.zeros(6)
     alpha[retrieval.entries] = retrieval.weights
-    expected = scene.attention(scale=np.sqrt(alpha), weights=np.ones(6))
-    np.testing.assert_allclose(scene.injected(terms), expected, rtol=1e-6)
+    scale, weights = (np.sqrt(alpha), np.ones(6)) if weighting == "sqrt" else (np.ones(6), alpha)
+    expected = scene.attention(scale, weights)
+    found = scene.injected(page_terms(retrieval, **options, remainder=top_k is not None))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
     if top_k:
-        without = page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6)
-        assert not np.allclose(scene.injected(without), expected, rtol=1e-3)
-
-
-def test_prior_terms_weigh_the_softmax(scene: Scene) -> None:
-    keys = unit_keys(6, 16, seed=8)
-    retrieval = PrefixIndex(keys).search(keys[2], 0.3)
-    terms = page_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
-    alpha = np.zeros(6)
-    alpha[retrieval.entries] = retrieval.weights
-    np.testing.assert_allclose(scene.injected(terms), scene.attention(scale=np.ones(6), weights=alpha), rtol=1e-6)
+        assert not np.allclose(scene.injected(page_terms(retrieval, **options)), expected, rtol=1e-3)
 
 
 def test_prior_drops_entries_of_weight_zero() -> None:
@@ -166,15 +144,19 @@ def test_prior_drops_entries_of_weight_zero() -> None:
     assert page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
 
 
-def test_the_remainder_counts_the_tokens_left_out() -> None:
-    retrieval = Retrieval(np.array([3, 0]), np.array([0.75, 0.25], dtype=np.float32))
-    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=10, remainder=True)
-    assert terms.log_remainder == pytest.approx(math.log((10 - 2) * 8))
-    assert page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=10).log_remainder == -math.inf
-    all_retrieved = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=4, remainder=True)
-    assert all_retrieved.log_remainder == pytest.approx(math.log(16))
-    pair = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
-    assert page_terms(pair, "sqrt", payload_tokens=8, num_entries=2, remainder=True).log_remainder == -math.inf
+@pytest.mark.parametrize(
+    ("num_entries", "options", "left"),
+    [
+        (10, {"remainder": True}, 64),
+        (10, {"remainder": True, "num_expired": 3}, 40),  # entries that have expired are not in the softmax
+        (10, {}, 0),
+        (2, {"remainder": True}, 0),
+    ],
+)
+def test_the_remainder_counts_the_tokens_left_out(num_entries: int, options: dict[str, Any], left: int) -> None:
+    retrieval = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
+    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=num_entries, **options)
+    assert terms.log_remainder == pytest.approx(math.log(left) if left else -math.inf)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +167,7 @@ def test_the_remainder_counts_the_tokens_left_out() -> None:
         ([0, 1], [0.5, 0.5], {"payload_tokens": 0}, "payload_tokens"),
         ([0, 1], [0.5], {}, "k entries and k weights"),
         ([], [], {}, "k entries and k weights"),
-        ([0, 1, 2, 3, 4], [0.2] * 5, {}, "k entries and k weights"),
         ([0, 4], [0.5, 0.5], {}, "from 0 to 3"),
-        ([-1, 0], [0.5, 0.5], {}, "from 0 to 3"),
         ([1, 1], [0.5, 0.5], {}, "distinct"),
         ([0, 1], [0.5, np.nan], {}, "finite"),
         ([0, 1], [1.5, -0.5], {}, "not negative"),

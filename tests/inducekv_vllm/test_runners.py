@@ -103,10 +103,7 @@ def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine)
 
 
 def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_path: Path) -> None:
-    """Answers run while another bundle is loaded and unloaded, and while their own is unloaded.
-
-    Neither shares a payload with another one.
-    """
+    """Answers run while another bundle is loaded and unloaded, and while their own is unloaded."""
     llm, offline = served.offline.llm, served.offline
     own = world.bundles["other"]
     new = remade(own, payload_values=-own.payload_values)
@@ -150,7 +147,7 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
     merged = served.world.bundles["prior"]
     large = as_decoupled(merged, "prompt", map_rank=32)
     write_bundle(large, tmp_path / "large.safetensors")
-    size = r"its 12 entries take \d+ tokens, \d+ of 1024 are free"
+    size = r"its 12 entries take \d+ adjacent tokens; \d+ of 1024 are free, at most \d+ of them adjacent"
     with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 128"):
         served.offline.load_bundle(tmp_path / "large.safetensors")
     assert llm.collective_rpc("inducekv_stats")[0] == before

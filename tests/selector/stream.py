@@ -28,7 +28,7 @@ SMALL = ("--payload-tokens", "2", "--allow-worse", "--created", "2026-01-31")
 PAPER = ("--recipe", "paper", "--budget", "3", "--iterations", "2", "--inner-steps", "1", "--full-pool", *SMALL)
 FIXED = ("--beta", "0.5", "--gamma", "0.1")  # no grid search
 STEPS = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
-REFINED = ("--form", "merged", "--budget", "4", *STEPS)
+REFINED = ("--form", "merged", "--entries-per-task", "2", *STEPS)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def without_plots() -> Iterator[None]:
     def empty(*_: Any) -> str:
         return "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
 
-    with mock.patch.multiple("selector.report.page", bars=empty, curves=empty, histogram=empty):
+    with mock.patch.multiple("selector.report.page", bars=empty, curve=empty):
         yield
 
 

@@ -1,13 +1,19 @@
-"""The clients of the server that all HTTP tests share (tests/conftest.py)."""
+"""The clients of the server that all HTTP tests share (tests/conftest.py), and a bundle behind a gate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
+from inducekv_vllm.bundle import Bundle, write_bundle
+from tests.inducekv_vllm import parity
+from tests.inducekv_vllm.parity import Prompt, World, prompts
 from tests.server.http import Bundles
+
+GATED_TASKS = ("a", None, "b", None)  # what the gate of `gated_bundle` decides for each of `questions`
 
 
 @pytest.fixture
@@ -19,3 +25,26 @@ def client(server: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def bundles(server: str) -> Bundles:
     return Bundles(server)
+
+
+@pytest.fixture
+def server_folder(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's own: its log, state and audit log."""
+    (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
+    return log.parent
+
+
+@pytest.fixture(scope="session")
+def questions() -> list[Prompt]:
+    return prompts(4, seed=61)
+
+
+@pytest.fixture(scope="session")
+def gated_bundle(
+    world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Bundle, Path]:
+    """Open for the first and third question; the file is there to load."""
+    bundle = parity.gated_bundle(world, questions, GATED_TASKS)
+    path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
+    write_bundle(bundle, path)
+    return bundle, path

@@ -74,13 +74,14 @@ def make_tiny_world(folder: Path) -> World:
 def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load.
 
-    It sends its spans to `collector`.
+    It sends its spans to `collector`, and holds loads where a test wants it: see `HoldingWorker`.
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     kept = [f"--memory-state={log.parent / STATE}", f"--memory-audit-log={log.parent / AUDIT_LOG}"]
     kept += ["--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
+    arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]
     # An idle worker process waits in a loop that takes a core; here there is none.
     with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **SPANS}) as url:
         yield url

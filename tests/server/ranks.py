@@ -6,21 +6,10 @@ import time
 from pathlib import Path
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.worker import InduceKVWorker
 
-REFUSED_ENTRY = "refused-by-the-second-rank"  # id of an entry
 HELD_ENTRY = "held-by-the-worker"  # id of an entry
 HELD_S = 60.0  # a load is not held longer
-
-
-class HalfBrokenWorker(InduceKVWorker):  # type: ignore[valid-type, misc]
-    """Its second rank cannot load bundles with `REFUSED_ENTRY`."""
-
-    def _check(self, bundle: Bundle, path: str, digest: str) -> None:
-        if self.rank == 1 and _has(bundle, REFUSED_ENTRY):
-            raise CapacityError(f"{path}: refused by the test")
-        super()._check(bundle, path, digest)
 
 
 class HoldingWorker(InduceKVWorker):  # type: ignore[valid-type, misc]

@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from benchmarks.churn.changes import Admin, Span, meanwhile
-from benchmarks.churn.contents import BASE, ask_alone
-from benchmarks.churn.crowd import Crowd, Verdicts
-from benchmarks.churn.leaks import Held, InUse, drained, held_at_rest, in_use_at_rest
+from benchmarks.churn.crowd import BASE, Crowd, Verdicts, ask_alone
+from benchmarks.churn.leaks import Held, drained, held_at_rest, in_use, in_use_at_rest
 from inducekv_vllm.bundle import write_bundle
 from tests.inducekv_vllm.bundles import remade
 from tests.inducekv_vllm.parity import World, prompts
@@ -43,7 +42,7 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
         began = time.monotonic()
         for name, content in zip(KEPT, (sqrt, prior), strict=True):
             admin.names.spans[name] = [Span(content, asked=began, there=began)]
-        in_use = await InUse.on(client)
+        used = await in_use(client)
         for name, content in zip(CHANGED, (other, later), strict=True):
             await admin.load(name, content)
         alone = {BASE: BASE, "sqrt": sqrt, "prior": prior, "replaced": other, "reloaded": later}
@@ -54,7 +53,7 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
         before, preempted, loads = Held.by(server), preemptions(server), admin.loads
 
         replacing = admin.keep_replacing("replaced", [later, other], 0.2)
-        reloading = admin.keep_reloading("reloaded", [sqrt, later], 0.4)
+        reloading = admin.keep_replacing("reloaded", [sqrt, later], 0.4, unload=True)
         async with meanwhile(replacing, reloading):
             await crowd.ask(REQUESTS, CONCURRENCY, seed=2)
 
@@ -63,7 +62,7 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
         for name in CHANGED:
             bundles.unload(name)  # the last change may have left none
         bundles.wait_until_drained()
-        assert await in_use_at_rest(client, in_use) == in_use
+        assert await in_use_at_rest(client, used) == used
     assert not crowd.verdicts.faults
     assert crowd.verdicts.counts["right"] > REQUESTS / 2
     assert crowd.verdicts.counts["hung_up"] > 0

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, write_bundle
@@ -57,21 +56,14 @@ def forget(bundles: Bundles, name: str, **body: str) -> httpx.Response:
     return httpx.post(url, json={"name": name, **body}, headers=bundles.headers, timeout=60)
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The server's own: its log, state and audit log."""
-    (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
-    return log.parent
-
-
 def test_nothing_of_a_forgotten_entry_is_left(
-    world: World, bundles: Bundles, client: openai.OpenAI, folder: Path, tmp_path: Path
+    world: World, bundles: Bundles, client: openai.OpenAI, server_folder: Path, tmp_path: Path
 ) -> None:
     sought = patterns(world.backbone.fingerprint.hidden_size)
 
     def finds() -> set[str]:
         """What is in the server's files."""
-        files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+        files = [path.read_bytes() for path in server_folder.rglob("*") if path.is_file()]
         return {name for name, pattern in sought.items() if any(pattern in content for content in files)}
 
     whole = remade(world.bundles["other"], **marked(world.bundles["other"]))
@@ -89,7 +81,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
 
     assert bundles.load(NAME, tmp_path / "after.safetensors", replace=True).status_code == 200
     bundles.wait_until_drained()
-    assert (folder / STATE / f"{whole.digest}.safetensors").exists(), "the version before is kept for a rollback"
+    assert (server_folder / STATE / f"{whole.digest}.safetensors").exists(), "the version before is kept for a rollback"
     assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 200
 
     response = forget(bundles, NAME, expected_digest=after.digest)
@@ -97,7 +89,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
     assert response.json() == {"name": NAME, "digest": after.digest, "forgotten": [whole.digest], "in_use": []}
     assert finds() == {"kept payload", "kept key"}
 
-    assert not (folder / STATE / f"{whole.digest}.safetensors").exists()
+    assert not (server_folder / STATE / f"{whole.digest}.safetensors").exists()
     assert trace_at(f"{bundles.url}/v1", responses[0].id).status_code == 404
     url = f"{bundles.url}/v1/rollback_memory_bundle"
     response = httpx.post(url, json={"name": NAME}, headers={ADMIN_HEADER: ADMIN_KEY}, timeout=60)
@@ -107,11 +99,11 @@ def test_nothing_of_a_forgotten_entry_is_left(
     wait_until(lambda: not finds())
 
     def records_of_log() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder / AUDIT_LOG).read_text().splitlines()]
+        return [json.loads(line) for line in (server_folder / AUDIT_LOG).read_text().splitlines()]
 
     gone = {(whole.digest, True), (after.digest, True)}  # their tokens in the pool are overwritten
     wait_until(lambda: gone <= {(record.get("digest"), record.get("erased")) for record in records_of_log()})
-    verify(folder / AUDIT_LOG)
+    verify(server_folder / AUDIT_LOG)
     records = records_of_log()
     of_name = [(record["event"], record.get("digest")) for record in records if record.get("name") == NAME]
     answers = [("answer", whole.digest)] * 6
@@ -121,7 +113,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
     (answer,) = (record for record in records if record.get("request") == responses[0].id)
     assert answer["entries"] == {entry["id"]: entry["weight"] for entry in shown["entries"]}
     assert answer.keys() == {"n", "time", "event", "request", "by", "name", "digest", "task", "entries", "previous"}
-    text = (folder / AUDIT_LOG).read_text()
+    text = (server_folder / AUDIT_LOG).read_text()
     assert ADMIN_KEY not in text
     assert "Bearer" not in text
     assert asked[0].question not in text

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
-from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, gated_bundle, prompts
+from inducekv_vllm.bundle import Bundle
+from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
+from tests.server.conftest import GATED_TASKS
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 
-TASKS = ("a", None, "b", None)
-
 
 @pytest.fixture(scope="module")
-def questions() -> list[Prompt]:
-    return prompts(4, seed=61)
-
-
-@pytest.fixture(scope="module")
-def gated(
-    bundles: Bundles, world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bundle]:
-    """Served as "gated": open for the first and third prompt."""
-    bundle = gated_bundle(world, questions, TASKS)
-    path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
-    write_bundle(bundle, path)
+def gated(bundles: Bundles, gated_bundle: tuple[Bundle, Path]) -> Iterator[Bundle]:
+    """Served as "gated"."""
+    bundle, path = gated_bundle
     with bundles.loaded("gated", path):
         yield bundle
 
@@ -35,7 +25,7 @@ def gated(
 def test_answers_equal_the_reference_open_and_closed(
     client: openai.OpenAI, world: World, gated: Bundle, questions: list[Prompt]
 ) -> None:
-    for prompt, task in zip(questions, TASKS, strict=True):
+    for prompt, task in zip(questions, GATED_TASKS, strict=True):
         response = ask(client, "gated", prompt, extra_body=TRACED)
         assert response.model == "gated"
         assert deviation(world, response, prompt, gated) <= TOLERANCE
@@ -71,34 +61,3 @@ def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
         assert len(trace_of(response)["entries"]) == (2 if trace_of(response)["gate"]["open"] else 0)
         with pytest.raises(openai.BadRequestError, match="inducekv_unknown"):
             ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})
-
-
-def test_the_list_and_the_counters_show_the_gate(
-    client: openai.OpenAI, bundles: Bundles, server: str, gated: Bundle, questions: list[Prompt]
-) -> None:
-    cards = bundles.cards()
-    assert cards["gated"]["gate_tasks"] == ["a", "b"]
-    assert cards["gated"]["tasks"] == {"a": 6, "b": 6}
-    assert cards["sqrt"]["gate_tasks"] is None
-    assert trace_of(ask(client, "sqrt", questions[0], extra_body=TRACED))["gate"] is None
-
-    def counts() -> dict[str, float]:
-        lines = httpx.get(f"{server}/metrics").text.splitlines()
-        return {
-            line.partition("{")[2].rpartition("}")[0]: float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith("inducekv:requests_total{")
-        }
-
-    before = counts()
-    answers = [ask(client, "gated", prompt, max_tokens=1, extra_body=TRACED) for prompt in questions[:3]]
-    reason = trace_of(answers[1])["gate"]["closed"]
-    ask(client, "sqrt", questions[0], max_tokens=1)
-    after = counts()
-    assert {labels: count - before.get(labels, 0) for labels, count in after.items()} == {
-        **dict.fromkeys(before, 0.0),
-        'bundle="gated",gate="open",task="a"': 1.0,
-        'bundle="gated",gate="open",task="b"': 1.0,
-        f'bundle="gated",gate="{reason}",task=""': 1.0,
-        'bundle="sqrt",gate="none",task=""': 1.0,
-    }

@@ -1,27 +1,26 @@
-"""The versions of names: what is kept, what a restart finds, and what a failure at any moment leaves behind."""
+"""The versions of names in their folder: what is kept, whose files are left alone, and what a failure leaves behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle, read_bundle, write_bundle
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.errors import ConfigError
 from server.history import History, VersionRecord
 from tests.inducekv_vllm.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
 
 
-def push(history: History, name: str, bundle: Bundle, by: str = "admin") -> VersionRecord:
+def push(history: History, name: str, bundle: Bundle) -> VersionRecord:
     path = history.store(bundle, "/somewhere/b.safetensors")
-    record = history.record(bundle.digest, None, by, "/somewhere/b.safetensors", path)
+    record = history.record(bundle.digest, None, "admin", "/somewhere/b.safetensors", path)
     history.push(name, record)
     return record
 
@@ -46,35 +45,6 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path, 
     assert history.of("m") == ()
 
 
-def test_what_is_served_already_is_not_recorded_again() -> None:
-    history = History(keep=3)
-    first = push(history, "m", BUNDLES[0])
-    push(history, "m", BUNDLES[0], by="another")
-    assert history.of("m") == (first,)
-
-
-def test_a_restart_finds_the_names_their_versions_and_their_bytes(tmp_path: Path) -> None:
-    history = History(str(tmp_path / "state"), keep=2)
-    for bundle in BUNDLES[:3]:
-        push(history, "m", bundle)
-    push(history, "n", BUNDLES[2])
-    before = history.of("m"), history.of("n")
-    with pytest.raises(ConfigError, match="another server uses this state folder"):
-        History(str(tmp_path / "state"))
-    history.close()
-    again = History(str(tmp_path / "state"), keep=2)
-    assert (again.of("m"), again.of("n")) == before
-    for record in again.of("m"):
-        assert read_bundle(again.path(record)).digest == record.digest
-    # Nothing else is kept.
-    kept = {f"{bundle.digest}.safetensors" for bundle in BUNDLES[1:3]}
-    assert set(os.listdir(tmp_path / "state")) == kept | {"lock", "registry.json"}
-    again.close()
-    (tmp_path / "state").rename(tmp_path / "moved")
-    moved = History(str(tmp_path / "moved"))
-    assert read_bundle(moved.path(moved.of("m")[0])).digest == BUNDLES[2].digest
-
-
 def test_what_a_killed_server_left_unfinished_is_removed(tmp_path: Path) -> None:
     history = History(str(tmp_path))
     push(history, "m", BUNDLES[0])
@@ -97,11 +67,6 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, 
     assert (tmp_path / name).read_bytes() == content
 
 
-def test_an_empty_file_system_is_an_empty_folder(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-    push(History(str(tmp_path)), "m", BUNDLES[0])
-
-
 def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history = History(str(tmp_path), keep=1)
     push(history, "m", BUNDLES[0])
@@ -119,27 +84,6 @@ def test_what_no_server_has_written_stays_in_its_folder(tmp_path: Path, caplog: 
     push(again, "m", BUNDLES[2])  # and what was served goes
     added, gone = f"{BUNDLES[2].digest}.safetensors", f"{BUNDLES[0].digest}.safetensors"
     assert set(os.listdir(tmp_path)) == before - {gone} | {added}
-
-
-@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "empty"])
-def test_a_damaged_copy_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    history = History(str(tmp_path))
-    push(history, "m", BUNDLES[0])
-    copy = tmp_path / f"{BUNDLES[0].digest}.safetensors"
-    whole = copy.read_bytes()
-    if damage == "another bundle":
-        write_bundle(BUNDLES[1], copy)
-    else:
-        copy.write_bytes({"cut off": whole[:-1], "changed": whole[:-1] + bytes([whole[-1] ^ 1])}.get(damage, b""))
-    assert not history.is_whole(history.of("m")[0])
-    for _ in range(2):
-        assert history.store(BUNDLES[0], "/somewhere/b.safetensors") == str(copy)
-    assert copy.read_bytes() == whole
-    assert history.is_whole(history.of("m")[0])
-    assert (
-        len([message for message in caplog.messages if f"copy of digest {BUNDLES[0].digest} is damaged" in message])
-        == 1
-    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -165,24 +109,6 @@ def test_a_change_that_cannot_be_recorded_changes_nothing(
     assert digests(history, "m") == [1, 0]
 
 
-def test_without_a_folder_versions_stay_where_they_are() -> None:
-    history = History()
-    record = push(history, "m", BUNDLES[0])
-    assert history.path(record) == Path("/somewhere/b.safetensors")
-
-
-def test_a_bundle_with_task_adapters_stays_beside_them(tmp_path: Path) -> None:
-    metadata = BUNDLES[0].metadata
-    record = AdapterRecord(task="t", path="adapter", digest="d", rank=1)
-    routed = BUNDLES[0].__class__(
-        **BUNDLES[0].tensors(), metadata=metadata.model_copy(update={"task_adapters": (record,)})
-    )
-    history = History(str(tmp_path))
-    assert history.store(routed, "/far/b.safetensors") == "/far/b.safetensors"
-    kept = history.record(routed.digest, None, "admin", "/far/b.safetensors", "/far/b.safetensors")
-    assert history.path(kept) == Path("/far/b.safetensors")
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -200,29 +126,3 @@ def test_a_registry_that_cannot_be_read_is_named(tmp_path: Path, content: str, p
     with pytest.raises(ConfigError, match=re.escape(expected)):
         History(str(tmp_path))
     assert (tmp_path / "registry.json").read_text() == content
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_registry_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "registry.json")
-    with pytest.raises(ConfigError, match=r"registry.json: .* cannot be read: it is not an ordinary file"):
-        History(str(tmp_path))
-
-
-def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "no" / "such"):
-        with pytest.raises(ConfigError, match="cannot be used as a state folder"):
-            History(str(folder))
-
-
-def test_a_copy_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(str(tmp_path))
-
-    def fail(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(BundleError, match="No space left"):
-        history.store(BUNDLES[0], "/b")
-    assert os.listdir(tmp_path) == ["lock"]

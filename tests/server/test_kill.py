@@ -1,4 +1,4 @@
-"""kill -9 while bundles are swapped: of a server, its engine core, a worker, or a command that publishes.
+"""kill -9 while bundles are swapped: of a server, its engine core, or a worker.
 
 The next server serves what was acknowledged last.
 """
@@ -8,11 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,8 +19,6 @@ import pytest
 from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import read_bundle
 from tests.inducekv_vllm.parity import World
-from tests.selector.conftest import questions_about, write_task
-from tests.selector.stream import FIXED, PAPER, SELECT
 from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
 
@@ -64,36 +59,14 @@ class Swapping:
         assert not self._thread.is_alive()
 
 
-def arguments(world: World, state: Path, *more_roots: Path) -> list[str]:
-    roots = [part for root in (world.paths["sqrt"].parent, *more_roots) for part in ("--memory-root", str(root))]
-    return [str(world.model), "--served-model-name", "base", *roots, "--memory-state", str(state), *FLAGS]
+def arguments(world: World, state: Path) -> list[str]:
+    root = ["--memory-root", str(world.paths["sqrt"].parent)]
+    return [str(world.model), "--served-model-name", "base", *root, "--memory-state", str(state), *FLAGS]
 
 
 def process_of(log: Path, part: str) -> int:
     """The process that writes as this part of the server."""
     return int(log.read_text().partition(f"({part} pid=")[2].partition(")")[0])
-
-
-def publishing(path: Path, url: str) -> subprocess.Popen[str]:
-    """`inducekv-bundle publish`, which begins now: its imports are done."""
-    script = "import sys; from selector.cli.bundle import main; print(flush=True); sys.exit(main())"
-    command = [sys.executable, "-c", script, "publish", str(path), "--name", "m", "--to", url]
-    publisher = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}, text=True)
-    assert publisher.stdout is not None
-    publisher.stdout.readline()
-    return publisher
-
-
-def selecting(world: World, task: Path, output: Path, created: str, url: str) -> subprocess.Popen[bytes]:
-    """`inducekv-select --publish`: a small update, whose bundle is another one for each date."""
-    files = ["--model", str(world.model), "--task", str(task), "--output", str(output), "--publish", url]
-    command = [sys.executable, "-m", SELECT, *files, *PAPER, *FIXED, "--created", created]
-    return subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
-
-
-def nothing_half_written(state: Path, served: str) -> None:
-    assert (state / f"{served}.safetensors").is_file()
-    assert not list(state.glob("*.tmp*"))
 
 
 @pytest.mark.parametrize(
@@ -113,59 +86,5 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
         served = Bundles(url).cards()["m"]["digest"]
     # A change that was under way may have been recorded before its acknowledgement could be sent.
     assert served in {swapping.acknowledged[-1], swapping.asked[-1]}
-    nothing_half_written(state, served)
-
-
-def test_a_publisher_that_is_killed_leaves_one_version_or_the_other(world: World, tmp_path: Path) -> None:
-    """And the server goes on, takes the next one, and serves after a restart what it served before."""
-    state = tmp_path / "state"
-    digests = {name: read_bundle(world.paths[name]).digest for name in NAMES}
-    with serving(arguments(world, state), tmp_path / "first.log", ENVIRONMENT) as url:
-        bundles = Bundles(url)
-        assert bundles.load("m", world.paths["sqrt"]).is_success
-        # Where in its load the server is when the command dies.
-        moments = [("other", 0.0), ("prior", 0.03), ("sqrt", 0.1), ("prior", 0.3)]
-        ended: list[int] = []
-        for name, seconds in moments:
-            before = bundles.cards()["m"]["digest"]
-            publisher = publishing(world.paths[name], url)
-            time.sleep(seconds)
-            publisher.kill()
-            ended.append(publisher.wait())
-            assert bundles.cards()["m"]["digest"] in {before, digests[name]}
-        assert -signal.SIGKILL in ended
-        assert publishing(world.paths["other"], url).wait() == 0
-        served = bundles.cards()["m"]["digest"]
-        assert served == digests["other"]
-    with serving(arguments(world, state), tmp_path / "second.log", ENVIRONMENT) as url:
-        assert Bundles(url).cards()["m"]["digest"] == served
-    nothing_half_written(state, served)
-
-
-def test_a_selector_that_is_killed_while_it_publishes(world: World, tmp_path: Path) -> None:
-    """The server has one version or the other; the same command publishes what it has written."""
-    state, task = tmp_path / "state", write_task(tmp_path / "task", questions_about("colours", "Which colour?"))
-    with serving(arguments(world, state, tmp_path), tmp_path / "first.log", ENVIRONMENT) as url:
-        bundles = Bundles(url)
-        assert bundles.load("m", world.paths["sqrt"]).is_success
-        ended: list[int] = []
-        for number, seconds in enumerate((0.0, 0.02, 0.1, 0.5), 1):
-            before, output = bundles.cards()["m"]["digest"], tmp_path / str(number) / "m.safetensors"
-            output.parent.mkdir()
-            run = partial(selecting, world, task, output, f"2026-01-{number:02}", url)
-            selector = run()
-            while not output.exists() and selector.poll() is None:
-                time.sleep(0.002)
-            time.sleep(seconds)  # it writes its report, and publishes
-            selector.kill()
-            ended.append(selector.wait())
-            written = read_bundle(output).digest
-            assert written != before
-            assert bundles.cards()["m"]["digest"] in {before, written}
-            if ended[-1] != 0:
-                assert run().wait() == 0
-                assert bundles.cards()["m"]["digest"] == written
-        assert -signal.SIGKILL in ended
-    with serving(arguments(world, state, tmp_path), tmp_path / "second.log", ENVIRONMENT) as url:
-        assert Bundles(url).cards()["m"]["digest"] == written
-    nothing_half_written(state, written)
+    assert (state / f"{served}.safetensors").is_file()
+    assert not list(state.glob("*.tmp*"))

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import secrets
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 import vllm
-from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
-from inducekv_vllm.bundle import FORMAT_VERSIONS, Bundle, write_bundle
-from inducekv_vllm.errors import BundleError, UnknownBundle
-from inducekv_vllm.host.config import InduceKVConfig
-from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import Prompt, World, gated_bundle, prompts
+from inducekv_vllm.bundle import Bundle
+from tests.inducekv_vllm.parity import Prompt, World
 from tests.server.collector import Collector
 from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
-from tests.server.test_versions import Workers, begin
-
-TASKS = ("a", None, "b", None)
 
 
 class Metrics:
@@ -47,94 +36,72 @@ class Metrics:
         return {sample.name for sample in self.samples if sample.labels.get("bundle") == bundle}
 
 
-@pytest.fixture(scope="module")
-def questions() -> list[Prompt]:
-    return prompts(4, seed=71)
-
-
-@pytest.fixture(scope="module")
-def gated(world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
-    """Open for the first and third prompt."""
-    bundle = gated_bundle(world, questions, TASKS)
-    path = tmp_path_factory.mktemp("observed") / "observed.safetensors"
-    write_bundle(bundle, path)
-    return bundle, path
-
-
 class TestMetrics:
     def test_of_requests(
-        self, server: str, client: openai.OpenAI, bundles: Bundles, gated: tuple[Bundle, Path], questions: list[Prompt]
+        self,
+        server: str,
+        client: openai.OpenAI,
+        bundles: Bundles,
+        gated_bundle: tuple[Bundle, Path],
+        questions: list[Prompt],
     ) -> None:
-        with bundles.loaded("observed", gated[1]):
+        observer = client.with_options(api_key="observer")  # whose query keys are not cached
+        with bundles.loaded("observed", gated_bundle[1]):
             fresh = Metrics(server)
-            for verdict in (
-                {"gate": "open", "task": "a"},
-                {"gate": "open", "task": "b"},
-                {"gate": "outside", "task": ""},
-                {"gate": "below_threshold", "task": ""},
-            ):
-                assert fresh("requests_total", bundle="observed", **verdict) == 0
+            for gate, task in (("open", "a"), ("open", "b"), ("outside", ""), ("below_threshold", "")):
+                assert fresh("requests_total", bundle="observed", gate=gate, task=task) == 0
             margins, closed = [], []
             for prompt in (*questions, questions[0]):
-                trace = trace_of(ask(client, "observed", prompt, extra_body=TRACED, max_tokens=3))
+                trace = trace_of(ask(observer, "observed", prompt, extra_body=TRACED, max_tokens=3))
                 margins.append(max(trace["gate"]["margins"].values()))
                 closed.append(trace["gate"]["closed"])
-            seen = Metrics(server)
-            assert seen("requests_total", bundle="observed", gate="open", task="a") == 2
-            assert seen("requests_total", bundle="observed", gate="open", task="b") == 1
+            seen = partial(Metrics(server), bundle="observed")
+            assert seen("requests_total", gate="open", task="a") == 2
+            assert seen("requests_total", gate="open", task="b") == 1
             for reason in ("outside", "below_threshold"):
-                assert seen("requests_total", bundle="observed", gate=reason, task="") == closed.count(reason)
+                assert seen("requests_total", gate=reason, task="") == closed.count(reason)
             assert closed.count(None) == 3
-            sources = {
-                s: seen("query_keys_total", bundle="observed", source=s)
-                for s in ("computed", "cached", "shared", "none")
-            }
+            sources = {s: seen("query_keys_total", source=s) for s in ("computed", "cached", "shared", "none")}
             assert sources == {"computed": 4, "cached": 1, "shared": 0, "none": 0}
-            assert seen("key_pass_seconds_count", bundle="observed") == 4
+            assert seen("key_pass_seconds_count") == 4
             for every in ("retrieval_seconds", "answer_pass_seconds", "time_to_first_token_seconds", "gate_margin"):
-                assert seen(f"{every}_count", bundle="observed") == 5, every
-            assert seen("similarity_count", bundle="observed") == 3  # where the gate was open
-            opened = sum(margin >= 0 for margin in margins)
-            upto_0 = seen("gate_margin_bucket", bundle="observed", le="0.0")
-            assert (opened, upto_0) == (3, sum(margin <= 0 for margin in margins))
+                assert seen(f"{every}_count") == 5, every
+            assert seen("similarity_count") == 3  # where the gate was open
+            assert seen("gate_margin_bucket", le="0.0") == sum(margin <= 0 for margin in margins) == 2
             # The key pass is part of the time to the first token.
-            keys, first = (
-                seen(f"{n}_sum", bundle="observed") for n in ("key_pass_seconds", "time_to_first_token_seconds")
-            )
-            assert 0 < keys < first < keys + seen("answer_pass_seconds_sum", bundle="observed") + 1
-            assert seen("active_requests", bundle="observed") == 0
-            assert {seen("request_failures_total", bundle="observed", **{"pass": p}) for p in ("key", "answer")} == {0}
+            keys, first = (seen(f"{n}_sum") for n in ("key_pass_seconds", "time_to_first_token_seconds"))
+            assert 0 < keys < first < keys + seen("answer_pass_seconds_sum") + 1
+            assert seen("active_requests") == 0
+            assert {seen("request_failures_total", **{"pass": each}) for each in ("key", "answer")} == {0}
         assert Metrics(server).of("observed") == set()
 
     def test_of_bundles(self, server: str, bundles: Bundles, world: World) -> None:
         before = Metrics(server)
-        versions = {"version": inducekv_vllm.__version__, "vllm_version": vllm.__version__}
-        assert before("build_info", **versions) == 1
+        assert before("build_info", version=inducekv_vllm.__version__, vllm_version=vllm.__version__) == 1
+
+        def grown(metrics: Metrics, name: str, **labels: str) -> float:
+            return metrics(name, **labels) - before(name, **labels)
+
         with bundles.loaded("observed", world.paths["other"]):
             loaded, card = Metrics(server), bundles.cards()["observed"]
             assert loaded("bundle_info", bundle="observed", digest=world.bundles["other"].digest) == 1
             assert loaded("bundle_entries", bundle="observed") == card["entries"]
             assert loaded("resident_bytes", bundle="observed") == card["resident_bytes"]
-            assert loaded("pool_used_bytes") == before("pool_used_bytes") + card["resident_bytes"]
+            assert grown(loaded, "pool_used_bytes") == card["resident_bytes"]
             assert loaded("pool_used_bytes") < loaded("pool_bytes") == before("pool_bytes")
-            assert (
-                loaded("changes_total", change="load", outcome="done")
-                == before("changes_total", change="load", outcome="done") + 1
-            )
+            assert grown(loaded, "changes_total", change="load", outcome="done") == 1
             assert bundles.load("observed", world.paths["prior"]).status_code == 400
             assert bundles.load("observed", world.paths["prior"], replace=True).status_code == 200
             bundles.wait_until_drained()
             replaced = Metrics(server)
             assert replaced("bundle_info", bundle="observed") == 1  # there is one
             assert replaced("bundle_info", digest=world.bundles["prior"].digest, bundle="observed") == 1
-            assert replaced("pool_used_bytes") == before("pool_used_bytes")  # "prior" is resident once
-            refused = replaced("changes_total", change="load", outcome="refused")
-            assert refused == before("changes_total", change="load", outcome="refused") + 1
-            seconds = replaced("change_seconds_count", change="load")
-            assert seconds == before("change_seconds_count", change="load") + 2
+            assert grown(replaced, "pool_used_bytes") == 0  # "prior" is resident once
+            assert grown(replaced, "changes_total", change="load", outcome="refused") == 1
+            assert grown(replaced, "change_seconds_count", change="load") == 2
         after = Metrics(server)
         assert after.of("observed") == set()
-        assert after("pool_used_bytes") == before("pool_used_bytes")
+        assert grown(after, "pool_used_bytes") == 0
 
     def test_a_name_that_goes_while_requests_run_leaves_no_series(
         self, server: str, client: openai.OpenAI, bundles: Bundles, world: World, questions: list[Prompt]
@@ -150,117 +117,8 @@ class TestMetrics:
         assert ended.of("observed") == set()
         assert (ended("draining_versions"), ended("draining_requests")) == (0, 0)
 
-    @pytest.mark.anyio
-    async def test_of_what_runs_and_drains(self, tmp_path: Path) -> None:
-        write_bundle(random_bundle(), tmp_path / "b.safetensors")
-        registry = begin(InduceKVConfig(), Workers())
-        await registry.load("draining", str(tmp_path / "b.safetensors"))
-
-        def values() -> dict[str, float | None]:
-            names = ("draining_versions", "draining_requests", "pool_used_bytes")
-            return {name: REGISTRY.get_sample_value(f"inducekv:{name}") for name in names}
-
-        with registry.lease("draining") as lease, registry.lease("draining"):
-            assert lease.metrics is not None
-            with lease.metrics.active():
-                assert REGISTRY.get_sample_value("inducekv:active_requests", {"bundle": "draining"}) == 1
-                assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 1}
-                await registry.unload("draining")
-                assert values() == {"draining_versions": 1, "draining_requests": 2, "pool_used_bytes": 1}
-        assert values() == {"draining_versions": 1, "draining_requests": 0, "pool_used_bytes": 1}
-        await asyncio.gather(*registry._engine.background)
-        assert values() == {"draining_versions": 0, "draining_requests": 0, "pool_used_bytes": 0}
-
-
-def test_several_processes_share_their_metrics(tmp_path: Path) -> None:
-    """As with --api-server-count 2: one folder, and sums over processes; there, series end only with the server."""
-    code = """
-import os, sys
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from inducekv_vllm.engine import metrics
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.bundle import read_bundle
-from server.metrics import BUNDLE_INFO, RegistryMetrics
-from server.residency import Resident
-from server.version import Version
-memory = MemoryIndex.from_bundle(read_bundle(sys.argv[1]), sys.argv[1])
-for is_last in (False, True):
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    registry = RegistryMetrics()
-    registry.pointed("m", Version(memory, Resident(frozenset({0}), 7, 0), {}))
-    with registry.of_requests("m").active():
-        registry.of_requests("m").keyed("computed", 0.5)
-        if is_last:
-            registry.unloaded("m")
-            shared = CollectorRegistry()
-            multiprocess.MultiProcessCollector(shared)
-            print(generate_latest(shared).decode(), flush=True)
-    os._exit(0)
-"""
-    path = tmp_path / "b.safetensors"
-    write_bundle(random_bundle(), path)
-    (tmp_path / "metrics").mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
-    command = [sys.executable, "-W", "error::UserWarning:prometheus_client", "-c", code, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "has not been implemented" not in done.stderr
-    lines = done.stdout.splitlines()
-    assert 'inducekv:query_keys_total{bundle="m",source="computed"} 2.0' in lines
-    assert 'inducekv:key_pass_seconds_sum{bundle="m"} 1.0' in lines
-    (info,) = [line for line in lines if line.startswith("inducekv:bundle_info{")]
-    assert info.endswith(" 0.0")
-
 
 class TestState:
-    @pytest.fixture
-    def registry(self) -> Any:
-        return begin(InduceKVConfig(), Workers())
-
-    @pytest.mark.anyio
-    async def test_of_loads(self, registry: Any, tmp_path: Path) -> None:
-        path, damaged = tmp_path / "b.safetensors", tmp_path / "damaged.safetensors"
-        write_bundle(random_bundle(), path)
-        damaged.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(UnknownBundle):
-            registry.detail("m")
-
-        with pytest.raises(BundleError):
-            await registry.load("m", str(damaged), who="admin")
-        failed = registry.detail("m", is_admin=True)
-        assert (failed.state, failed.loading, failed.bundle, failed.failure.change) == ("failed", False, None, "load")
-        assert "truncated" in failed.failure.reason
-        assert registry.detail("m").failure.reason is None  # it has a path in it
-
-        load = asyncio.create_task(registry.load("m", str(path)))
-        await asyncio.sleep(0)
-        assert registry.detail("m").state == "loading"
-        await load
-        ready = registry.detail("m")
-        assert (ready.state, ready.loading, ready.failure) == ("ready", False, None)
-        assert ready.bundle == registry.list().data[0]
-
-        with pytest.raises(BundleError):
-            await registry.load("m", str(damaged), replace=True)
-        assert registry.detail("m").state == "ready"  # it goes on with what it has
-        assert registry.detail("m").failure.change == "load"
-
-    @pytest.mark.anyio
-    async def test_of_a_name_that_still_drains(self, registry: Any, tmp_path: Path) -> None:
-        write_bundle(random_bundle(), tmp_path / "b.safetensors")
-        await registry.load("m", str(tmp_path / "b.safetensors"))
-        with registry.lease("m"):
-            await registry.unload("m")
-            assert registry.detail("m").state == "draining"
-            await registry.load("other", str(tmp_path / "b.safetensors"))
-            with pytest.raises(UnknownBundle):
-                registry.detail("m")  # what it stood for has another name now
-            await registry.unload("other")
-        await asyncio.gather(*registry._engine.background)
-        with pytest.raises(UnknownBundle):
-            registry.detail("other")
-
     def test_over_http(self, server: str, bundles: Bundles, tmp_path: Path) -> None:
         url = f"{server}/v1/memory_bundles"
         detail = httpx.get(f"{url}/sqrt", headers=bundles.headers).json()
@@ -297,7 +155,6 @@ def test_the_server_says_its_versions(server: str) -> None:
     about = httpx.get(f"{server}/v1/memory_server").json()
     assert about["version"] == inducekv_vllm.__version__
     assert about["vllm_version"] == httpx.get(f"{server}/version").json()["version"]
-    assert about["bundle_formats"] == list(FORMAT_VERSIONS)
 
 
 class TestSpans:
@@ -313,12 +170,12 @@ class TestSpans:
         client: openai.OpenAI,
         bundles: Bundles,
         collector: Collector,
-        gated: tuple[Bundle, Path],
+        gated_bundle: tuple[Bundle, Path],
         questions: list[Prompt],
         traced: tuple[str, dict[str, str]],
     ) -> None:
         trace_id, headers = traced
-        with bundles.loaded("spanned", gated[1]):
+        with bundles.loaded("spanned", gated_bundle[1]):
             trace = trace_of(ask(client, "spanned", questions[2], extra_body=TRACED, extra_headers=headers))
         wait_until(lambda: len(collector.of_trace(trace_id)) == 3, seconds=20)
         (ours,) = [span for span in collector.of_trace(trace_id) if span.name == "inducekv_request"]
@@ -327,17 +184,9 @@ class TestSpans:
         assert [span.parent_id for span in passes] == [ours.span_id] * 2
         assert sorted("-key-" in span.attributes["gen_ai.request.id"] for span in passes) == [False, True]
         found = {name.removeprefix("inducekv."): value for name, value in ours.attributes.items()}
-        assert (found["bundle"], found["digest"]) == ("spanned", gated[0].digest)
+        assert (found["bundle"], found["digest"]) == ("spanned", gated_bundle[0].digest)
         assert (found["gate"], found["task"], found["key.source"]) == ("open", "b", trace["timings"]["key_source"])
         assert found["gate.margin"] == pytest.approx(trace["gate"]["margins"]["b"])
         assert found["entries"] == len(trace["entries"])
         assert 1e3 * found["key.seconds"] == pytest.approx(trace["timings"]["key_pass_ms"])
         assert not ours.is_error
-
-    def test_a_request_without_memory_has_vllms_span_alone(
-        self, client: openai.OpenAI, collector: Collector, questions: list[Prompt], traced: tuple[str, dict[str, str]]
-    ) -> None:
-        trace_id, headers = traced
-        ask(client, "base", questions[0], extra_headers=headers)
-        wait_until(lambda: bool(collector.of_trace(trace_id)), seconds=20)
-        assert [span.name for span in collector.of_trace(trace_id)] == ["llm_request"]

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from vllm.entrypoints.serve.engine.protocol import ModelCard
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.engine.two_pass import MemoryRequest
-from server.inspection import model_card
 from server.pins import ServedNames, unpinned
 
 DIGEST = "0123456789abcdef" * 4
@@ -22,16 +16,6 @@ def names() -> ServedNames:
     adapter = LoRARequest(lora_name="style", lora_int_id=1, lora_path=f"{DIGEST}")
     memory = MemoryRequest(lora_name="m", lora_int_id=2, lora_path=DIGEST, base_model_name="base")
     return ServedNames({"style": adapter, "m": memory})
-
-
-@pytest.mark.parametrize("digits", [12, 40, 64])
-def test_a_pinned_name_is_found_and_not_listed(names: ServedNames, digits: int) -> None:
-    model = f"m@{DIGEST[:digits]}"
-    assert model in names
-    for found in (names[model], names.get(model)):
-        assert isinstance(found, MemoryRequest)
-        assert (found.lora_name, found.lora_path, found.base_model_name) == (model, DIGEST, "base")
-    assert list(names) == ["style", "m"]
 
 
 @pytest.mark.parametrize(
@@ -49,19 +33,3 @@ def test_a_name_without_a_digest_is_not_pinned(names: ServedNames) -> None:
     assert unpinned("m") == ("m", "")
     assert unpinned("a/b@c") == ("a/b@c", "")
     assert unpinned(f"a@b@{DIGEST}") == ("a@b", DIGEST)
-
-
-@pytest.mark.anyio
-async def test_the_card_of_a_pinned_model(names: ServedNames) -> None:
-    async def listed() -> Any:
-        return SimpleNamespace(data=[ModelCard(id="base"), ModelCard(id="m", root=DIGEST, parent="base")])
-
-    models = SimpleNamespace(lora_requests=names, show_available_models=listed)
-    request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(openai_serving_models=models)))
-    for model in ("m", f"m@{DIGEST}", f"m@{DIGEST[:12]}"):
-        card = await model_card(model, request)
-        assert (card.id, card.root, card.parent) == (model, DIGEST, "base")
-    for unknown in (f"m@{'f' * 64}", f"base@{DIGEST}", f"n@{DIGEST}"):
-        answer = await model_card(unknown, request)
-        assert answer.status_code == 404
-        assert unknown in json.loads(answer.body)["error"]["message"]

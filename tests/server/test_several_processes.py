@@ -5,29 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, LoadTimeout, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, CapacityError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
 from server import followers as followers_module
 from server.access import Access, ChangeRefused
 from server.audit import AuditLog
 from server.first import handlers
 from server.followers import Followers
-from server.following import FollowingRegistry
+from server.peer_registry import PeerRegistry
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT
-from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers
+from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, models
 
 pytestmark = pytest.mark.anyio
 PROCESSES = 3
@@ -47,16 +44,6 @@ class Meeting(Workers):
         return await super().collective_rpc(method, args)
 
 
-def models() -> Any:
-    count = iter(range(1, 1000))
-    return SimpleNamespace(
-        lora_requests={},
-        lora_id_counter=SimpleNamespace(inc=lambda by: next(count)),
-        base_model_paths=[SimpleNamespace(name="base")],
-        is_base_model=lambda name: name == "base",
-    )
-
-
 class Processes:
     """The registries of all API processes of a server; the first one is at 0."""
 
@@ -69,9 +56,9 @@ class Processes:
         )
         # Nobody's bundles are loaded from elsewhere than the folder, whichever process is asked.
         self.access = Access([str(files)])
-        others = [FollowingRegistry(self.workers, models(), FINGERPRINT, rank, config) for rank in range(1, PROCESSES)]
+        others = [PeerRegistry(self.workers, models(), FINGERPRINT, rank, config) for rank in range(1, PROCESSES)]
         self.followers = others
-        self.all: list[BundleRegistry | FollowingRegistry] = [self.first, *others]
+        self.all: list[BundleRegistry | PeerRegistry] = [self.first, *others]
 
     async def start(self) -> None:
         start = self.first.start(handlers(self.first, self.access, self.audit))
@@ -179,15 +166,6 @@ async def test_a_refusal_is_the_same_everywhere_and_changes_nothing(processes: P
     assert await processes.first.show(is_admin=True) == before
 
 
-async def test_of_two_admins_at_two_processes_one_wins(processes: Processes) -> None:
-    loads = [processes.load(name, process, expected_digest=DIGEST["a"]) for name, process in (("b", 1), ("c", 2))]
-    won, lost = await asyncio.gather(*loads, return_exceptions=True)
-    if isinstance(won, Exception):
-        won, lost = lost, won
-    assert isinstance(lost, VersionConflict)
-    assert [DIGEST[name or ""] for name in processes.served()] == 3 * [won.digest]
-
-
 async def test_a_process_that_cannot_read_the_bundle_keeps_all_at_the_old_version(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,22 +184,6 @@ async def test_a_process_that_cannot_read_the_bundle_keeps_all_at_the_old_versio
     assert not any(record["event"] == "replace" for record in processes.recorded())
     await processes.load("b", 0)
     assert processes.served() == ["b", "b", "b"]
-
-
-async def test_a_change_that_cannot_be_recorded_reaches_nobody(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("inducekv_vllm.files.audit_chain.os.write", full)
-        for change in (processes.load("b", 2), processes.all[1].unload("m", who="admin")):
-            with pytest.raises(ValueError, match="No space left"):
-                await change
-    await processes.settled()
-    assert (processes.served(), processes.resident()) == (["a", "a", "a"], "a")
-    await asyncio.wait_for(asyncio.gather(*(each.may_begin() for each in processes.all)), 5)
 
 
 async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_one(processes: Processes) -> None:
@@ -268,55 +230,6 @@ async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(p
     assert [len(each._names.versions) for each in (processes.first, *processes.followers)] == [1, 1, 1]
 
 
-async def test_a_process_that_hangs_lets_the_change_fail_and_then_goes_on(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(followers_module, "PAUSE_S", 0.2)
-    goes_on = asyncio.Event()
-
-    async def hangs() -> None:
-        await goes_on.wait()
-
-    with monkeypatch.context() as patch:
-        patch.setitem(processes.followers[0]._first.handlers, "pause", hangs)  # type: ignore[arg-type]
-        with pytest.raises(LoadTimeout, match=r"API process 1 has not answered within 0\.2 s; nothing has changed"):
-            await processes.load("b", 0)
-        assert processes.served() == ["a", "a", "a"]
-        patch.setitem(processes.followers[0]._first.handlers, "active", hangs)  # type: ignore[arg-type]
-        with pytest.raises(RetryableRequestError, match=r"has not answered within 0\.2 s"):
-            await processes.all[2].show()
-        goes_on.set()
-    await processes.load("b", 1)
-    assert processes.served() == ["b", "b", "b"]
-
-
-async def test_a_load_that_takes_too_long_in_another_process_changes_nothing(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with started(files, load_timeout_s=0.3) as processes:
-        await processes.load("a", 0)
-        follower, goes_on = processes.followers[0], threading.Event()
-        read = follower._read
-
-        def late(name: str, path: str) -> Any:
-            goes_on.wait()
-            return read(name, path)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(follower, "_read", late)
-            with pytest.raises(LoadTimeout, match=r"took longer than 0\.3 s; nothing has changed"):
-                await processes.load("b", 2)
-            assert processes.served() == ["a", "a", "a"]
-            goes_on.set()
-            while len(follower._first._running) > 1:  # one waits for messages
-                await asyncio.sleep(0.01)
-        await processes.settled()
-        assert processes.resident() == "a"
-        assert set(follower._names.versions) == {DIGEST["a"]}
-        await processes.load("b", 1)
-        assert processes.served() == ["b", "b", "b"]
-
-
 async def test_while_a_process_is_behind_it_answers_nobody(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,27 +259,6 @@ async def test_while_a_process_is_behind_it_answers_nobody(
     assert processes.served() == ["b", "b", "b"]
 
 
-async def test_a_process_that_hangs_leaves_questions_unanswered(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """HTTP answers 503, whichever process is asked."""
-    monkeypatch.setattr(followers_module, "PAUSE_S", 0.1)
-    goes_on = asyncio.Event()
-
-    async def hang(**_: Any) -> None:
-        await goes_on.wait()
-
-    for asked in ("active", "traces"):
-        monkeypatch.setitem(processes.followers[1]._first.handlers, asked, hang)  # type: ignore[arg-type]
-    for each in processes.all[:2]:
-        for question in (each.show(), each.show_one("m"), each.traces("key", None, "r")):
-            with pytest.raises(RetryableRequestError, match="an API process has not answered") as refused:
-                await question
-            assert create_error_response(refused.value).error.code == 503
-    goes_on.set()
-    assert processes.served() == ["a", "a", "a"]
-
-
 async def test_without_the_first_process_bundles_are_refused(processes: Processes) -> None:
     follower = processes.followers[0]
     follower._first.close()
@@ -390,15 +282,6 @@ async def test_forgetting_reaches_every_process_before_it_is_acknowledged(proces
     assert forgotten == []  # it is kept for a rollback
     assert (await processes.all[1].forget("m", who="admin")).forgotten == [DIGEST["a"]]
     assert sorted(forgotten) == [(number, DIGEST["a"]) for number in range(PROCESSES)]
-
-
-async def test_a_trace_is_found_whichever_process_is_asked(processes: Processes) -> None:
-    trace = {"bundle": "m", "digest": DIGEST["a"]}
-    kept = {("key", None, "r"): [trace]}
-    processes.all[2].own_traces = lambda *asked: kept.get(asked, [])
-    for each in processes.all:
-        assert await each.traces("key", None, "r") == [trace]
-        assert await each.traces("other", None, "r") == []
 
 
 async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(files: Path) -> None:
@@ -432,33 +315,23 @@ async def test_all_restart_from_one_state_folder(files: Path, monkeypatch: pytes
     assert not any(folder.exists() for folder in made)
 
 
-class TestRanks:
-    """Of tensor parallelism: a load is done on all, or on none."""
+async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of tensor parallelism, of which the second has no room for b."""
+    one_rank = processes.workers.collective_rpc
 
-    @pytest.fixture
-    def broken(self, processes: Processes) -> set[str]:
-        """The digests that the second of two ranks cannot load."""
-        broken: set[str] = set()
-        one_rank = processes.workers.collective_rpc
+    async def two_ranks(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        (answer,) = await one_rank(method, args)
+        if method == "inducekv_load_outcome" and args[0] == DIGEST["b"]:
+            return [answer, {"ok": False, "error": "no room", "is_full": True}]
+        return [answer, answer]
 
-        async def two_ranks(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-            (answer,) = await one_rank(method, args)
-            if method == "inducekv_load_outcome" and args[0] in broken:
-                return [answer, {"ok": False, "error": "no room", "is_full": True}]
-            return [answer, answer]
-
-        processes.workers.collective_rpc = two_ranks  # type: ignore[method-assign]
-        return broken
-
-    @pytest.mark.parametrize("asked", range(PROCESSES))
-    async def test_one_that_fails_keeps_all_at_the_old_version(
-        self, processes: Processes, broken: set[str], asked: int
-    ) -> None:
-        broken.add(DIGEST["b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.workers, "collective_rpc", two_ranks)
         with pytest.raises(CapacityError, match="rank 1: no room"):
-            await processes.load("b", asked)
-        await processes.settled()
-        assert (processes.served(), processes.resident()) == (["a", "a", "a"], "a")
-        broken.clear()
-        await processes.load("b", asked)
-        assert processes.served() == ["b", "b", "b"]
+            await processes.load("b", 1)
+    await processes.settled()
+    assert (processes.served(), processes.resident()) == (["a", "a", "a"], "a")
+    await processes.load("b", 1)
+    assert processes.served() == ["b", "b", "b"]

@@ -9,14 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import RetryableRequestError
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
-from server.history import History
 from server.registry import BundleRegistry
 from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle
 
@@ -33,7 +29,6 @@ class Workers:
         self.resident: dict[str, str] = {}
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
-        self.shared_entries = 0  # of the bundles that are loaded next
 
     def get_num_unfinished_requests(self) -> int:
         return 0
@@ -51,41 +46,23 @@ class Workers:
         else:
             assert method == "inducekv_load_outcome"
             assert args[0] in self.resident
-        return [{"ok": True, "pages": [0], "page_bytes": 1, "shared_entries": self.shared_entries}]
+        return [{"ok": True, "resident_bytes": 1}]
 
 
-class StoppingEngine(Workers):
-    """Workers whose engine can be shut down, and that do not end a load while `holds`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holds = self.is_down = False
-        self.dead_error = EngineDeadError()
-        self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda *_, **__: None)
-
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
-        if self.is_down:
-            await asyncio.Event().wait()
-        answers = await super().collective_rpc(method, args)
-        return [None] if self.holds and method == "inducekv_load_outcome" else answers
-
-    def get_num_unfinished_requests(self) -> int:
-        return 0
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self.is_down = self.errored = True
-
-
-def begin(config: InduceKVConfig, workers: Any, stop: EngineStop | None = None) -> BundleRegistry:
-    """The registry of a server that starts."""
+def models() -> Any:
+    """Names of models, as vLLM has them."""
     count = iter(range(1, 1000))
-    models: Any = SimpleNamespace(
+    return SimpleNamespace(
         lora_requests={},
         lora_id_counter=SimpleNamespace(inc=lambda by: next(count)),
         base_model_paths=[SimpleNamespace(name="base")],
         is_base_model=lambda name: name == "base",
     )
-    return BundleRegistry(workers, models, FINGERPRINT, config, stop)
+
+
+def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:
+    """The registry of a server that starts."""
+    return BundleRegistry(workers, models(), FINGERPRINT, config)
 
 
 def served(registry: BundleRegistry, name: str = "m") -> str:
@@ -127,63 +104,6 @@ async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str])
     assert [type(outcome).__name__ for outcome in outcomes] == ["MemoryBundleCard", "VersionConflict"]
     assert served(registry) == "ba"
     assert await registry.unload("m", expected_digest=DIGEST["b"]) == DIGEST["b"]
-
-
-async def test_the_log_says_how_many_entries_were_shared(
-    files: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    workers = Workers()
-    registry = begin(InduceKVConfig(), workers)
-    with caplog.at_level("INFO"):
-        await registry.load("m", files["a"])
-        workers.shared_entries = 3
-        await registry.load("m", files["b"], replace=True)
-        await registry.load("n", files["b"])
-    lines = [line for line in caplog.messages if " shared, " in line]
-    counts = [line.partition(" entries (")[2].partition(")")[0] for line in lines]
-    assert counts == ["0 shared, 5 copied", "3 shared, 2 copied", "5 shared, 0 copied"]
-    assert f"replaced (digest before {DIGEST['a']}) by start" in lines[1]
-
-
-async def test_loads_end_with_the_engine(files: dict[str, str], tmp_path: Path) -> None:
-    """One is read by the workers when the server is told to stop, another waits for it, and a third comes later."""
-    engine = StoppingEngine()
-    stop = EngineStop(engine)  # type: ignore[arg-type]
-    stop.install()
-    registry = begin(InduceKVConfig(state=str(tmp_path / "state")), engine, stop)
-    await registry.load("m", files["a"])
-    engine.holds = True
-    loads = [asyncio.create_task(registry.load("m", files[name], replace=True)) for name in "bc"]
-    while DIGEST["b"] not in engine.resident:
-        await asyncio.sleep(0)
-    await asyncio.to_thread(engine.shutdown, timeout=0)
-    loads.append(asyncio.create_task(registry.load("n", files["c"])))
-    for outcome in await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), 10):
-        assert isinstance(outcome, RetryableRequestError)
-        assert "shutting down" in str(outcome)
-    assert served(registry) == "a"
-    registry._history.close()
-    assert [record.digest for record in History(str(tmp_path / "state")).of("m")] == [DIGEST["a"]]
-
-
-async def test_a_drain_waits_for_a_load(files: dict[str, str]) -> None:
-    engine = StoppingEngine()
-    stop = EngineStop(engine)  # type: ignore[arg-type]
-    stop.install()
-    registry = begin(InduceKVConfig(), engine, stop)
-    engine.holds = True
-    load = asyncio.create_task(registry.load("m", files["a"]))
-    while DIGEST["a"] not in engine.resident:
-        await asyncio.sleep(0)
-    ending = asyncio.create_task(asyncio.to_thread(engine.shutdown, timeout=60))
-    while not stop.requested:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    assert not load.done()
-    assert not ending.done()
-    engine.holds = False
-    assert (await asyncio.wait_for(load, 10)).digest == DIGEST["a"]
-    await asyncio.wait_for(ending, 10)
 
 
 async def test_rollback(registry: BundleRegistry, files: dict[str, str]) -> None:
@@ -257,12 +177,13 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
     assert {str(Path(path).parent) for path in workers.resident.values()} == {config.state}
     second._history.close()
 
-    third = begin(config.model_copy(update={"bundles": {}}), Workers())
+    (tmp_path / "state").rename(tmp_path / "moved")
+    third = begin(config.model_copy(update={"bundles": {}, "state": str(tmp_path / "moved")}), Workers())
     await third.start()
     assert {card.name for card in third.list().data} == {"moved", "m"}
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "gone"])
 async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -275,9 +196,12 @@ async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     first._history.close()
     copy = tmp_path / "state" / f"{DIGEST['b']}.safetensors"
     whole = copy.read_bytes()
-    copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
     if damage == "gone":
         copy.unlink()
+    elif damage == "another bundle":
+        shutil.copy(files["c"], copy)
+    else:
+        copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
 
     second = begin(config, Workers())
     await second.start()
@@ -287,28 +211,3 @@ async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     await second.load("m", files["b"], who="admin")
     assert served(second) == "ba"
     assert copy.read_bytes() == whole
-
-
-async def test_a_change_that_cannot_be_recorded_is_refused(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers = Workers()
-    registry = begin(InduceKVConfig(state=str(tmp_path / "state")), workers)
-    await registry.load("m", files["a"])
-
-    def fail(names: Any) -> None:
-        raise ConfigError("cannot write the registry")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(registry._history, "_commit", fail)
-        for change in (
-            registry.load("m", files["b"], replace=True),
-            registry.load("n", files["b"]),
-            registry.unload("m"),
-        ):
-            with pytest.raises(ConfigError, match="cannot write the registry"):
-                await change
-    await asyncio.gather(*registry._engine.background)
-    assert served(registry) == "a"
-    assert set(workers.resident) == {DIGEST["a"]}
-    assert {path.name for path in (tmp_path / "state").glob("*.safetensors")} == {f"{DIGEST['a']}.safetensors"}

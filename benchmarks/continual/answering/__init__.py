@@ -2,11 +2,10 @@
 
 plans       for each question: the untouched model or the artifact's, exemplars before it, or the answer itself
 offline     asks in this process;  http: asks servers
-answerer    the interface of both
+stored_answers    asks nothing twice
 """
 
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS, Answerer, AnsweringModel
 from benchmarks.continual.answering.offline import OfflineAnswerer, OfflineModel
-from benchmarks.continual.answering.plans import Ask, Plan, plan
+from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Answerer, AnsweringModel, Ask, Plan, plan
 
 __all__ = ["MAX_NEW_TOKENS", "Answerer", "AnsweringModel", "Ask", "OfflineAnswerer", "OfflineModel", "Plan", "plan"]

@@ -1,34 +1,75 @@
-"""Questions asked of a server: chat completions, greedy, a handful at once, the pictures inside the requests."""
+"""Questions asked of servers: chat completions, greedy, a handful at once, the pictures inside the requests.
+
+A bundle is loaded over InduceKV's own routes, an adapter over vLLM's. Both name a path.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
 from benchmarks.chat import messages_of
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
-from benchmarks.continual.answering.endpoint import (
-    LOADS,
-    SECONDS,
-    Endpoint,
-    EndpointFailed,
-    Loadable,
-    headers,
-    refusal,
-    unreachable,
-)
-from benchmarks.continual.answering.plans import Ask, Plan, plan
+from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Ask, Plan, plan
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.methods.method import Kind
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from selector.data.examples import Example
 
-CHAT_ROUTE = "/v1/chat/completions"
+Loadable = Literal["bundle", "adapter"]
+LOAD_ROUTES: Mapping[Loadable, str] = {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
+# What an artifact of each kind has to have loaded before it can answer.
+LOADS: Mapping[Kind, Loadable | None] = {
+    "none": None,
+    "exemplars": None,
+    "copier": None,
+    "bundle": "bundle",
+    "adapter": "adapter",
+    "gated_adapter": "adapter",
+    "gated_adapters": "adapter",
+}
+SECONDS = 300.0  # for any one request
 ATTEMPTS = 3  # to ask a question whose connection breaks
+
+
+class EndpointFailed(RuntimeError):
+    """A server is gone or refused a request; the message names it."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where questions are asked."""
+
+    url: str
+    model: str  # the name under which it serves the untouched model
+
+    def load(self, what: Loadable, path: Path) -> str:
+        """A new name under which what lies at `path` answers from now on. Raises EndpointFailed: it was refused."""
+        name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
+        adapter, bundle = {"lora_name": name, "lora_path": place}, {"name": name, "path": place, "replace": True}
+        self._post(LOAD_ROUTES[what], adapter if what == "adapter" else bundle)
+        return name
+
+    def unload(self, what: Loadable, name: str) -> None:
+        """Raises EndpointFailed: it does not answer, or refuses."""
+        field = "lora_name" if what == "adapter" else "name"
+        self._post(LOAD_ROUTES[what].replace("/load_", "/unload_"), {field: name})
+
+    def _post(self, route: str, body: dict[str, Any]) -> None:
+        headers = {ADMIN_HEADER: os.environ.get(ADMIN_KEY_VARIABLE, "")}
+        try:
+            response = httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=SECONDS)
+        except httpx.HTTPError as error:
+            raise EndpointFailed(unreachable(self.url, error)) from error
+        if response.is_error:
+            raise EndpointFailed(f"{self.url}{route}: {refusal(response)}")
 
 
 @dataclass(frozen=True)
@@ -45,9 +86,9 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class HttpAnswerer:
-    """Answers of endpoints."""
+    """Answers of servers."""
 
-    model: Path  # for the plans; the answers are the endpoints'
+    model: Path  # for the plans; the answers are the servers'
     endpoints: Endpoints
     concurrency: int = 16  # requests under way at once
 
@@ -57,13 +98,19 @@ class HttpAnswerer:
         if what is not None and artifact.path is not None:
             endpoint = self.endpoints.adapters if what == "adapter" else self.endpoints.plain
             loadable = LoadableArtifact(endpoint, what, state / artifact.path)
-        chosen = plan(artifact, state, self.model)
-        return HttpModel(chosen, self.endpoints.plain, loadable, self.concurrency)
+        return HttpModel(plan(artifact, state, self.model), self.endpoints.plain, loadable, self.concurrency)
+
+
+class Served(NamedTuple):
+    """A model as a request names it."""
+
+    url: str  # of its server
+    name: str
 
 
 @dataclass(frozen=True)
 class LoadableArtifact:
-    """An artifact that an endpoint loads and unloads."""
+    """An artifact that a server loads and unloads."""
 
     endpoint: Endpoint
     what: Loadable
@@ -76,15 +123,8 @@ class LoadableArtifact:
         try:
             yield Served(self.endpoint.url, name)
         finally:
-            with suppress(EndpointFailed):  # if the endpoint is gone, so is the artifact
+            with suppress(EndpointFailed):  # if the server is gone, so is the artifact
                 self.endpoint.unload(self.what, name)
-
-
-class Served(NamedTuple):
-    """A model as a request names it."""
-
-    url: str  # of its endpoint
-    name: str
 
 
 @dataclass(frozen=True)
@@ -99,18 +139,13 @@ class HttpModel:
     def answers(self, examples: Sequence[Example]) -> list[str]:
         """Loads what the questions need, asks them, and unloads it."""
         asks = self.plan.asks(examples)
-        with self.loaded(asks) as models:
-            return asyncio.run(self._ask_all(asks, models))
-
-    @contextmanager
-    def loaded(self, asks: Sequence[Ask]) -> Iterator[list[Served]]:
-        """The model of each question; inside, all of them are loaded."""
         with ExitStack() as stack:
             parts = {ask.adapter for ask in asks if ask.with_artifact}
             assert self.artifact is not None or not parts, "a plan asks the model of an artifact that has none"
             served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
             untouched = Served(self.untouched.url, self.untouched.model)
-            yield [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
+            models = [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
+            return asyncio.run(self._ask_all(asks, models))
 
     async def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]
@@ -125,7 +160,7 @@ class HttpModel:
         transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
         try:
             async with (
-                httpx.AsyncClient(transport=transport, headers=headers(), timeout=SECONDS) as client,
+                httpx.AsyncClient(transport=transport, timeout=SECONDS) as client,
                 asyncio.TaskGroup() as group,
             ):
                 for _ in range(self.concurrency):
@@ -141,7 +176,7 @@ async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
     for left in reversed(range(ATTEMPTS)):
         try:
-            response = await client.post(f"{model.url}{CHAT_ROUTE}", json=body)
+            response = await client.post(f"{model.url}/v1/chat/completions", json=body)
             break
         except httpx.HTTPError as error:
             # A server may close an idle connection just as it is used again; a greedy question can be asked twice.
@@ -150,3 +185,12 @@ async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
     if response.is_error:
         raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
     return (response.json()["choices"][0]["message"]["content"] or "").strip()
+
+
+def refusal(response: httpx.Response) -> str:
+    """The status and the beginning of what the server said."""
+    return f"HTTP {response.status_code}: {' '.join(response.text.split())[:500]}"
+
+
+def unreachable(url: str, error: httpx.HTTPError) -> str:
+    return f"{url} does not answer ({type(error).__name__}: {error})"

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
-from benchmarks.continual.answering.plans import Plain, Plan, plan
+from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Plan, plan
 from benchmarks.continual.methods import Artifact
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
@@ -29,10 +27,6 @@ class OfflineAnswerer:
 
     model: Path
     batch_size: int = 64
-
-    def untouched(self) -> OfflineModel:
-        """The model as it stands."""
-        return OfflineModel(Plain(with_artifact=False), BundledModel(Scorer(Backbone.load(self.model)), None))
 
     def prepare(self, artifact: Artifact, state: Path) -> OfflineModel:
         backbone = Backbone.load(self.model)
@@ -71,18 +65,6 @@ class OfflineModel:
             for row, text in zip(rows, answers, strict=True):
                 texts[row] = text
         return texts
-
-    def losses(self, examples: Sequence[Example]) -> list[float]:
-        """NLL of each example's answer with the artifact, summed over its tokens."""
-        with self._using(with_artifact=False, adapter=None):
-            asks = self.plan.asks(examples)
-        losses = []
-        for ask in asks:
-            bundled = self.bundled if ask.with_artifact else replace(self.bundled, bundle=None)
-            asked = [ask.conversation]
-            with self._using(ask.with_artifact, ask.adapter):
-                losses.append(bundled.mean_loss(asked, extract_keys(bundled.backbone, asked)))
-        return losses
 
     def _using(self, with_artifact: bool, adapter: str | None) -> contextlib.AbstractContextManager[None]:
         """Inside, the backbone runs with that adapter, or without any."""

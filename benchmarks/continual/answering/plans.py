@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.continual.answering.answerer import MAX_NEW_TOKENS
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, read_gate
 from benchmarks.continual.methods.neighbours import KEYS, Neighbours
@@ -27,7 +26,24 @@ from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 
+MAX_NEW_TOKENS = 12
 BATCH_SIZE = 64
+
+
+class AnsweringModel(Protocol):
+    """A model that is ready to answer."""
+
+    def answers(self, examples: Sequence[Example]) -> list[str]:
+        """The text of the greedy answer to each; the example's task must not be used."""
+        ...
+
+
+class Answerer(Protocol):
+    """Asks questions in this process, or over HTTP."""
+
+    def prepare(self, artifact: Artifact, state: Path) -> AnsweringModel:
+        """The model with the artifact of the state folder `state`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from benchmarks.continual.answering.answerer import Answerer
-from benchmarks.continual.answering.endpoint import EndpointFailed
+from benchmarks.continual.answering.http import EndpointFailed
+from benchmarks.continual.answering.plans import Answerer
 from benchmarks.continual.methods import Artifact
 from benchmarks.locks import locked
 from selector.data.examples import Example

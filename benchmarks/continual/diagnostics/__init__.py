@@ -1,7 +1,6 @@
-"""The paper's figures: each is a function over the folder of a finished run, and its picture.
+"""The paper's figures of a finished run: `python -m benchmarks.continual.diagnostics NAME --out DIR`.
 
-    python -m benchmarks.continual.diagnostics NAME --out DIR [--method M] [--budget B] [--seed S ...]
+Each is a function from a finished run to JSON values, and one that draws these; `results.Finished` reads the run.
 
-DIR is the folder of a `python -m benchmarks.continual run`, read by `benchmarks.continual.results`;
-DIR/diagnostics/NAME.json and NAME.png are written.
+memory_attention    hit_rate, ambiguity: retrieval    diversity    calibration    order, sweeps: comparison
 """

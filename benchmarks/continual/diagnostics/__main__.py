@@ -6,49 +6,44 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from inspect import cleandoc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.continual.diagnostics import calibration, diversity, memory_attention, order, sweeps
-from benchmarks.continual.diagnostics.drawing import png
-from benchmarks.continual.diagnostics.retrieval import Ambiguity, HitRate
+from benchmarks.continual.diagnostics import calibration, comparison, diversity, memory_attention, retrieval
 from benchmarks.continual.results import Finished
+from benchmarks.drawing import png
 from benchmarks.machine import describe_machine
-from inducekv_vllm.errors import ConfigError, InduceKVError
+from inducekv_vllm.errors import InduceKVError
 from selector.runtime.files import replace_file
 
 PROGRAM = "python -m benchmarks.continual.diagnostics"
 
 
-class Diagnostic(Protocol):
-    """A module or an object. Its docstring is the help text of its command, the first line a summary."""
+@dataclass(frozen=True)
+class Diagnostic:
+    """One figure of the paper."""
 
-    SOURCE: str  # the section of the paper
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Options of its own, and its own defaults for the common ones."""
-
-    def measure(self, finished: Finished, options: argparse.Namespace) -> dict[str, Any]:
-        """JSON values; "finding" is the result in a plain sentence. Raises InduceKVError: names what the run lacks."""
-        ...
-
-    def plot(self, measured: dict[str, Any]) -> Figure:
-        """The figure of what `measure` returned, read back from JSON: keys are text, NaN is None."""
-        ...
+    source: str  # the section of the paper
+    # From a run and the options to JSON values, of which "finding" is a sentence. Raises InduceKVError: what it lacks.
+    measure: Callable[[Finished, argparse.Namespace], dict[str, Any]]
+    plot: Callable[[dict[str, Any]], Figure]  # of what `measure` returned, read back from JSON: NaN is None
+    method: str = "refined"
 
 
 DIAGNOSTICS: Mapping[str, Diagnostic] = {
-    "ambiguity": Ambiguity(),
-    "calibration": calibration,
-    "diversity": diversity,
-    "hit_rate": HitRate(),
-    "memory_attention": memory_attention,
-    "order": order,
-    "sweeps": sweeps,
+    "ambiguity": Diagnostic("When Does InduceKV Help the Most?", retrieval.measure_ambiguity, retrieval.plot_ambiguity),
+    "calibration": Diagnostic("Calibration-dynamics protocol", calibration.measure, calibration.plot, "paper"),
+    "diversity": Diagnostic("Inducing-set diversity protocol", diversity.measure, diversity.plot, "paper"),
+    "hit_rate": Diagnostic("Retrieval Quality Diagnosis", retrieval.measure_hit_rate, retrieval.plot_hit_rate),
+    "memory_attention": Diagnostic(
+        "Memory-attention utilization protocol", memory_attention.measure, memory_attention.plot
+    ),
+    "order": Diagnostic("Effect of Task Order", comparison.measure_order, comparison.plot_order),
+    "sweeps": Diagnostic("Hyperparameter Sensitivity", comparison.measure_sweeps, comparison.plot_sweeps),
 }
 
 
@@ -63,26 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, plots and writes; returns finding and paths. Raises ConfigError: the folder cannot be written."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    """Measures, plots and writes; returns finding and paths."""
     diagnostic = DIAGNOSTICS[options.diagnostic]
-    head = {"diagnostic": options.diagnostic, "source": diagnostic.SOURCE}
+    head = {"diagnostic": options.diagnostic, "source": diagnostic.source}
     finished = Finished.read(options.out, options.model, options.data)
     measured = as_json(head | diagnostic.measure(finished, options) | {"machine": describe_machine()})
-    path = options.out / "diagnostics" / f"{options.name or options.diagnostic}.json"
-    picture = png(diagnostic.plot, measured)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path.with_suffix(".png"), picture)
-        # Last: if it exists, so does its picture.
-        replace_file(path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write the result: {error}") from error
+    path = options.out / "diagnostics" / f"{options.diagnostic}.json"
+    picture = png(diagnostic.plot, measured, dots_per_inch=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path.with_suffix(".png"), picture)
+    # Last: if it exists, so does its picture.
+    replace_file(path, (json.dumps(measured, indent=1, allow_nan=False) + "\n").encode())
     return head | {"finding": measured["finding"], "files": [str(path), str(path.with_suffix(".png"))]}
 
 
@@ -101,19 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Explains the numbers of a finished run.")
     commands = parser.add_subparsers(dest="diagnostic", required=True, metavar="NAME")
     for name, diagnostic in DIAGNOSTICS.items():
-        text = cleandoc(diagnostic.__doc__ or "").replace("%", "%%")
-        formatter = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)
-        add = command.add_argument
+        add = commands.add_parser(name, help=f"the paper's {diagnostic.source!r}").add_argument
         add("--out", type=Path, required=True, help="the folder of a finished run")
-        add("--method", default="refined", help="(default: %(default)s)")
+        add("--method", default=diagnostic.method, help="(default: %(default)s)")
         add("--budget", type=int, help="(default: the method's only one)")
         add("--seed", nargs="+", type=int, help="(default: all there are)")
         add("--model", type=Path, help="the model of the run (default: where the run found it)")
         add("--data", type=Path, help="the suite's data (default: where the run found them)")
-        add("--threads", type=int, default=0, help="of torch (default: its own choice)")
-        add("--name", help="of the files that are written (default: the diagnostic's)")
-        diagnostic.add_arguments(command)
+        if name in ("order", "sweeps"):
+            add("--also", nargs="+", type=Path, default=[], metavar="DIR", help="runs that differ in that alone")
+        if name in ("hit_rate", "ambiguity"):
+            add("--top-k", type=int, default=8, help="entries that count as retrieved (default %(default)s)")
+        if name == "memory_attention":
+            add("--limit", type=int, default=500, help="questions of each task, at most (default %(default)s)")
     return parser
 
 

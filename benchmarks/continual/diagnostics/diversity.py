@@ -11,7 +11,7 @@ the previous one is gone, the pool is the training examples of all tasks so far.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,18 +21,15 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.drawing import blank, name_ticks
-from benchmarks.continual.diagnostics.statistics import describe_runs
-from benchmarks.continual.results import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun, describe_runs
+from benchmarks.drawing import COLOURS, STROKES, blank, finite, name_ticks
 from selector.backbone.extraction import extract_keys
-from selector.report.plots import COLOURS, HATCHES, STROKES, finite
 from selector.update.measures import diversity, pairwise_cosines
 
-SOURCE = "Inducing-set diversity protocol"
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
+NO_COVERAGE = "paper_no_coverage"  # the method
 LABELS = {SELECTED: "as selected", WITHOUT_COVERAGE: "gamma = 0", RANDOM: "random"}
 DRAWS = 10  # random sets of each pool
-QUANTILES = 201  # of all cosines of a rule: what a violin is drawn from
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,17 @@ class Chosen:
     pool: int  # how many entries it was chosen from
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.set_defaults(method="paper")
-    parser.add_argument("--without-coverage", default="paper_no_coverage", help="the method (default %(default)s)")
-
-
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
-    runs, other = finished.chosen(options), options.without_coverage
+    runs, other = finished.chosen(options), NO_COVERAGE
     pools = Pools(finished)
     sets = [chosen for run in runs for chosen in selected_and_random(run, pools)]
     if finished.has(other):
         others = [chosen for run in runs for chosen in selected_and_random(finished.counterpart(run, other), pools)]
         sets += [replace(chosen, rule=WITHOUT_COVERAGE) for chosen in others if chosen.rule == SELECTED]
-    rules = {rule: summary([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
+    rules = {rule: means([chosen for chosen in sets if chosen.rule == rule]) for rule in LABELS}
     return {
-        "finding": _finding({rule: row for rule, row in rules.items() if row["sets"]}),
+        "finding": "Mean cosine of two keys: "
+        + ", ".join(f"{row['cosine']:.3f} {rule}" for rule, row in rules.items() if row["cosine"] is not None),
         **describe_runs(runs),
         "without_coverage": other if finished.has(other) else None,
         "rules": rules,
@@ -120,47 +113,16 @@ def means(sets: Sequence[Chosen]) -> dict[str, Any]:
     return {"sets": len(sets)} | {name: float(np.mean(of)) if of else None for name, of in values.items()}
 
 
-def summary(sets: Sequence[Chosen]) -> dict[str, Any]:
-    """The same means, and the distribution of all cosines of all sets."""
-    pairs = np.concatenate([np.empty(0), *(pairwise_cosines(chosen.keys) for chosen in sets)])
-    levels = np.linspace(0, 1, QUANTILES)
-    return means(sets) | {
-        "pairs": len(pairs),
-        "cosine_quantiles": np.quantile(pairs, levels).tolist() if len(pairs) else [],
-    }
-
-
-def _finding(rules: dict[str, dict[str, Any]]) -> str:
-    def listed(name: str, digits: str) -> str:
-        values = [(rule, row[name]) for rule, row in rules.items() if row[name] is not None]
-        return ", ".join(f"{value:{digits}} {LABELS[rule]}" for rule, value in values) or "unknown"
-
-    return (
-        f"Within a memory the mean cosine of two keys is {listed('cosine', '.3f')} (lower is more diverse), and the "
-        f"log det of their coverage {listed('logdet', '.1f')} (higher is more diverse)."
-    )
-
-
 def plot(measured: dict[str, Any]) -> Figure:
     figure = blank(3.6)
-    violins, by_task = figure.subplots(1, 2)
-    drawn = {rule: row for rule, row in measured["rules"].items() if row["cosine_quantiles"]}
-    if drawn:
-        bodies = violins.violinplot([row["cosine_quantiles"] for row in drawn.values()], showmedians=True)["bodies"]
-        for body, colour, hatch in zip(bodies, COLOURS, HATCHES, strict=False):
-            body.set(facecolor=colour, hatch=hatch, alpha=0.5)
-        diamonds = violins.twinx()
-        diamonds.plot(range(1, 1 + len(drawn)), [row["logdet"] for row in drawn.values()], "D", color="black")
-        diamonds.set(ylabel="mean log det (diamonds)")
-        diamonds.grid(False)
-    violins.set_xticks(range(1, 1 + len(drawn)), [LABELS[rule] for rule in drawn])
-    violins.set(ylabel="cosine of two keys of a memory")
     names = [row["task"] for row in measured["tasks"]]
-    for (rule, label), colour, stroke in zip(LABELS.items(), COLOURS, STROKES, strict=False):
-        logdets = finite([row[rule]["logdet"] for row in measured["tasks"]])
-        if measured["rules"][rule]["sets"]:
-            by_task.plot(range(len(names)), logdets, stroke, marker="o", markersize=3, color=colour, label=label)
-    name_ticks(by_task, names)
-    by_task.set(xlabel="after task", ylabel="log det of coverage")
-    by_task.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    panels = (("cosine", "mean cosine of two keys"), ("logdet", "log det of coverage"))
+    for axes, (name, axis) in zip(figure.subplots(1, 2), panels, strict=True):
+        for (rule, label), colour, stroke in zip(LABELS.items(), COLOURS, STROKES, strict=False):
+            if measured["rules"][rule]["sets"]:
+                values = finite([row[rule][name] for row in measured["tasks"]])
+                axes.plot(range(len(names)), values, stroke, marker="o", markersize=3, color=colour, label=label)
+        name_ticks(axes, names)
+        axes.set(xlabel="after task", ylabel=axis)
+    figure.axes[0].legend(frameon=False, fontsize=8)
     return figure

@@ -11,7 +11,7 @@ memory, and its normalised gain lies between 0 and 1 (Eq. normalized_task_gain).
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,10 +25,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.continual.diagnostics.drawing import blank, heatmap
-from benchmarks.continual.diagnostics.statistics import describe_runs
-from benchmarks.continual.results import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun, describe_runs
 from benchmarks.continual.suites import TaskData
+from benchmarks.drawing import blank, heatmap
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
@@ -39,14 +38,9 @@ from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from selector.data.examples import Example
 
-SOURCE = "Memory-attention utilization protocol"
 RECORDING = "inducekv_recording"
 BATCH_SIZE = 32
 DELTA = 1e-8  # of Eq. normalized_task_gain
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--limit", type=int, default=500, help="questions of each task, at most (default %(default)s)")
 
 
 def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
@@ -63,7 +57,7 @@ def measure(finished: Finished, options: Namespace) -> dict[str, Any]:
     for row, value in zip(rows, [*normalised, None], strict=True):  # the base questions are no task of the stream
         row["normalised_gain"] = value
     return {
-        "finding": _finding(rows),
+        "finding": ", ".join(f"{row['task']} {mean(row['mass']):.1%}" for row in rows) + " of the attention.",
         **describe_runs(runs),
         "questions": {task.name: len(task.test[: options.limit]) for task in (*suite.tasks, suite.base)},
         "rows": rows,
@@ -81,18 +75,6 @@ def plot(measured: dict[str, Any]) -> Figure:
     heatmap(gains, values, [""] * len(names), ["gain"], limits=(0, 1))
     gains.set_xlabel("normalised")
     return figure
-
-
-def _finding(rows: Sequence[dict[str, Any]]) -> str:
-    tasks, base = rows[:-1], rows[-1]
-    by_layer = np.mean([row["mass"] for row in tasks], axis=0)
-    lowest, highest = by_layer.argmin(), by_layer.argmax()
-    most = max(tasks, key=lambda row: mean(row["mass"]))
-    return (
-        f"Memory takes {by_layer.mean():.1%} of the attention in requests of the tasks, from {by_layer[lowest]:.1%} in "
-        f"layer {lowest} to {by_layer[highest]:.1%} in layer {highest}, and most in those of {most['task']} "
-        f"({mean(most['mass']):.1%}); in base questions {mean(base['mass']):.1%}."
-    )
 
 
 def gain(finished: Finished, run: FinishedRun, task: str) -> float:

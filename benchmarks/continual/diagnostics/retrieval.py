@@ -9,7 +9,7 @@ Shapes: n questions, B entries, k of them retrieved, d hidden size, H evidence o
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +18,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.continual.diagnostics.drawing import blank
-from benchmarks.continual.diagnostics.statistics import describe_runs, mean_and_error
 from benchmarks.continual.metrics import standard_error
-from benchmarks.continual.results import Finished, FinishedRun
+from benchmarks.continual.results import Finished, FinishedRun, describe_runs
+from benchmarks.drawing import COLOURS, blank, finite
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.routing import routing
+from selector.backbone.gate_rule import routing
 from selector.backbone.scoring import Scorer
-from selector.report.plots import COLOURS, finite
 
 HIT_RATE_BINS, AMBIGUITY_BINS = 5, 8
-POINTS = 1500  # at most as many are drawn; means are over all
-JITTER = 0.08  # of a drawn gain, so that points do not cover each other
 GROUPS = {"own_task": "most entries of its own task", "cross_task": "most entries of other tasks"}
 
 
@@ -99,67 +95,17 @@ def answered_with_memory(finished: Finished, runs: Sequence[FinishedRun], top_k:
     return answered, closed
 
 
-class _ByRetrieval:
-    """Both diagnostics: the questions are the same, the bins are not."""
+def measure_hit_rate(finished: Finished, options: Namespace) -> dict[str, Any]:
+    """The mean gain over the untouched model and both accuracies, with standard errors over questions and seeds.
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--top-k", type=int, default=8, help="entries that count as retrieved (default %(default)s)")
-
-    def measure(self, finished: Finished, options: Namespace) -> dict[str, Any]:
-        runs = finished.chosen(options)
-        answered, closed = answered_with_memory(finished, runs, options.top_k)
-        shared = {**describe_runs(runs), "top_k": options.top_k, "closed": closed}
-        return shared | self.summarize(answered, shared)
-
-    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class HitRate(_ByRetrieval):
-    """What memory gains by how much of the retrieved is of the question's own task (hit rate).
-
-    hit_k(x) is the share of the k entries nearest to a question that were made from its own task (paper, Eq. hit_rate),
-    in five bins. For each bin: the mean gain over the untouched model and both accuracies, with standard errors over
-    all questions and seeds of the bin. Questions with a closed relevance gate retrieve nothing and are counted apart.
+    By the share of the k entries nearest to a question that were made from its own task (paper, Eq. hit_rate).
     """
-
-    SOURCE = "Retrieval Quality Diagnosis"
-
-    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
-        bins = hit_rate_bins(answered)
-        filled = [row for row in bins if row["questions"]]
-        parts = [
-            f"{row['gain']['mean']:+.3f} where {row['from']:.0%} to {row['to']:.0%} of the retrieved entries are of "
-            f"the question's own task ({row['questions']} questions)"
-            for row in (filled if len(filled) < 3 else (filled[0], filled[-1]))
-        ]
-        gains = " and ".join(parts) or "not known: no question got memory"
-        return {"finding": f"The mean gain over no memory is {gains}{_closed(shared)}.", "bins": bins}
-
-    def plot(self, measured: dict[str, Any]) -> Figure:
-        figure = blank(3.4)
-        gains = figure.add_subplot()
-        accuracies = gains.twinx()
-        bins = measured["bins"]
-        places = [(row["from"] + row["to"]) / 2 for row in bins]
-        curves = (
-            (gains, "gain", "mean gain (left)", "o-"),
-            (accuracies, "accuracy", "accuracy with memory (right)", "s-"),
-            (accuracies, "accuracy_without", "accuracy without (right)", "s--"),
-        )
-        for (axes, name, label, form), colour in zip(curves, COLOURS, strict=False):
-            means = np.array(finite([row[name]["mean"] for row in bins]))
-            errors = np.nan_to_num(finite([row[name]["standard_error"] for row in bins]))
-            axes.plot(places, means, form, color=colour, label=label)
-            axes.fill_between(places, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
-        gains.set_xticks(places, [f"{row['from']:.1f}–{row['to']:.1f}\nn = {row['questions']}" for row in bins])
-        gains.axhline(0, color="black", linewidth=0.8)
-        gains.set(xlabel=f"hit rate of the top {measured['top_k']}", ylabel="mean gain over no memory")
-        accuracies.set(ylabel="accuracy", ylim=(-0.02, 1.02))
-        accuracies.grid(False)
-        figure.legend(frameon=False, ncols=3, loc="outside upper left", fontsize=8)
-        return figure
+    runs = finished.chosen(options)
+    answered, closed = answered_with_memory(finished, runs, options.top_k)
+    bins = hit_rate_bins(answered)
+    gains = [f"{row['gain']['mean']:+.3f} from {row['from']:.0%} on" for row in bins if row["questions"]]
+    finding = f"Mean gain over no memory by hit rate: {', '.join(gains) or 'no question got memory'}."
+    return {"finding": finding, **describe_runs(runs), "top_k": options.top_k, "closed": closed, "bins": bins}
 
 
 def hit_rate_bins(answered: Sequence[Answered]) -> list[dict[str, Any]]:
@@ -181,65 +127,47 @@ def hit_rate_bins(answered: Sequence[Answered]) -> list[dict[str, Any]]:
     ]
 
 
-class Ambiguity(_ByRetrieval):
-    """What memory gains by how clear the nearest entry is (retrieval ambiguity), within the task and across tasks.
+def plot_hit_rate(measured: dict[str, Any]) -> Figure:
+    figure = blank(3.4)
+    axes = figure.add_subplot()
+    bins = measured["bins"]
+    places = [(row["from"] + row["to"]) / 2 for row in bins]
+    for name, colour, marker in zip(("gain", "accuracy", "accuracy_without"), COLOURS, "os^", strict=False):
+        means = np.array(finite([row[name]["mean"] for row in bins]))
+        errors = np.nan_to_num(finite([row[name]["standard_error"] for row in bins]))
+        axes.errorbar(places, means, errors, color=colour, marker=marker, capsize=2, label=name.replace("_", " "))
+    axes.set_xticks(places, [f"{row['from']:.1f}–{row['to']:.1f}\nn = {row['questions']}" for row in bins])
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel=f"hit rate of the top {measured['top_k']}", ylabel="means over no memory")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
 
-    g(x) = s_(1) - s_(2) is the gap between a question's two largest similarities with the memory's keys (paper, Eq.
-    sim_gap): the smaller, the more ambiguous. A question is cross-task if most of its k retrieved entries are of other
-    tasks. Gains are in exact match over the untouched model: -1, 0 or 1; their means are taken in bins of g that hold
-    equally many questions of all seeds. Questions with a closed relevance gate retrieve nothing and are counted apart.
+
+def measure_ambiguity(finished: Finished, options: Namespace) -> dict[str, Any]:
+    """The gain over the untouched model by the gap g(x) of a question's two largest similarities (paper, Eq. sim_gap).
+
+    The smaller, the more ambiguous. Bins of g hold equally many questions of all seeds.
+
+    Raises:
+        ConfigError: no question has two entries to retrieve.
     """
-
-    SOURCE = "When Does InduceKV Help the Most?"
-
-    def summarize(self, answered: Sequence[Answered], shared: dict[str, Any]) -> dict[str, Any]:
-        """Raises ConfigError: no question has two entries to retrieve."""
-        clear = [question for question in answered if not math.isnan(question.retrieval.gap)]
-        if not clear:
-            reason = f"no question of {shared['method']} has two entries to retrieve"
-            raise ConfigError(f"{reason}: there is no ambiguity to measure")
-        rng = np.random.default_rng(0)
-        drawn = [clear[row] for row in sorted(rng.choice(len(clear), min(POINTS, len(clear)), replace=False).tolist())]
-        bins = ambiguity_bins(clear)
-        return {
-            "finding": self._finding(clear, bins, shared),
-            "questions": len(clear),
-            "bins": bins,
-            "points": [[q.retrieval.gap, q.gain, q.retrieval.is_cross_task] for q in drawn],
-        }
-
-    def _finding(self, clear: Sequence[Answered], bins: dict[str, list[dict[str, Any]]], shared: dict[str, Any]) -> str:
-        rows = [row for group in bins.values() for row in group]
-        ends = []
-        for number in (0, max(row["bin"] for row in rows)):
-            of_bin = [row for row in rows if row["bin"] == number]
-            ends.append(np.average([row["gain"] for row in of_bin], weights=[row["questions"] for row in of_bin]))
-        cross = [question.gain for question in clear if question.retrieval.is_cross_task]
-        crossing = f", where the gain is {np.mean(cross):+.3f}" if cross else ""
-        return (
-            f"The mean gain over no memory is {ends[0]:+.3f} where retrieval is most ambiguous and {ends[1]:+.3f} "
-            f"where it is clearest; {len(cross) / len(clear):.1%} of {len(clear)} answers retrieve mostly from other "
-            f"tasks{crossing}{_closed(shared)}."
+    runs = finished.chosen(options)
+    answered, closed = answered_with_memory(finished, runs, options.top_k)
+    clear = [question for question in answered if not math.isnan(question.retrieval.gap)]
+    if not clear:
+        raise ConfigError(
+            f"no question of {runs[0].method} has two entries to retrieve: there is no ambiguity to measure"
         )
-
-    def plot(self, measured: dict[str, Any]) -> Figure:
-        figure = blank(3.6)
-        axes = figure.add_subplot()
-        rng = np.random.default_rng(0)
-        for (group, label), colour, marker in zip(GROUPS.items(), COLOURS, "ox", strict=False):
-            points = np.array([point[:2] for point in measured["points"] if point[2] == (group == "cross_task")])
-            if len(points):
-                heights = points[:, 1] + rng.uniform(-JITTER, JITTER, len(points))
-                axes.scatter(points[:, 0], heights, s=6, color=colour, marker=marker, alpha=0.3, linewidths=0.6)
-            if line := measured["bins"][group]:
-                gaps, gains = [row["gap"] for row in line], [row["gain"] for row in line]
-                errors = np.nan_to_num(finite([row["standard_error"] for row in line]))
-                axes.errorbar(gaps, gains, errors, color=colour, marker=marker, capsize=2, linewidth=1.6, label=label)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(xlabel="g(x): gap between the two largest similarities", ylabel="gain over no memory")
-        axes.set_yticks([-1, 0, 1])
-        axes.legend(frameon=False, ncols=2, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
-        return figure
+    crossing = sum(question.retrieval.is_cross_task for question in clear) / len(clear)
+    gain = float(np.mean([question.gain for question in clear]))
+    return {
+        "finding": f"{crossing:.1%} of {len(clear)} answers retrieve mostly from other tasks; mean gain {gain:+.3f}.",
+        **describe_runs(runs),
+        "top_k": options.top_k,
+        "closed": closed,
+        "questions": len(clear),
+        "bins": ambiguity_bins(clear),
+    }
 
 
 def ambiguity_bins(answered: Sequence[Answered]) -> dict[str, list[dict[str, Any]]]:
@@ -269,5 +197,22 @@ def ambiguity_bins(answered: Sequence[Answered]) -> dict[str, list[dict[str, Any
     }
 
 
-def _closed(shared: dict[str, Any]) -> str:
-    return f"; the gate was closed for {shared['closed']} others" if shared["closed"] else ""
+def plot_ambiguity(measured: dict[str, Any]) -> Figure:
+    figure = blank(3.6)
+    axes = figure.add_subplot()
+    for (group, label), colour, marker in zip(GROUPS.items(), COLOURS, "ox", strict=False):
+        if line := measured["bins"][group]:
+            gaps, gains = [row["gap"] for row in line], [row["gain"] for row in line]
+            errors = np.nan_to_num(finite([row["standard_error"] for row in line]))
+            axes.errorbar(gaps, gains, errors, color=colour, marker=marker, capsize=2, label=label)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="g(x): gap between the two largest similarities", ylabel="mean gain over no memory")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def mean_and_error(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and standard error (NaN for a single value); both None for no value."""
+    if not values:
+        return {"mean": None, "standard_error": None}
+    return {"mean": float(np.mean(values)), "standard_error": standard_error(values)}

@@ -11,14 +11,12 @@ from benchmarks.continual.methods import paper_memory, refined_memory
 from benchmarks.continual.methods.built_memory import Built
 from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
-from benchmarks.continual.methods.lora import Lora
+from benchmarks.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
 from benchmarks.continual.methods.method import Artifact, Method, RunContext
-from benchmarks.continual.methods.neighbours import KnnCopier, PromptReplay
-from benchmarks.continual.methods.no_memory import NoMemory
+from benchmarks.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
-from benchmarks.continual.methods.replay import ErReplay, LoraReplay
 from inducekv_vllm.errors import ConfigError
 
 METHODS: Mapping[str, Any] = {
@@ -46,18 +44,14 @@ METHODS: Mapping[str, Any] = {
 __all__ = ["METHODS", "Artifact", "Method", "RunContext", "choose_methods", "parsed_value", "with_setting"]
 
 
-def choose_methods(
-    names: Sequence[str], settings: Sequence[str] = (), start: Mapping[str, Any] | None = None
-) -> list[Method]:
+def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
     """The methods of `names`, with `settings` ("steps=100", the value in JSON) in all of them that have such a setting.
 
     "lora.steps=100" sets it in that method alone, if it is among `names`; a preset may name more methods than are run.
-    `start` has the methods as they are before that, if not as registered. Raises ConfigError: an unknown method or
-    setting.
+    Raises ConfigError: an unknown method or setting.
     """
     require_known(names)
-    start = METHODS if start is None else start
-    chosen = {name: start[name] for name in names}
+    chosen = {name: METHODS[name] for name in names}
     for setting in settings:
         left, equals, text = setting.partition("=")
         only, _, key = left.rpartition(".") if equals else ("", "", left)

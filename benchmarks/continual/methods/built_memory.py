@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.continual.methods.memory import BUNDLE
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.extraction import extract
@@ -34,7 +34,6 @@ class Built:
     """Entries by a policy alone, with the paper's starting calibration."""
 
     kind: ClassVar[Kind] = "bundle"
-    trials: ClassVar[Trials] = tuple({"temperature": value} for value in (0.02, 0.07, 0.2))
 
     name: str
     policy: Policy

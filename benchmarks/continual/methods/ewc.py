@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from benchmarks.continual.methods.fit import Penalty
 from benchmarks.continual.methods.lora import AdapterTraining, Lora
-from benchmarks.continual.methods.method import Trials
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
@@ -39,11 +38,6 @@ class Ewc(Lora):
     strength: float = 1e4  # lambda
     decay: float = 1.0  # of the Fisher information of earlier tasks, with each new one
     fisher_examples: int = 128
-    trials: ClassVar[Trials] = (
-        {"learning_rate": 5e-4, "strength": 1e3},
-        {"learning_rate": 1e-3, "strength": 1e4},
-        {"learning_rate": 1e-3, "strength": 1e5},
-    )
 
     def penalty(self, training: AdapterTraining) -> Penalty | None:
         if training.previous is None:

@@ -17,10 +17,9 @@ from typing import ClassVar
 import safetensors
 import safetensors.torch
 
-from benchmarks.continual.methods.lora import ADAPTER
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.lora import ADAPTER, LoraReplay
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.methods.rehearsal import ANCHORS, earlier_anchors
-from benchmarks.continual.methods.replay import LoraReplay
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Gate
@@ -66,7 +65,6 @@ class GatedTaskLora(LoraReplay):
     name: str = "gated_task_lora"
     base: bool = True
     learning_rate: float | None = 3e-3  # larger, for so small a rank; None: chosen for each task, by validation loss
-    trials: ClassVar[Trials] = tuple({"learning_rate": rate} for rate in RATES)
 
     def bytes_allowed(self, backbone: Backbone, context: RunContext) -> int:
         together = memory_bytes(backbone, context.budget, self.payload_tokens, gated_tasks=0)

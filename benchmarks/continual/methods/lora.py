@@ -3,7 +3,10 @@
 One adapter for the whole stream, which every task trains further (peft). Its rank is the largest whose
 float16 bytes are no more than those of a memory of the same budget.
 
-Methods that rehearse examples, add a penalty, or put something around the adapter are in modules of their own.
+With replay, examples of earlier tasks are half of every batch: LoRA + replay keeps a fixed number of anchors of each
+task; ER + replay is experience replay with a reservoir (Chaudhry et al., 2019, "On Tiny Episodic Memories"), a buffer
+of a fixed size that is a uniform sample of all examples so far. Its bytes are matched to the memory's, as the adapter's
+are. Methods that add a penalty, or put something around the adapter, are in modules of their own.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from benchmarks.continual.methods.fit import Fit, Penalty
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.rehearsal import content_bytes, earlier_anchors, keep_anchors, reservoir
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
+from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.refined.settings import Precision
 
@@ -52,7 +57,6 @@ class Lora:
     precision: Precision = "bfloat16"  # of matrix products in training
     modules: Modules = "all"  # the layers that are adapted
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
-    trials: ClassVar[Trials] = ({"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
@@ -101,3 +105,40 @@ class Lora:
     def keep(self, training: AdapterTraining) -> dict[str, Any]:
         """Writes what training on later tasks needs of this one, after it was learned; returns what to report."""
         return {}
+
+
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class LoraReplay(Lora):
+    """As many anchors of each task as the memory's own recipe keeps; batches draw from all of them alike."""
+
+    name: str = "lora_replay"
+    anchors_per_task: int = 64
+
+    def rehearsed(self, training: AdapterTraining) -> Sequence[Example]:
+        return earlier_anchors(training.previous, training.out)
+
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        task, seed = training.task, training.context.seed
+        return {"anchor_bytes": keep_anchors(task.name, task.train, training.out, self.anchors_per_task, seed)}
+
+
+@dataclass(frozen=True)
+class ErReplay(Lora):
+    """A reservoir buffer."""
+
+    name: str = "er_replay"
+
+    def rehearsed(self, training: AdapterTraining) -> Sequence[Example]:
+        return [] if training.previous is None else AnchorStore(training.previous / BUFFER).read()
+
+    def keep(self, training: AdapterTraining) -> dict[str, Any]:
+        allowed = self.bytes_allowed(training.scorer.backbone, training.context)
+        seed = training.context.seed
+        buffer = reservoir(self.rehearsed(training), training.task.train, allowed, seed)
+        store = AnchorStore(training.out / BUFFER)
+        for task in sorted({example.task for example in buffer}):
+            store.append([e for e in buffer if e.task == task], run=task, policy="random", seed=seed)
+        return {"buffer": len(buffer), "buffer_bytes": sum(map(content_bytes, buffer)), "buffer_bytes_allowed": allowed}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch.nn.functional import kl_div
 
 from benchmarks.continual.methods.fit import Penalty
 from benchmarks.continual.methods.lora import AdapterTraining, Lora
-from benchmarks.continual.methods.method import Trials
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 
@@ -31,11 +29,6 @@ class Lwf(Lora):
     name: str = "lwf"
     strength: float = 0.3
     temperature: float = 2.0  # T, Li and Hoiem's
-    trials: ClassVar[Trials] = (
-        {"learning_rate": 5e-4, "strength": 0.3},
-        {"learning_rate": 1e-3, "strength": 0.3},
-        {"learning_rate": 1e-3, "strength": 1.0},
-    )
 
     def penalty(self, training: AdapterTraining) -> Penalty:
         recorded = record(training.scorer, training.task.train)

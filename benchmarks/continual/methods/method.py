@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +13,6 @@ from selector.data.examples import Example
 from selector.runtime.files import replace_file
 
 Kind = Literal["none", "bundle", "adapter", "gated_adapter", "gated_adapters", "exemplars", "copier"]
-Trials = tuple[Mapping[str, Any], ...]  # settings that `search` tries, each beside the method's others
 ARTIFACT = "artifact.json"
 
 

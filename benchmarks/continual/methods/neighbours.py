@@ -1,6 +1,6 @@
-"""Methods that store examples and find those nearest to a question by their query keys; no model learns anything.
+"""Methods in which no model learns anything: nothing at all, or stored examples that are found by their query keys.
 
-Both keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
+The latter keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
 
 Shapes: n questions, N stored examples, d hidden size, k neighbours.
 """
@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext, Trials
+from benchmarks.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
@@ -31,6 +31,18 @@ from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """Learns nothing."""
+
+    kind: ClassVar[Kind] = "none"
+    name: str = "no_memory"
+
+    def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
+        return Artifact("none", None, 0, {})
+
 
 EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
 
@@ -47,7 +59,6 @@ class PromptReplay:
     name: str = "prompt_replay"
     shown: int = 4  # exemplars before a question
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
-    trials: ClassVar[Trials] = ({"shown": 1}, {"shown": 4}, {"shown": 8})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
@@ -77,7 +88,6 @@ class KnnCopier:
     name: str = "knn_copier"
     k: int = 5
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
-    trials: ClassVar[Trials] = ({"k": 1}, {"k": 5}, {"k": 15})
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)

@@ -9,12 +9,11 @@ the report. The search tries values of beta and gamma, for the whole stream at o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
-from benchmarks.continual.methods.method import RunContext, Trials
+from benchmarks.continual.methods.method import RunContext
 from selector.backbone.model import Backbone
-from selector.paper.settings import Coupling, PaperSettings, Retrieval, StepRule, ValueGates
+from selector.paper.settings import PaperSettings, StepRule
 from selector.paper.update import update_paper
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -30,8 +29,6 @@ DEFAULTS = PaperSettings()
 class Paper(SelectedMemory):
     """The recipe; `PaperSettings` says what the fields mean."""
 
-    trials: ClassVar[Trials] = tuple({"beta": b, "gamma": g} for b, g in zip(BETAS, GAMMAS, strict=True))
-
     name: str = "paper"
     beta: float = 0.5
     gamma: float = 0.1
@@ -41,9 +38,6 @@ class Paper(SelectedMemory):
     step_rule: StepRule = DEFAULTS.step_rule
     shortlist: int = 2  # times the budget
     batch_size: int = 4
-    coupling: Coupling = DEFAULTS.coupling
-    retrieval: Retrieval = DEFAULTS.retrieval
-    value_gates: ValueGates = DEFAULTS.value_gates
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
 
@@ -57,8 +51,6 @@ class Paper(SelectedMemory):
 class WithoutAnchors(Paper):
     """beta = 0: nothing of the tasks before is in the objective."""
 
-    trials: ClassVar[Trials] = tuple({"gamma": gamma} for gamma in GAMMAS)
-
     name: str = "paper_no_anchors"
     beta: float = 0.0
 
@@ -67,22 +59,14 @@ class WithoutAnchors(Paper):
 class WithoutCoverage(Paper):
     """gamma = 0."""
 
-    trials: ClassVar[Trials] = tuple({"beta": beta} for beta in BETAS)
-
     name: str = "paper_no_coverage"
     gamma: float = 0.0
 
 
 ABLATIONS = (
-    # "w/o bilevel coupling (single-level update)": w and phi step together, along the gradient of one loss.
-    Paper("paper_no_bilevel", coupling="single-level"),
     WithoutAnchors(),
     WithoutCoverage(),
     # "w/o inner calibration (fix tau = 0.07, lambda = 0.5)", which is the "Fixed-tau,lambda variant" of the section
     # "Calibration-dynamics protocol" as well: one method for both.
     Paper("fixed_calibration", inner_steps=0),
-    # "w/o layerwise value gates (set lambda = 1)".
-    Paper("paper_no_gates", value_gates="one"),
-    # "w/o retrieval-weighted induction (uniform alpha over selected entries)", in the selection as well.
-    Paper("paper_uniform", retrieval="uniform"),
 )

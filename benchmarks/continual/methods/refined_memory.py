@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
-from benchmarks.continual.methods.method import RunContext, Trials
+from benchmarks.continual.methods.method import RunContext
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.retrieval.page_terms import Form, Weighting
+from inducekv_vllm.retrieval.page_terms import Form
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
-from selector.refined.lr_search import LEARNING_RATES
-from selector.refined.settings import ActivationChoice, Allocation, Calibrate, Gating, Precision, RefinedSettings
+from selector.refined.settings import ActivationChoice, GatedWeighting, Precision, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -29,23 +27,16 @@ class Refined(SelectedMemory):
     recorded, it is that of the recorded results.
     """
 
-    trials: ClassVar[Trials] = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
-
     name: str = "refined"
     steps: int = 400
     batch_size: int = 16
     entries_per_task: int | None = None  # None: an equal share of the budget for every task of the stream
     entry_policy: Policy = DEFAULTS.entry_policy
-    nested: bool = False  # such a share is never halved
     learning_rate: float | None = None  # None: searched for each task, on its validation split
-    beta: float = DEFAULTS.beta
-    calibrate: Calibrate = DEFAULTS.calibrate
     form: Form = DEFAULTS.form
-    weighting: Weighting = DEFAULTS.weighting
-    gate: Gating = DEFAULTS.gate
+    weighting: GatedWeighting = DEFAULTS.weighting
     gate_misses: float = DEFAULTS.gate_misses
     precision: Precision = "bfloat16"
-    allocation: Allocation = DEFAULTS.allocation
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
     base: bool = True  # whether the gate is fitted to base questions too
@@ -66,11 +57,9 @@ class Refined(SelectedMemory):
 class Unrefined(Refined):
     """Entries as extracted, with the starting calibration: there is nothing to search."""
 
-    trials: ClassVar[Trials] = ()
-
     name: str = "refined_no_refinement"
     steps: int = 0
-    learning_rate: float | None = LEARNING_RATES[0]  # of no step
+    learning_rate: float | None = 0.1  # of no step
 
 
 @dataclass(frozen=True)
@@ -81,8 +70,7 @@ class Decoupled(Refined):
     """
 
     name: str = "refined_decoupled"
-    weighting: Weighting = "uniform"
-    calibrate: Calibrate = "never"
+    weighting: GatedWeighting = "uniform"
     form: Form = "decoupled"
     activation: ActivationChoice = "search"
     map_share: float = 0.5  # of an entry's bytes; the rest are tokens
@@ -100,14 +88,4 @@ class Decoupled(Refined):
         return settings.model_copy(update={"map_rank": rank})
 
 
-ABLATIONS = (
-    Decoupled(),
-    # Every question gets memory, and all entries compete, in training too.
-    Refined("refined_no_gate", gate="none"),
-    # k-center chooses the whole budget among old entries and new examples, and the others are evicted; a random choice
-    # would evict nearly all old entries.
-    Refined("refined_no_quotas", allocation="joint", entry_policy="k-center"),
-    Unrefined(),
-    # A gate needs another weighting, so this has none: compare it with refined_no_gate.
-    Refined("refined_sqrt", weighting="sqrt", gate="none"),
-)
+ABLATIONS = (Decoupled(), Unrefined())

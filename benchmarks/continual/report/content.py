@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continual import comparison, metrics
-from benchmarks.continual.comparison import UNTOUCHED, Collected, Difference, Streams, final_accuracy, rounded
-from benchmarks.continual.footprint_table import conversions, mean_picture_bytes
-from benchmarks.continual.report.commands import read_commands
-from benchmarks.continual.report.names import RECIPES, RIVALS, ablations, place
-from benchmarks.continual.report.ranking import AP, BASE, rivals, summary, verdict
+from benchmarks.continual import comparison
+from benchmarks.continual.comparison import UNTOUCHED, Difference, Streams, final_accuracy, metric, rounded
+from benchmarks.continual.report.names import ABLATIONS, RECIPES, RIVALS, is_ours, place, title
 from benchmarks.continual.results import WHERE, Finished, read_json
-from benchmarks.continual.suites import TaskData
-from inducekv_vllm.backbone.footprint import read_config, text_geometry
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from benchmarks.machine import describe_machine
+from inducekv_vllm.errors import ConfigError
+from selector.runtime.files import replace_file
 
+AP, BASE = metric("AP"), metric("base_final")
 KEPT = ("method", "budget", "seed", "settings", "complete", "accuracy", "base", "stored_bytes", "seconds", "metrics")
 TRIED = ("activation", "rates_tried")  # of a task's report
 DIGITS = 4
-ANSWERS_OF = (UNTOUCHED, *RECIPES, *RIVALS)  # methods whose answers to an example question are shown
+COMMANDS = "commands.jsonl"
 
 Content = dict[str, Any]
 
 
-def read_folder(
-    out: Path, model: Path | None = None, data: Path | None = None, tuned: Mapping[str, Any] | None = None
-) -> Content:
+def read_folder(out: Path, model: Path | None = None) -> Content:
     """What the report of a run's folder holds, JSON values. Raises ConfigError: these are not runs of one stream."""
-    finished = Finished.read(out, model, data)
+    finished = Finished.read(out, model)
     runs = sorted((*finished.complete, *finished.unfinished), key=lambda run: place(run.method))
     if not runs:
         raise ConfigError(f"{out}: no task of any stream is done yet")
@@ -43,11 +38,10 @@ def read_folder(
     return {
         "benchmark": "continual",
         **{key: value for key, value in finished.configuration.items() if key != WHERE},
-        "verdict": verdict(streams),
-        "finding": summary(streams),
+        "finding": finding(streams),
         "missing": comparison.gaps(streams),
         "results": comparison.compare(streams),
-        "differences": _differences(streams),
+        "differences": differences(streams),
         "diagnostics": [_read_diagnostic(path) for path in sorted((out / "diagnostics").glob("*.json"))],
         "commands": read_commands(out),
         "runs": [
@@ -55,8 +49,6 @@ def read_folder(
             | _of_tasks(run)
             for run in streams.runs
         ],
-        **_examples_and_footprint(finished, streams.budgets),
-        "tuned": None if tuned is None else {**tuned},
     }
 
 
@@ -65,35 +57,44 @@ def read_file(path: Path) -> Content:
     return read_json(path, "not the JSON file of a report", lambda c: c["benchmark"] == "continual" and c["runs"])
 
 
-def streams_of(content: Content) -> Streams:
-    """The runs of a report's JSON file."""
-    questions = {example["task"]: example["questions"] for example in content["examples"]}
-    return Streams([_exact({**run, "order": content["order"]}, questions) for run in content["runs"]])
+def ranking(streams: Streams, budget: int) -> list[str]:
+    """Methods that have all seeds, the highest AP first; equal ones in the order of running."""
+    complete = [method for method in streams.methods(budget) if streams.has_all_seeds(method, budget)]
+    return sorted(complete, key=lambda method: -streams.mean(method, budget, AP).value)
 
 
-def _exact(run: Collected, questions: Mapping[str, int]) -> Collected:
-    """A run with the digits that its accuracies lost in the file: each is a count of the `questions` of its task.
-
-    Without them the page would show other last digits than the file's own means.
-    """
-    if not questions:
-        return run
-    *counts, base_count = questions.values()  # in the order of learning
-    accuracy = [[round(a * n) / n for a, n in zip(row, counts, strict=False)] for row in run["accuracy"]]
-    base = [round(a * base_count) / base_count for a in run["base"]]
-    scores = metrics.summary(metrics.accuracy_matrix(accuracy), base)
-    return {**run, "accuracy": accuracy, "base": base, "metrics": scores}
+def rivals(streams: Streams, budget: int) -> tuple[str, ...]:
+    """Whom a recipe is compared with: those of `RIVALS`, and the best method that is not InduceKV's."""
+    best = next((name for name in ranking(streams, budget) if not is_ours(name) and name != UNTOUCHED), None)
+    return RIVALS if best in (None, *RIVALS) else (*RIVALS, best)
 
 
-def _differences(streams: Streams) -> list[dict[str, Any]]:
+def finding(streams: Streams) -> str:
+    """For each budget, which method has the highest AP, and which of InduceKV's losses to it are beyond the error."""
+    sentences = []
+    for budget in streams.budgets:
+        if not (ranked := ranking(streams, budget)):
+            continue
+        best = ranked[0]
+        ours = next((name for name in ranked if name in RECIPES), None)
+        sentence = f"{budget} entries: {title(best)} has the highest AP"
+        if ours not in (None, best):
+            difference = streams.difference(ours, best, budget, AP)
+            assert difference is not None  # both have all seeds
+            within = {"open": ", within the error", "unknown": ", of a single seed"}.get(difference.verdict, "")
+            sentence += f"; {title(ours)} is {-100 * difference.value:.1f} points behind{within}"
+        sentences.append(sentence + ".")
+    return " ".join(sentences) or "No stream is complete, so there is no result yet."
+
+
+def differences(streams: Streams) -> list[dict[str, Any]]:
     """Recipes minus the untouched model and rivals, ablations minus what they change: paired, by budget."""
     pairs = [
         (budget, method, rival)
         for budget in streams.budgets
-        for recipe in RECIPES
         for method, rival in (
-            *((recipe, rival) for rival in (UNTOUCHED, *rivals(streams, budget))),
-            *((name, ablation.against) for name, ablation in ablations(streams.methods(budget), recipe).items()),
+            *((recipe, rival) for recipe in RECIPES for rival in (UNTOUCHED, *rivals(streams, budget))),
+            *((name, against) for name, (_, against) in ABLATIONS.items()),
         )
     ]
     of_tasks = {task: final_accuracy(task) for task in streams.tasks}
@@ -139,48 +140,28 @@ def _short(value: Any) -> Any:
     return {key: _short(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _examples_and_footprint(finished: Finished, budgets: Sequence[int]) -> Content:
-    """A question of each task, the base last, or why there is none; and what the bytes of a memory would buy."""
-    examples: list[dict[str, Any]] = []
-    missing = picture_bytes = None
-    try:
-        tasks = finished.suite.tasks
-        picture_bytes = mean_picture_bytes([example for task in tasks for example in task.train])
-        first = {run.method: run for run in reversed(finished.complete) if run.method in ANSWERS_OF}
-        answers = {name: first[name].predictions() for name in ANSWERS_OF if name in first}
-        examples = [_example(task, answers) for task in (*tasks, finished.suite.base)]
-    except (ConfigError, TaskDataError) as error:
-        missing = str(error)
-    geometry = text_geometry(read_config(finished.model / "config.json"))
-    return {
-        "examples": examples,
-        "examples_missing": missing,
-        "footprint": [asdict(row) for row in conversions(geometry, budgets, picture_bytes=picture_bytes)],
-        "picture_bytes": picture_bytes,
-    }
-
-
-def _example(task: TaskData, predictions: Mapping[str, Mapping[tuple[str, str], Any]]) -> dict[str, Any]:
-    """A task's first question with its picture (PNG, base64), and the answers after the last task by method."""
-    example = task.test[0]
-    picture = None
-    for image in example.load_images()[:1]:
-        data = io.BytesIO()
-        image.save(data, "PNG")
-        picture = base64.b64encode(data.getvalue()).decode()
-    key, parts = (task.name, example.id), example.messages[-1]["content"]
-    return {
-        "task": task.name,
-        "questions": len(task.test),
-        "text": " ".join(part["text"] for part in parts if part["type"] == "text"),
-        "expected": example.answer,
-        "picture": picture,
-        "answers": {method: lines[key].answer for method, lines in predictions.items() if key in lines},
-    }
-
-
 def _read_diagnostic(path: Path) -> dict[str, Any]:
     def is_diagnostic(content: Any) -> bool:
         return isinstance(content["diagnostic"], str) and isinstance(content["finding"], str)
 
     return read_json(path, "not what a diagnostic writes", is_diagnostic)
+
+
+def record_command(out: Path, command: Sequence[str]) -> None:
+    """Adds a command to OUT/commands.jsonl, once for each machine and versions that it ran with.
+
+    Of paths outside the working directory only the last part is kept: where things lie is nobody's concern.
+    """
+    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in command]
+    record = {"command": shlex.join(arguments), "machine": describe_machine()}
+    if record not in (known := read_commands(out)):
+        replace_file(out / COMMANDS, "".join(json.dumps(one) + "\n" for one in (*known, record)).encode())
+
+
+def read_commands(out: Path) -> list[dict[str, Any]]:
+    """Those that are on record. Raises ConfigError: the file does not parse."""
+    path = out / COMMANDS
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a list of commands: {error}") from error

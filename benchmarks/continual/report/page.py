@@ -1,98 +1,184 @@
-"""The page of a report's content: this module has the numbers, `templates/stream.html.j2` the words."""
+"""The page of a report's content: tables and figures; `templates/stream.html.j2` has the words."""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.continual.comparison import CONFIDENCE, UNTOUCHED, Streams
-from benchmarks.continual.report import figures, tables
-from benchmarks.continual.report.content import Content, streams_of
-from benchmarks.continual.report.names import RECIPES, place, title
-from benchmarks.continual.report.ranking import rivals
-from selector.report.parts import byte_size, render
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from benchmarks.continual.diagnostics.__main__ import DIAGNOSTICS
+from benchmarks.continual.report.content import Content
+from benchmarks.continual.report.names import title
+from benchmarks.drawing import blank, png
+from inducekv_vllm.errors import ConfigError
+
+COLUMNS = 5  # matrices side by side
+# Scores of the table of results: label, and 1 if more is better, -1 if less is.
+SCORES = {
+    "AP": ("AP (%)", 1),
+    "AF": ("AF (points)", -1),
+    "base_final": ("base (%)", 1),
+    "BWT": ("BWT (points)", 1),
+    "Last": ("Last (%)", 1),
+    "MAA_over_time": ("MAA over time (%)", 1),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under their head; `marked` are the places (row, column) of cells in bold."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    marked: set[tuple[int, int]] = field(default_factory=set)
 
 
 def render_html(content: Content) -> str:
     """The page of what the JSON file holds, complete in itself: nothing on it is loaded from anywhere."""
-    streams = streams_of(content)
-    budgets = [budget for budget in streams.budgets if streams.methods(budget)]
-    return render(
-        "benchmarks.continual.report",
-        "stream.html.j2",
-        suite=content["suite"],
-        verdict=content["verdict"],
-        summary=content["finding"],
-        contenders=figures.accuracy_bars(streams, _contenders(streams)) if budgets else None,
-        rivals=tables.rival_table(streams),
-        run=tables.run_table(content, streams),
-        missing=content["missing"],
-        examples=[_example(example) for example in content["examples"]],
-        examples_missing=content["examples_missing"],
-        methods=tables.methods_table(streams),
-        accuracy=figures.accuracy_bars(streams, tables.by_accuracy(streams, budgets[0])) if budgets else None,
-        chance=_chance_of_questions(content),
-        ablations=_ablations(streams),
-        budgets=[
-            {
-                "entries": budget,
-                "results": tables.main_table(streams, budget),
-                "tasks": tables.task_table(streams, budget),
-                "matrices": figures.matrices(streams, budget),
-                "base": tables.base_table(streams, budget),
-                "cost": tables.cost_table(streams, budget),
-            }
-            for budget in budgets
-        ],
-        footprint=tables.footprint_table(content),
-        picture_bytes=byte_size(round(content["picture_bytes"])) if content["picture_bytes"] else None,
-        settings=tables.settings_table(streams),
-        tuned=tables.tuned_table(content["tuned"], streams),
-        tuned_on=((content["tuned"] or {}).get("search") or {}).get("tasks", []),
+    loader = PackageLoader("benchmarks.continual.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    budgets = sorted({row["budget"] for row in content["results"]})
+    return environment.get_template("stream.html.j2").render(
+        content=content,
+        budgets=[(budget, result_table(content, budget), matrices(content, budget)) for budget in budgets],
+        differences=difference_table(content),
+        settings=settings_table(content),
         diagnostics=[_diagnostic(diagnostic) for diagnostic in content["diagnostics"]],
-        confidence=f"{CONFIDENCE:.0%}",
         commands=list(dict.fromkeys(record["command"] for record in content["commands"])),
+        machines=list(dict.fromkeys(_machine(record["machine"]) for record in content["commands"])),
     )
 
 
-def _contenders(streams: Streams) -> list[str]:
-    """No memory, the recipes and their rivals, as far as any of their streams is complete."""
-    names = {UNTOUCHED, *RECIPES, *(name for budget in streams.budgets for name in rivals(streams, budget))}
-    complete = {name for budget in streams.budgets for name in streams.methods(budget)}
-    return sorted(names & complete, key=place) or sorted(complete, key=place)
+def difference_table(content: Content) -> Table:
+    """Recipes minus no memory and their rivals, ablations minus their recipe; losses beyond the error are marked."""
+    rows, marked = [], set()
+    for row in content["differences"]:
+        cells = [row["AP"], *row["tasks"].values(), row["base_final"]]
+        marked |= {(len(rows), at + 2) for at, cell in enumerate(cells) if cell and cell["verdict"] == "less"}
+        names = f"{title(row['method'])} − {title(row['against'])}"
+        rows.append([names, row["budget"], *("" if cell is None else _points(cell) for cell in cells)])
+    return Table(["difference (points)", "entries", "AP", *content["order"], "base"], rows, marked)
 
 
-def _example(example: dict[str, Any]) -> dict[str, Any]:
-    picture = example["picture"] and f"data:image/png;base64,{example['picture']}"
-    answers = {title(method): answer for method, answer in example["answers"].items()}
-    return {**example, "picture": picture, "answers": answers}
+def result_table(content: Content, budget: int) -> Table:
+    """The scores of each method, the highest AP first, what it stores and how long it learned.
 
-
-def _chance_of_questions(content: Content) -> dict[str, float] | None:
-    """Points by which other questions would move an accuracy near 50%; the error over seeds does not contain it."""
-    counts = [example["questions"] for example in content["examples"][:-1]]
-    if not counts:
-        return None
-    return {"task": 100 * math.sqrt(0.25 / min(counts)), "all": 100 * math.sqrt(0.25 / sum(counts))}
-
-
-def _ablations(streams: Streams) -> list[dict[str, Any]]:
-    return [
-        {"recipe": title(recipe), "entries": budget, "table": table}
-        for recipe in RECIPES
-        for budget in streams.budgets
-        if (table := tables.ablation_table(streams, budget, recipe)) is not None
+    The best of each score is marked. Only methods that learn something and have all seeds can be best: the untouched
+    model forgets nothing.
+    """
+    results = [row for row in content["results"] if row["budget"] == budget]
+    results.sort(key=lambda row: (not row["all_seeds"], -row["metrics"]["AP"]["mean"]))
+    tasks = content["order"]
+    rows = [
+        [
+            title(row["method"]),
+            *(_percent(row["metrics"][score]) for score in SCORES),
+            *(_percent(row["tasks"][task]) for task in tasks),
+            _bytes(row["stored_bytes"]),
+            f"{row['learn_seconds']['mean']:,.0f}",
+            ", ".join(map(str, row["seeds"])),
+        ]
+        for row in results
     ]
+    ranked = {at: row for at, row in enumerate(results) if row["all_seeds"] and row["stored_bytes"]}
+    marked = set()
+    for column, (score, (_, sign)) in enumerate(SCORES.items(), start=1):
+        best = max((sign * row["metrics"][score]["mean"] for row in ranked.values()), default=0.0)
+        marked |= {(at, column) for at, row in ranked.items() if sign * row["metrics"][score]["mean"] == best}
+    labels = [label for label, _ in SCORES.values()]
+    return Table(["method", *labels, *tasks, "stored", "learning (s)", "seeds"], rows, marked)
+
+
+def settings_table(content: Content) -> Table:
+    """The settings of every method, which may differ between budgets."""
+    budgets: dict[tuple[str, str], set[int]] = {}
+    for run in content["runs"]:
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run["settings"].items() if key != "name")
+        budgets.setdefault((run["method"], settings), set()).add(run["budget"])
+    rows = [[title(m), m, ", ".join(map(str, sorted(used))), settings] for (m, settings), used in budgets.items()]
+    return Table(["method", "name in commands", "entries", "settings"], rows)
+
+
+def matrices(content: Content, budget: int) -> str:
+    """a[i, t] of every method, means over its seeds, as an image."""
+    runs = [run for run in content["runs"] if run["budget"] == budget and run["complete"]]
+    return _address(png(_draw_matrices, runs, content["order"]))
+
+
+def _draw_matrices(runs: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> Figure:
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    size, rows = len(tasks), math.ceil(len(methods) / COLUMNS)
+    canvas = blank(0.9 + 1.7 * rows)
+    for at, method in enumerate(methods):
+        axes = canvas.add_subplot(rows, COLUMNS, at + 1)
+        mean = mean_matrix([run["accuracy"] for run in runs if run["method"] == method])
+        image = axes.imshow(100 * mean, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        axes.set_title(textwrap.fill(title(method), 26), fontsize=6.5)
+        named, last = at % COLUMNS == 0, at >= len(methods) - COLUMNS
+        axes.set_yticks(range(size) if named else [], tasks if named else [], fontsize=6.5)
+        axes.set_xticks(range(size) if last else [], tasks if last else [], rotation=90, fontsize=6.5)
+        axes.grid(False)
+    canvas.colorbar(image, ax=canvas.axes, label="accuracy (%)", shrink=0.5)
+    return canvas
+
+
+def mean_matrix(accuracies: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
+    """a[i, t] over seeds, from rows a[i, 0..i] of each: [T, T] float64, NaN for tasks not yet seen."""
+    size = len(accuracies[0])
+    matrix = np.full((size, size), math.nan)
+    for i in range(size):
+        matrix[i, : i + 1] = np.mean([rows[i][: i + 1] for rows in accuracies], axis=0)
+    return matrix
 
 
 def _diagnostic(content: dict[str, Any]) -> dict[str, Any]:
-    method, budget = content.get("method"), content.get("budget")
+    """Its name, finding and figure. Raises ConfigError: it cannot be drawn."""
     name = content["diagnostic"].replace("_", " ").capitalize()
-    name += f", {title(method)}" if method else ""
-    name += f", {budget} entries" if budget else ""
-    return {
-        "name": name,
-        "plot": figures.diagnostic_plot(content),
-        "finding": content["finding"],
-        "source": content.get("source"),
-    }
+    name += f", {title(content['method'])}" if content.get("method") else ""
+    plot = None
+    if content["diagnostic"] in DIAGNOSTICS:
+        try:
+            plot = _address(png(DIAGNOSTICS[content["diagnostic"]].plot, content))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"diagnostic {content['diagnostic']!r} cannot be drawn: {error!r}") from error
+    return {"name": name, "plot": plot, "finding": content["finding"], "source": content.get("source")}
+
+
+def _address(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def _percent(value: Mapping[str, Any]) -> str:
+    """ "78.8 ± 0.5", without an error for a single seed."""
+    error = "" if value["standard_error"] is None else f" ± {100 * value['standard_error']:.1f}"
+    return f"{100 * value['mean']:.1f}".replace("-", "−").replace("−0.0", "0.0") + error
+
+
+def _points(value: Mapping[str, Any]) -> str:
+    """Percentage points, with a sign: "−3.1 ± 0.4"."""
+    return ("+" if round(100 * value["mean"], 1) > 0 else "") + _percent(value)
+
+
+def _bytes(amount: float) -> str:
+    """In the largest binary unit that gives at least 1."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            return f"{amount / size:.2f} {unit}"
+    return f"{amount} bytes"
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    gpu = machine["gpu"] or "no GPU"
+    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {gpu}"
+    return f"{where}; Python {machine['python']}, {versions}"

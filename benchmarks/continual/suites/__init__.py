@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.continual.suites import demo, files, real_pictures, real_text
+from benchmarks.continual.suites import files, made
 from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from server.demo import CHECKPOINT
 
 SUITES: Mapping[str, Callable[[Path], Suite]] = {
-    "demo": demo.load,
-    "demo-search": demo.load_search,
-    real_text.NAME: real_text.load,
-    real_pictures.NAME: real_pictures.load,
+    "demo": made.load_demo,
+    "demo-search": made.load_search,
+    "real-text": made.load_real_text,
+    "real-pictures": made.load_real_pictures,
 }
 
 # What prints the folder of the model that a suite is for; the others are for the demo model.
 MODELS: Mapping[str, str] = {
-    real_text.NAME: "python -m benchmarks.real.model",
-    real_pictures.NAME: "python -m benchmarks.real_pictures.train",
+    "real-text": "python -m benchmarks.real.model",
+    "real-pictures": "python -m benchmarks.real_pictures.train",
 }
 
 __all__ = ["SUITES", "Suite", "TaskData", "load_suite", "require_own_model", "require_reader"]
@@ -29,10 +29,10 @@ __all__ = ["SUITES", "Suite", "TaskData", "load_suite", "require_own_model", "re
 
 def load_suite(name: str, data: Path) -> Suite:
     """The suite of this name from the folder `data`, written there if needed, or that which a file `name` describes."""
-    if Path(name).suffix in files.SUFFIXES:
+    if Path(name).suffix == ".toml":
         return files.load(Path(name))
     if name not in SUITES:
-        raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}, and FILE.toml or FILE.json")
+        raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}, and FILE.toml")
     return SUITES[name](data)
 
 

@@ -1,9 +1,7 @@
-"""A suite of data on disk, described by a TOML or JSON file as in docs/benchmarks.md, "Your own data"."""
+"""A suite of data on disk, described by a TOML file as in docs/benchmarks.md, "Your own data"."""
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from benchmarks.continual.suites.suite import Suite, TaskData
 from inducekv_vllm.errors import TaskDataError
 from selector.data.examples import Example, read_task
 
-SUFFIXES = (".toml", ".json")
 BASE = "base"  # what the base questions are called among the tasks
 SPLITS = ("train", "validation", "test")
 
@@ -62,21 +59,11 @@ def load(file: Path) -> Suite:
 
 def _parse(file: Path) -> Any:
     try:
-        text = file.read_text(encoding="utf-8")
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise TaskDataError(f"{file}: cannot read the suite: {error}") from error
-    try:
-        return json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except json.JSONDecodeError as error:
-        raise TaskDataError(f"{file}, line {error.lineno}: malformed JSON: {error.msg}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise TaskDataError(f"{file}, line {_line(error, text)}: malformed TOML: {error}") from error
-
-
-def _line(error: tomllib.TOMLDecodeError, text: str) -> int:
-    """The error has it only as text: "(at line 3, column 5)", or "(at end of document)"."""
-    match = re.search(r"at line (\d+)", str(error))
-    return int(match[1]) if match else text.count("\n") + 1
+    except tomllib.TOMLDecodeError as error:  # with the line
+        raise TaskDataError(f"{file}: malformed TOML: {error}") from error
 
 
 def _read(file: Path, name: str, splits: _Splits) -> TaskData:

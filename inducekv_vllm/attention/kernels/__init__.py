@@ -1,4 +1,4 @@
-"""Memory attention on GPUs: Triton kernels over a resident pool of pages. Imports torch, triton and numpy alone.
+"""Memory attention on GPUs: Triton kernels over a resident pool. Imports torch, triton and numpy alone.
 
     layout.py   the pool, the slot tables and a step's plan as tensors
     tiles.py    which rows share a tile, and which part of a memory a program reads; plain numpy
@@ -8,10 +8,11 @@
     twin.py     `add_memory` in plain torch
 
 Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, P tokens of the pool, Q map
-rows of the pool, N memory slots, S tokens of the largest memory, M map rows of the largest memory, L layers.
+rows of the pool, N memory slots, K entries of the largest memory, M of them with maps, L layers.
 
-A slot holds what one memory with one set of weights needs. Slot 0 means "no memory", so tables have N + 1 rows. For a
-row of slot c, a token t of its memory enters layer l with
+A slot holds what one memory with one set of weights needs. Slot 0 means "no memory", so tables have N + 1 rows. Tables
+have terms for each entry, which are those of all its tokens. For a row of slot c, a token t of its memory enters layer
+l with
 
     logit_t = key_scale_t * (q . k_t) * softmax_scale + log_weight_t + bias_l,c
     value_t = value_scale_t * gate_l,c * v_t
@@ -27,5 +28,5 @@ where a map row acts on the G heads of its KV head as one vector [G D]. All sums
 Otherwise it splits each memory over several programs, and a second kernel merges their parts. A CUDA graph of few rows
 has both kernels if the pool has room for a memory that is not small, because the memories of its steps are not known at
 capture; the plan of each step says how each memory is split, so that a small one is read by one program. A tile is up
-to 128 / G rows with equal pages: the same tokens and map rows in the same order. Terms may differ from row to row.
+to 128 / G rows that read the same entries in the same order. Terms may differ from row to row.
 """

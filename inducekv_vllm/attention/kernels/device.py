@@ -27,15 +27,17 @@ def memory_tiles(
     map_out,  # [J, Q, G D]; None without MAPS
     gate,  # [N + 1] float32, as every table of one column
     bias,
-    token_index,  # [N + 1, S]
-    log_weight,  # [N + 1, S]
-    key_scale,  # [N + 1, S]
-    value_scale,  # [N + 1, S]
+    token_index,  # [N + 1, K]
+    log_weight,  # [N + 1, K]
+    key_scale,  # [N + 1, K]
+    value_scale,  # [N + 1, K]
+    entry_tokens,
     length,
     log_remainder,
     decoupled,
     map_index,  # [N + 1, M]
     map_weight,  # [N + 1, M]
+    map_rank,
     map_length,
     row_slot,  # [R]
     tile_rows,  # [tiles, height]
@@ -84,9 +86,9 @@ def memory_tiles(
     first_row = tl.load(tile_rows + tile * height, mask=tile >= 0, other=-1)
     if first_row < 0:
         return
-    page_slot = tl.load(row_slot + first_row)  # rows of a tile have equal pages
+    first_slot = tl.load(row_slot + first_row)  # rows of a tile read the same entries
     begin = 0
-    end = tl.load(length + page_slot)
+    end = tl.load(length + first_slot)
     whole = 1
     if SPLIT:
         begin = tl.load(work + item * 4 + 1)
@@ -115,9 +117,10 @@ def memory_tiles(
         log_weight,
         key_scale,
         value_scale,
+        entry_tokens,
         slot,
         live,
-        page_slot,
+        first_slot,
         begin,
         end,
         scale * LOG2E,
@@ -144,7 +147,7 @@ def memory_tiles(
             live,
             tile_rows + tile * height,
             height,
-            page_slot,
+            first_slot,
             output,
             self_lse,
             map_in,
@@ -155,6 +158,7 @@ def memory_tiles(
             decoupled,
             map_index,
             map_weight,
+            map_rank,
             map_length,
             row_slot,
             kv_head_wide,
@@ -198,6 +202,7 @@ def merge_items(
     decoupled,
     map_index,
     map_weight,
+    map_rank,
     map_length,
     row_slot,
     tile_rows,
@@ -287,6 +292,7 @@ def merge_items(
         decoupled,
         map_index,
         map_weight,
+        map_rank,
         map_length,
         row_slot,
         kv_head.to(tl.int64),
@@ -321,9 +327,10 @@ def _attend(
     log_weight,
     key_scale,
     value_scale,
+    entry_tokens,
     slot,  # [BM]
     live,  # [BM]
-    page_slot,
+    first_slot,
     begin,
     end,
     scale,
@@ -343,28 +350,31 @@ def _attend(
     Returns the largest logit [BM], the sum of exp2(logit - largest) [BM], and the values weighted so [BM, DP].
     """
     column = tl.arange(0, DP)
-    page_terms = page_slot.to(tl.int64) * terms_slot
+    shared_terms = first_slot.to(tl.int64) * terms_slot
     terms = slot.to(tl.int64) * terms_slot
+    tokens_each = tl.load(entry_tokens + first_slot)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     read = tl.zeros([BM, DP], tl.float32)
     for start in range(begin, end, BN):
         token = start + tl.arange(0, BN)
         there = token < end
-        page = tl.load(token_index + page_terms + token, mask=there, other=0).to(tl.int64)
+        entry = token // tokens_each
+        first = tl.load(token_index + shared_terms + entry, mask=there, other=0)
+        place = (first + token % tokens_each).to(tl.int64)
         inside = there[:, None] & (column < D)[None, :]
-        k = tl.load((keys + page * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
-        v = tl.load((values + page * values_token)[:, None] + column[None, :], mask=inside, other=0.0)
+        k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
+        v = tl.load((values + place * values_token)[:, None] + column[None, :], mask=inside, other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         if ONE_SLOT:
-            term = page_terms + token
+            term = shared_terms + entry
             multiply = (tl.load(key_scale + term, mask=there, other=0.0) * scale)[None, :]
             add = (tl.load(log_weight + term, mask=there, other=float("-inf")) * LOG2E)[None, :]
             share = tl.load(value_scale + term, mask=there, other=0.0)[None, :]
         else:
-            term = terms[:, None] + token[None, :]
+            term = terms[:, None] + entry[None, :]
             known = live[:, None] & there[None, :]
             multiply = tl.load(key_scale + term, mask=known, other=0.0) * scale
             add = tl.load(log_weight + term, mask=known, other=float("-inf")) * LOG2E
@@ -392,7 +402,7 @@ def _finish(
     live,  # [lanes]
     rows,  # [ROWS]
     num_rows,
-    page_slot,
+    first_slot,
     output,
     self_lse,
     map_in,
@@ -403,6 +413,7 @@ def _finish(
     decoupled,
     map_index,
     map_weight,
+    map_rank,
     map_length,
     row_slot,
     kv_head,
@@ -434,28 +445,29 @@ def _finish(
 
     lane_bias = tl.load(bias + slot, mask=live, other=0.0) * LOG2E
     lane_gate = tl.load(gate + slot, mask=live, other=0.0)
-    rest = tl.load(log_remainder + slot, mask=live, other=float("-inf")) * LOG2E + lane_bias
+    remainder = tl.load(log_remainder + slot, mask=live, other=float("-inf")) * LOG2E + lane_bias
     largest = largest + lane_bias
     # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
     other = tl.zeros_like(largest)
     if LSE:
         merged = tl.load(decoupled + slot, mask=live, other=1) == 0
         other = tl.load(self_lse + row.to(tl.int64) * lse_row + head * lse_head, mask=live & merged, other=0.0) * LOG2E
-    top = tl.maximum(tl.maximum(largest, rest), other)
+    top = tl.maximum(tl.maximum(largest, remainder), other)
     memory_weight = tl.exp2(largest - top)
     other_weight = tl.exp2(other - top)
-    whole = total * memory_weight + other_weight + tl.exp2(rest - top)
+    whole = total * memory_weight + other_weight + tl.exp2(remainder - top)
     result = read * (lane_gate * memory_weight / whole)[:, None]
     if MAPS:
         mapped = _mapped(
             own,
             rows,
             num_rows,
-            page_slot,
+            first_slot,
             map_in + kv_head * map_in_head,
             map_out + kv_head * map_out_head,
             map_index,
             map_weight,
+            map_rank,
             map_length,
             row_slot,
             map_in_row,
@@ -486,11 +498,12 @@ def _mapped(
     own,  # [ROWS * LANES, DP]
     rows,
     num_rows,
-    page_slot,
+    first_slot,
     map_in,  # [Q, G D] of one KV head
     map_out,
     map_index,
     map_weight,
+    map_rank,
     map_length,
     row_slot,
     map_in_row,
@@ -517,17 +530,20 @@ def _mapped(
     if UPCAST:
         blocks = blocks.to(tl.float32)
     result = tl.zeros([ROWS, LANES * DP], tl.float32)
-    end = tl.load(map_length + page_slot)
+    rows_each = tl.load(map_rank + first_slot)
+    end = tl.load(map_length + first_slot)
     # A memory has few map rows, and their tiles are wide: reads that overlap would not fit into the shared memory.
     for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
         there = k < end
-        page = tl.load(map_index + page_slot.to(tl.int64) * map_slot + k, mask=there, other=0).to(tl.int64)
+        entry = k // rows_each
+        first = tl.load(map_index + first_slot.to(tl.int64) * map_slot + entry, mask=there, other=0)
+        map_place = (first + k % rows_each).to(tl.int64)
         inside = there[:, None] & known[None, :]
-        a = tl.load((map_in + page * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
-        b = tl.load((map_out + page * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
+        a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
+        b = tl.load((map_out + map_place * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
         weighted = (row >= 0)[:, None] & there[None, :]
-        weights = (map_weight + slot.to(tl.int64) * map_slot)[:, None] + k[None, :]
+        weights = (map_weight + slot.to(tl.int64) * map_slot)[:, None] + entry[None, :]
         weight = tl.load(weights, mask=weighted, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)

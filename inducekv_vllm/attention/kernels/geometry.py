@@ -17,37 +17,37 @@ class MemoryRows:
     """The rows of a step that memory acts on; 0 in the arrays stands for a row without memory."""
 
     slots: IntArray  # [R]
-    page_sets: IntArray  # [R], equal for rows that read the same pages
+    entry_sets: IntArray  # [R], equal for rows that read the same entries
     lengths: IntArray  # [R] tokens
     maps: bool  # some memory has maps
     merged: bool  # some memory is merged
 
     @cached_property
     def launches(self) -> list[MemoryRows]:
-        """The rows of each launch: two if some slots fill tiles by themselves, and others would read the same pages."""
+        """The rows of each launch: two if some slots fill tiles by themselves, and others share entries."""
         filling = (np.bincount(self.slots) >= LEAST_LANES)[self.slots] & (self.slots > 0)  # [R]
         others = (self.slots > 0) & ~filling  # [R]
-        if filling.any() and len(np.unique(self.slots[others])) > len(np.unique(self.page_sets[others])):
+        if filling.any() and len(np.unique(self.slots[others])) > len(np.unique(self.entry_sets[others])):
             return [self._only(filling), self._only(others)]
         return [self]
 
     def _only(self, these: npt.NDArray[np.bool_]) -> MemoryRows:
-        slots, page_sets, lengths = (these * array for array in (self.slots, self.page_sets, self.lengths))
-        return replace(self, slots=slots, page_sets=page_sets, lengths=lengths)
+        slots, entry_sets, lengths = (these * array for array in (self.slots, self.entry_sets, self.lengths))
+        return replace(self, slots=slots, entry_sets=entry_sets, lengths=lengths)
 
     @cached_property
     def groups(self) -> IntArray:
-        """Which rows of a launch share tiles, [R]: those of one slot, or else those that read the same pages.
+        """Which rows of a launch share tiles, [R]: those of one slot, or else those that read the same entries.
 
         Rows of one slot read their terms once for the tile. So slots are the groups if they fill tiles by themselves,
-        and if no two of them read the same pages.
+        and if no two of them read the same entries.
         """
-        return self.slots if self.one_slot else self.page_sets
+        return self.slots if self.one_slot else self.entry_sets
 
     @cached_property
     def one_slot(self) -> bool:
         slots, rows_of_slot = np.unique(self.slots[self.slots > 0], return_counts=True)
-        sets = np.unique(self.page_sets[self.page_sets > 0])
+        sets = np.unique(self.entry_sets[self.entry_sets > 0])
         # Triton compiles for a bool, and fails with one of NumPy's.
         return bool(rows_of_slot.max() >= LEAST_LANES) or len(slots) == len(sets)
 

@@ -19,7 +19,9 @@ MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
 MERGE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 MERGED_NUMBERS = 4096  # that a program of the merging kernel holds at a time
-INTEGERS = dict.fromkeys(("token_index", "length", "decoupled", "map_index", "map_length"), torch.int32)
+INTEGERS = dict.fromkeys(
+    ("token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length"), torch.int32
+)
 # Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
 INTERPRETED = not isinstance(device.memory_tiles, triton.JITFunction)
 
@@ -90,6 +92,7 @@ def launches(
         "decoupled": tables.decoupled,
         "map_index": tables.map_index,
         "map_weight": tables.map_weight,
+        "map_rank": tables.map_rank,
         "map_length": tables.map_length,
         "row_slot": step.row_slot,
         "tile_rows": step.tile_rows,
@@ -131,6 +134,7 @@ def launches(
         "log_weight": tables.log_weight,
         "key_scale": tables.key_scale,
         "value_scale": tables.value_scale,
+        "entry_tokens": tables.entry_tokens,
         "length": tables.length,
         "work": step.work,
         "scale": scale,
@@ -170,7 +174,7 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
         ValueError: the kernels cannot work with this pool and these tables, or they do not fit each other.
     """
     heads, tokens, head_size = pool.keys.shape
-    slots, longest = tables.token_index.shape
+    slots, entries = tables.token_index.shape
     if head_size not in HEAD_SIZES:
         raise ValueError(
             f"memory attention on GPUs needs a head size that is a multiple of 8 from {HEAD_SIZES[0]} to "
@@ -186,16 +190,16 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
     if (pool.map_in is None) != (pool.map_out is None):
         raise ValueError("a pool has both parts of its maps or none")
     width = num_heads // heads * head_size
-    map_rows = tables.map_index.shape[1]
+    maps = tables.map_index.shape[1]
     like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, head_size)}
     if pool.map_in is not None:
         like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
     of_layer = like_keys | dict.fromkeys(("gate", "bias"), (slots,))
     of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("length", "log_remainder", "decoupled", "map_length"), (slots,)
+        ("entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length"), (slots,)
     )
-    of_slots |= dict.fromkeys(("token_index", "log_weight", "key_scale", "value_scale"), (slots, longest))
-    of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, map_rows))
+    of_slots |= dict.fromkeys(("token_index", "log_weight", "key_scale", "value_scale"), (slots, entries))
+    of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, maps))
     for owner, shapes in ((pool, of_layer), (tables, of_slots)):
         for name, shape in shapes.items():
             tensor: Tensor = getattr(owner, name)

@@ -13,7 +13,7 @@ from .tiles import StepPlan
 
 @dataclass(frozen=True, eq=False)
 class LayerPool:
-    """The resident pages of one layer. What no slot names is never read, so it may be NaN."""
+    """One layer of the resident pool. What no slot names is never read, so it may be NaN."""
 
     keys: Tensor  # [J, P, D], not rotated; the last dimension is contiguous
     values: Tensor  # [J, P, D], not times the gate
@@ -25,41 +25,55 @@ class LayerPool:
 
 @dataclass(frozen=True, eq=False)
 class SlotTables:
-    """What each slot reads, for all layers. The kernels read nothing beyond a slot's length."""
+    """What each slot reads, for all layers. The kernels read nothing beyond a slot's length.
 
-    token_index: Tensor  # [N + 1, S] int32, places in the pool
-    log_weight: Tensor  # [N + 1, S] float32, may be -inf
-    key_scale: Tensor  # [N + 1, S] float32
-    value_scale: Tensor  # [N + 1, S] float32
-    length: Tensor  # [N + 1] int32, tokens
+    An entry's tokens are adjacent in the pool, and so are its map rows.
+    """
+
+    token_index: Tensor  # [N + 1, K] int32, place of an entry's first token in the pool
+    log_weight: Tensor  # [N + 1, K] float32, may be -inf
+    key_scale: Tensor  # [N + 1, K] float32
+    value_scale: Tensor  # [N + 1, K] float32
+    entry_tokens: Tensor  # [N + 1] int32, tokens of an entry, at least 1
+    length: Tensor  # [N + 1] int32, tokens of all entries
     log_remainder: Tensor  # [N + 1] float32, -inf if there is none; merged memory alone
     decoupled: Tensor  # [N + 1] int32, 1 or 0
-    map_index: Tensor  # [N + 1, M] int32, places in the pool
-    map_weight: Tensor  # [N + 1, M] float32, exp(log_weight) * value_scale of the map's entry
-    map_length: Tensor  # [N + 1] int32, map rows; decoupled memory alone
+    map_index: Tensor  # [N + 1, M] int32, place of an entry's first map row in the pool
+    map_weight: Tensor  # [N + 1, M] float32, exp(log_weight) * value_scale of the entry
+    map_rank: Tensor  # [N + 1] int32, map rows of an entry, at least 1
+    map_length: Tensor  # [N + 1] int32, map rows of all entries; decoupled memory alone
 
     @classmethod
-    def allocate(cls, slots: int, longest: int, map_rows: int, device: torch.device | str) -> SlotTables:
-        """Tables of N = `slots` empty slots of up to S = `longest` tokens and M = `map_rows` map rows."""
+    def allocate(cls, slots: int, entries: int, maps: int, device: torch.device | str) -> SlotTables:
+        """Tables of N = `slots` empty slots of up to K = `entries` entries, and of up to M = `maps` with maps.
+
+        Entries have 1 token and 1 map row.
+        """
 
         def table(columns: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots + 1, columns, dtype=dtype, device=device)
 
-        def column(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots + 1, dtype=dtype, device=device)
+        def column(dtype: torch.dtype, value: float) -> Tensor:
+            return torch.full((slots + 1,), value, dtype=dtype, device=device)
 
         return cls(
-            token_index=table(longest, torch.int32),
-            log_weight=table(longest, torch.float32),
-            key_scale=table(longest, torch.float32),
-            value_scale=table(longest, torch.float32),
-            length=column(torch.int32),
-            log_remainder=column(torch.float32).fill_(-math.inf),
-            decoupled=column(torch.int32),
-            map_index=table(map_rows, torch.int32),
-            map_weight=table(map_rows, torch.float32),
-            map_length=column(torch.int32),
+            token_index=table(entries, torch.int32),
+            log_weight=table(entries, torch.float32),
+            key_scale=table(entries, torch.float32),
+            value_scale=table(entries, torch.float32),
+            entry_tokens=column(torch.int32, 1),
+            length=column(torch.int32, 0),
+            log_remainder=column(torch.float32, -math.inf),
+            decoupled=column(torch.int32, 0),
+            map_index=table(maps, torch.int32),
+            map_weight=table(maps, torch.float32),
+            map_rank=column(torch.int32, 1),
+            map_length=column(torch.int32, 0),
         )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
 
 @dataclass(frozen=True, eq=False)

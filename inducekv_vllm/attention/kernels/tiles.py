@@ -107,7 +107,7 @@ def launch_shape(
         largest_group: rows of the largest group.
         longest: tokens of the longest memory that is expected. A longer one is right in every shape, and takes longer;
             so are shorter ones where memories are split.
-        one_slot: groups are slots, so that all rows of a tile have one; otherwise they are sets of equal pages.
+        one_slot: groups are slots, so that all rows of a tile have one; otherwise rows that read the same entries.
         element_size: bytes of a query's element.
     """
     one_slot = one_slot or largest_group == 1
@@ -157,7 +157,7 @@ def plan_tiles(groups: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape
 
     Args:
         groups: [R] whole numbers; 0: no memory. Rows of one group may share tiles: those of one slot if
-            `shape.one_slot`, otherwise those with equal pages.
+            `shape.one_slot`, otherwise those that read the same entries.
         lengths: [R] tokens of each row's memory, equal within a group.
 
     Raises:

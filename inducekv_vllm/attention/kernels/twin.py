@@ -54,10 +54,13 @@ def attend(
     """Read tokens `begin` to `end` of the memory of slots [n] for query [n, H, D]."""
     n, H, D = query.shape
     J = pool.keys.shape[0]
-    index = tables.token_index[slots[0], begin:end].long()  # [s]
-    keys, values = pool.keys[:, index].float(), pool.values[:, index].float()  # [J, s, D]
+    token, m = torch.arange(begin, end, device=slots.device), tables.entry_tokens[slots[0]]
+    entry = token // m  # [s]
+    place = tables.token_index[slots[0], entry] + token % m  # [s]
+    keys, values = pool.keys[:, place].float(), pool.values[:, place].float()  # [J, s, D]
     terms = (tables.key_scale, tables.log_weight, tables.value_scale)
-    key_scale, log_weight, value_scale = (table[slots, begin:end][:, None, None] for table in terms)  # [n, 1, 1, s]
+    of_rows = slots[:, None], entry
+    key_scale, log_weight, value_scale = (table[of_rows][:, None, None] for table in terms)  # [n, 1, 1, s]
     grouped = query.float().view(n, J, H // J, D)
     logits = torch.einsum("njgd,jsd->njgs", grouped, keys) * scale * key_scale + log_weight
     largest = logits.amax(-1) if end > begin else logits.new_full((n, J, H // J), -torch.inf)
@@ -82,13 +85,13 @@ def finish(
     largest, total, read = memory
     bias, gate = pool.bias[slots, None], pool.gate[slots, None]  # [n, 1]
     largest = largest + bias
-    rest = (tables.log_remainder[slots, None] + bias).expand_as(largest)
+    remainder = (tables.log_remainder[slots, None] + bias).expand_as(largest)
     merged = torch.zeros_like(slots, dtype=torch.bool) if self_lse is None else tables.decoupled[slots] == 0  # [n]
     other = torch.zeros_like(largest)  # the logit of decoupled memory's null token
     if self_lse is not None:
         other = torch.where(merged[:, None], self_lse, other)
-    top = torch.maximum(torch.maximum(largest, rest), other)
-    whole = total * (largest - top).exp() + (rest - top).exp() + (other - top).exp()
+    top = torch.maximum(torch.maximum(largest, remainder), other)
+    whole = total * (largest - top).exp() + (remainder - top).exp() + (other - top).exp()
     keep = torch.where(merged[:, None], (other - top).exp() / whole, 1.0)
     result = keep[..., None] * own.float() + (gate * (largest - top).exp() / whole)[..., None] * read
     if pool.map_in is not None:
@@ -102,12 +105,13 @@ def mapped(pool: LayerPool, tables: SlotTables, slots: Tensor, own: Tensor) -> T
     assert pool.map_out is not None
     n, H, D = own.shape
     J = pool.map_in.shape[0]
-    used = int(tables.map_length[slots[0]])
-    index = tables.map_index[slots[0], :used].long()  # [k]
+    row, rank = torch.arange(int(tables.map_length[slots[0]]), device=slots.device), tables.map_rank[slots[0]]
+    entry = row // rank  # [k]
+    place = tables.map_index[slots[0], entry] + row % rank  # [k]
     blocks = own.float().view(n, J, H // J * D)
-    inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, index].float())
-    inner = inner * tables.map_weight[slots, :used][:, None]
-    return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, index].float()).reshape(n, H, D)
+    inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, place].float())
+    inner = inner * tables.map_weight[slots[:, None], entry][:, None]
+    return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, place].float()).reshape(n, H, D)
 
 
 def _finite(largest: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from inducekv_vllm.attention.pages import RequestMemory, ResidentBundle
-from inducekv_vllm.attention.pool import PagePool, PoolShape
-from inducekv_vllm.attention.term_tables import TermTables
+from inducekv_vllm.attention.pool import MemoryPool, PoolShape
+from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.host.device import device_of
 from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
@@ -20,8 +19,8 @@ from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle, random_maps
 CPU = device_of(torch.device("cpu"))
 
 
-def poisoned_pool(shape: PoolShape, dtype: torch.dtype = torch.float32) -> PagePool:
-    pool = PagePool(shape, dtype, CPU)
+def poisoned_pool(shape: PoolShape, dtype: torch.dtype = torch.float32) -> MemoryPool:
+    pool = MemoryPool(shape, dtype, CPU)
     pool.keys.fill_(math.nan)
     pool.values.fill_(math.nan)
     return pool
@@ -49,28 +48,14 @@ def fitting_bundle(
     return random_bundle(num_entries, payload_tokens, seed, **(arguments | changes))
 
 
-def scatter(pool: PagePool) -> None:
-    """Leave every other page of an empty pool."""
-    regions = [pool.allocator.region() for _ in range(pool.shape.num_pages)]
-    for region in regions:
-        region.allocate(pool.shape.page_tokens)
-    for region in regions[::2]:
-        region.release()
-
-
-def store(pool: PagePool, bundle: Bundle) -> ResidentBundle:
-    region = pool.allocator.region()
-    try:
-        return pool.store(bundle, slice(0, pool.shape.num_kv_heads), region)
-    except BaseException:
-        region.release()
-        raise
+def store(pool: MemoryPool, bundle: Bundle) -> ResidentBundle:
+    return pool.store(bundle, slice(0, pool.shape.num_kv_heads))
 
 
 def random_memory(
-    tables: TermTables, slot: int, bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int
+    bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int, slot: int = 1
 ) -> RequestMemory:
-    """Random entries with random weights, written to a slot."""
+    """Random entries with random weights."""
     rng = np.random.default_rng(seed)
     entries = rng.permutation(bundle.num_entries)[:top_k]
     weights = rng.dirichlet(np.ones(len(entries))).astype(np.float32)
@@ -81,7 +66,7 @@ def random_memory(
         num_entries=bundle.num_entries,
         remainder=remainder,
     )
-    return tables.write(slot, bundle, terms)
+    return RequestMemory.of(bundle, terms, slot)
 
 
 def full_attention() -> Any:

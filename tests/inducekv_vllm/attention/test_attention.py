@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,38 +15,25 @@ from vllm.platforms import current_platform
 from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
-from inducekv_vllm.attention.pages import RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.pool import PoolShape
+from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.page_terms import Weighting
-from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, scatter, store
+from tests.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, random_memory, store
 
 current_platform.import_kernels()
 
 J, G, D, m, B, C = 2, 3, 64, 4, 6, 32
 H, SCALE = J * G, 0.2
-CONDITIONS = [("sqrt", None, False), ("sqrt", 2, False), ("sqrt", 2, True), ("prior", None, False), ("prior", 2, False)]
+CONDITIONS = [("sqrt", None, False), ("sqrt", 2, True), ("prior", None, False), ("prior", 2, False)]
+
+SHAPE = PoolShape(entries=12, num_layers=1, num_kv_heads=J, heads_per_kv_head=G, head_size=D)
 
 
-SHAPE = PoolShape(entries=8, num_layers=1, num_kv_heads=J, heads_per_kv_head=G, head_size=D)
-
-
-class _Memories:
-    """A pool in which bundles of 6 entries of 4 tokens lie one after the other, or in scattered pages."""
-
-    def __init__(self, dtype: torch.dtype, scattered: bool = False) -> None:
-        self.pool, self.tables, self.used = poisoned_pool(SHAPE, dtype), TermTables.allocate(16, SHAPE, CPU), 0
-        if scattered:
-            scatter(self.pool)
-
-    def bundle(self, weighting: Weighting, seed: int, **changes: Any) -> ResidentBundle:
-        return store(self.pool, fitting_bundle(SHAPE, B, m, seed, weighting=weighting, **changes))
-
-    def memory(self, bundle: ResidentBundle, top_k: int | None, remainder: bool, seed: int) -> RequestMemory:
-        self.used += 1
-        return random_memory(self.tables, self.used, bundle, top_k, remainder, seed)
+def _bundle(dtype: torch.dtype, weighting: Weighting, seed: int = 0, **changes: Any) -> ResidentBundle:
+    """6 entries of 4 tokens in a pool of their own."""
+    return store(poisoned_pool(SHAPE, dtype), fitting_bundle(SHAPE, B, m, seed, weighting=weighting, **changes))
 
 
 def _cache(keys: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,15 +80,15 @@ def attention_with_memory(query: Tensor, keys: Tensor, values: Tensor, memory: R
 
 def _memory_of_head(q: Tensor, memory: RequestMemory, kv_head: int) -> tuple[Tensor, Tensor]:
     """Logits [R, S + 1] of S memory tokens and the remainder for queries [R, D], and their values [S + 1, D]."""
-    pages = memory.bundle.layers[0]
+    stored = memory.bundle.layers[0]
     S = memory.num_tokens
     one, zero = torch.ones(S, dtype=torch.float64), torch.zeros(S, dtype=torch.float64)
     key_scale = one if memory.key_scale is None else memory.key_scale.double()
     value_scale = one if memory.value_scale is None else memory.value_scale.double()
     log_weight = zero if memory.log_weight is None else memory.log_weight.double()
-    logits = key_scale * (q @ pages.keys[kv_head, memory.tokens].double().T) * SCALE + log_weight + pages.bias
-    remainder = torch.full((len(q), 1), memory.log_remainder + pages.bias, dtype=torch.float64)
-    values = value_scale[:, None] * pages.gate * pages.values[kv_head, memory.tokens].double()
+    logits = key_scale * (q @ stored.keys[kv_head, memory.tokens].double().T) * SCALE + log_weight + stored.bias
+    remainder = torch.full((len(q), 1), memory.log_remainder + stored.bias, dtype=torch.float64)
+    values = value_scale[:, None] * stored.gate * stored.values[kv_head, memory.tokens].double()
     return torch.cat([logits, remainder], dim=1), torch.cat([values, torch.zeros(1, D, dtype=torch.float64)])
 
 
@@ -138,10 +123,9 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
 def test_a_mixed_step_equals_one_softmax(
     dtype: torch.dtype, tolerance: float, weighting: Weighting, top_k: int | None, remainder: bool
 ) -> None:
-    memories = _Memories(dtype)
-    bundle, other = memories.bundle(weighting, 0), memories.bundle("prior", 1)
-    first, second, third, fourth = (memories.memory(bundle, top_k, remainder, seed) for seed in range(4))
-    other_memory = memories.memory(other, None, False, 9)
+    bundle = _bundle(dtype, weighting)
+    first, second, third, fourth = (random_memory(bundle, top_k, remainder, seed) for seed in range(4))
+    other_memory = random_memory(_bundle(dtype, "prior", 1), None, False, 9)
     requests = [
         (40, 40, first),  # a whole prompt
         (1, 70, second),  # decode, several blocks
@@ -156,55 +140,37 @@ def test_a_mixed_step_equals_one_softmax(
     assert _run_step(dtype, requests) < tolerance
 
 
-def test_decodes_with_different_numbers_of_pages_are_batched_apart() -> None:
-    memories = _Memories(torch.float32)
-    bundle = memories.bundle("sqrt", 0)
-    requests = [(1, 20 + k, memories.memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6, 1, 1)]
+def test_decodes_with_different_numbers_of_entries_are_batched_apart() -> None:
+    bundle = _bundle(torch.float32, "sqrt")
+    requests = [(1, 20 + k, random_memory(bundle, k, k % 2 == 0, k)) for k in (1, 2, 3, 2, 6, 1, 1)]
+    neutral = random_memory(_bundle(torch.float32, "prior"), 1, False, 0)  # its one entry has weight 1
+    assert neutral.log_weight is None
+    requests += [(1, 9, neutral), (8, 8, neutral)]
     assert _run_step(torch.float32, requests) < 2e-6
 
 
-def test_scattered_pages() -> None:
-    memories = _Memories(torch.float32, scattered=True)
-    bundle = memories.bundle("sqrt", 0)
-    assert not (np.diff(bundle.tokens.reshape(-1)) == 1).all()
-    requests = [(rows, 30, memories.memory(bundle, top_k, False, rows)) for rows in (1, 4) for top_k in (None, 2)]
-    assert _run_step(torch.float32, requests) < 2e-6
-
-
-def test_one_entry_has_neutral_terms_and_is_still_attended_to() -> None:
-    memories = _Memories(torch.float32)
-    memory = memories.memory(memories.bundle("prior", 0), 1, False, 0)
-    assert memory.log_weight is None
-    assert _run_step(torch.float32, [(1, 9, memory), (8, 8, memory)]) < 2e-6
-
-
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k: int | None, scattered: bool) -> None:
-    shape = replace(SHAPE, entries=32)
-    pool, tables = poisoned_pool(shape, dtype), TermTables.allocate(1, shape, CPU)
-    if scattered:
-        scatter(pool)
-    bundle = store(pool, fitting_bundle(shape, 3, m, map_rank=2))
-    memory, pages = random_memory(tables, 1, bundle, top_k, False, 1), bundle.layers[0]
+def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k: int | None) -> None:
+    bundle = store(poisoned_pool(SHAPE, dtype), fitting_bundle(SHAPE, 3, m, map_rank=2))
+    memory, stored = random_memory(bundle, top_k, False, 1), bundle.layers[0]
     rng = torch.Generator().manual_seed(3)
     query, output = (torch.randn(5, H, D, generator=rng).to(dtype) for _ in range(2))
     active = [ActiveRows(slice(1, 3), memory), ActiveRows(torch.tensor([4]), memory)]
     result = output.clone()
     DecoupledStep(active).add(0, query, result, None, SCALE)
     assert torch.equal(result[[0, 3]], output[[0, 3]])
-    assert pages.map_in is not None
-    assert pages.map_out is not None
+    assert stored.map_in is not None
+    assert stored.map_out is not None
     for row, kv_head in itertools.product((1, 2, 4), range(J)):
         heads = slice(kv_head * G, (kv_head + 1) * G)
         logits, values = _memory_of_head(query[row, heads].double(), memory, kv_head)
-        logits[:, -2] = 0  # the null token has no bias; there is no remainder
+        logits[:, -1] = 0  # in place of the remainder: the token of logit 0 and value 0, which has no bias
         own = output[row, heads].double()
         weight = torch.ones(1) if memory.map_weight is None else memory.map_weight
-        map_in, map_out = (t[kv_head, memory.map_rows].double() for t in (pages.map_in, pages.map_out))
+        map_in, map_out = (t[kv_head, memory.map_rows].double() for t in (stored.map_in, stored.map_out))
         mapped = (weight.double() * (map_in @ own.flatten())) @ map_out
-        expected = own + logits.softmax(dim=1) @ values + pages.gate * mapped.view(G, D)
+        expected = own + logits.softmax(dim=1) @ values + stored.gate * mapped.view(G, D)
         assert (result[row, heads] - expected).abs().max() < tolerance * expected.abs().max()
 
 
@@ -212,10 +178,9 @@ def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k:
 def test_what_is_not_finite_is_not_added(form: str) -> None:
     """Such a number of the output stays that of self-attention, to the bit; here those of half of the columns."""
     decoupled = {"form": "decoupled", "activations": {"t": "prompt"}} if form == "decoupled" else {}
-    memories = _Memories(torch.float32)
-    bundle = memories.bundle("prior", 0, **decoupled)
-    memory = memories.memory(bundle, None, False, 0)
-    memories.pool.values[..., D // 2 :] = math.inf
+    bundle = _bundle(torch.float32, "prior", **decoupled)
+    memory = random_memory(bundle, None, False, 0)
+    bundle.layers[0].values[..., D // 2 :] = math.inf
     rows = 1 if form == "decode" else 3
     query, output = torch.randn(2, rows, H, D, generator=torch.Generator().manual_seed(3))
     result = output.clone()
@@ -234,8 +199,7 @@ def test_what_is_not_finite_is_not_added(form: str) -> None:
 
 
 def test_the_cache_takes_finite_numbers_of_rows_with_memory_alone() -> None:
-    memories = _Memories(torch.float32)
-    memory = memories.memory(memories.bundle("prior", 0), None, False, 0)
+    memory = random_memory(_bundle(torch.float32, "prior"), None, False, 0)
     key, value = torch.ones(2, 4, J, D)
     value[:3, 0, 0] = math.nan
     step = DecoupledStep([ActiveRows(slice(1, 2), memory)], [ActiveRows(torch.tensor([2]), memory)])
@@ -244,10 +208,6 @@ def test_the_cache_takes_finite_numbers_of_rows_with_memory_alone() -> None:
     assert cached_value[:, 0, 0].tolist() == [pytest.approx(math.nan, nan_ok=True), 0, 0, 1]
     assert value[:3, 0, 0].isnan().all()
     assert DecoupledStep().cacheable(key, value)[1] is value
-
-
-def test_no_row_with_memory_needs_no_plan() -> None:
-    assert plan_step(ScheduledStep([None, None], [0, 3, 4], [3, 9], torch.zeros(2, 1, dtype=torch.int32), C, G)) is None
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,19 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
-from inducekv_vllm.attention.decoupled import DecoupledStep, active_rows
+from inducekv_vllm.attention.cpu import prefill_memory_attention
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import MemoryRows, rows_with_memory
+from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
-from inducekv_vllm.attention.kernels.layout import SlotTables
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.pages import RequestMemory
+from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.term_tables import TermTables
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.runner import StepRows
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
 from tests.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool, random_memory, store
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
@@ -44,21 +41,23 @@ class World:
 
     def __init__(self, add_memory: Any = twin.add_memory, **changes: Any) -> None:
         self.pool = poisoned_pool(SHAPE)
-        self.tables = TermTables.allocate(6, SHAPE, CPU)
+        self.tables = KernelTables(6, 6, SHAPE.num_layers, CPU)
         merged = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=1))
         decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=2))
         memories = [(merged, 3, True), (decoupled, 4, False), (decoupled, 6, False), (decoupled, 6, False)]
         self.memories = [
-            random_memory(self.tables, slot, bundle, top_k, remainder, seed=slot)
+            random_memory(bundle, top_k, remainder, seed=slot, slot=slot)
             for slot, (bundle, top_k, remainder) in enumerate(memories, start=1)
         ]
+        for memory in self.memories:
+            self.tables.write(memory)
         self.calls: list[Any] = []
 
         def record(*arguments: Any) -> None:
             self.calls.append(arguments)
             add_memory(*arguments)
 
-        self.requests = MemoryOfRequests(6, self.tables)
+        self.requests = MemoryOfRequests(6, self.tables.write)
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
         self.attention = KernelMemoryAttention(
@@ -83,45 +82,21 @@ class World:
         return output
 
     def expected(self, step: Step, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
-        """Row by row: the formulas of the package `kernels` in float64."""
-        result = own.clone()
-        rows = [
-            (memory, computed + i >= start) for memory, start, computed, scheduled in step for i in range(scheduled)
-        ]
-        for row, (memory, active) in enumerate(rows):
-            if memory is not None and active:
-                result[row] = self.row(self.memories[memory], query[row], own[row], lse[row])
+        """Row by row, as on a CPU: through the memories, not through the tables."""
+        result, layer, row = own.clone(), 1, 0
+        for number, start, computed, scheduled in step:
+            for position in range(computed, computed + scheduled):
+                here, row = slice(row, row + 1), row + 1
+                if number is None or position < start:
+                    continue
+                memory, stored = self.memories[number], self.memories[number].bundle.layers[layer]
+                if memory.bundle.form == "decoupled":
+                    DecoupledStep([ActiveRows(here, memory)]).add(layer, query, result, None, SCALE)
+                else:
+                    read = prefill_memory_attention(query[here], stored, memory, SCALE)
+                    numbers = stored.gate, stored.bias, memory.log_remainder
+                    result[here] = merge_memory(own[here], lse[here], *read, *numbers)
         return result
-
-    def row(self, memory: RequestMemory, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
-        slot, bundle = memory.slot, memory.bundle
-        length = int(self.tables.length[slot])
-        gate, bias = bundle.layers[1].gate, bundle.layers[1].bias
-        result = torch.empty(H, D, dtype=torch.float64)
-        for head in range(H):
-            kv = head // 3
-            places = self.tables.token_index[slot, :length].long()
-            keys, values = (x[1, kv, places].double() for x in (self.pool.keys, self.pool.values))
-            logits = self.tables.key_scale[slot, :length].double() * (keys @ query[head].double()) * SCALE
-            logits = logits + self.tables.log_weight[slot, :length] + bias
-            values = values * self.tables.value_scale[slot, :length, None].double()
-            merged = bundle.form == "merged"
-            others = (
-                [lse[head].double(), self.tables.log_remainder[slot].double() + bias] if merged else [torch.zeros(())]
-            )
-            weights = torch.cat([logits, torch.stack(others).double()]).softmax(0)
-            read = gate * weights[:length] @ values
-            kept = weights[length] if merged else 1.0
-            result[head] = kept * own[head].double() + read
-        if bundle.map_rank:
-            rows = int(self.tables.map_length[slot])
-            index = self.tables.map_index[slot, :rows].long()
-            blocks = own.double().view(J, 3 * D)
-            map_in = self.pool.map_rows(self.pool.keys[1])[:, index].double()
-            map_out = self.pool.map_rows(self.pool.values[1])[:, index].double()
-            inner = torch.einsum("jw,jkw->jk", blocks, map_in) * self.tables.map_weight[slot, :rows].double()
-            result += gate * torch.einsum("jk,jkw->jw", inner, map_out).view(H, D)
-        return result.float()
 
 
 def tensors(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,42 +115,38 @@ STEPS: dict[str, Step] = {
         (3, 0, 9, 1),
         (None, 0, 4, 1),
     ],
-    "one memory for all": [(1, 0, 0, 20), (1, 7, 0, 20)],
     "not yet active": [(1, 30, 0, 5), (2, 3, 3, 1)],
     "a prompt beside generation": [(1, 0, 0, 17), (2, 0, 9, 1), (None, 0, 9, 1), (3, 0, 9, 1)],
-    "merged alone": [(0, 0, 0, 1), (0, 0, 5, 17)],
 }
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_step_adds_each_requests_memory_to_its_active_rows(step: Step) -> None:
-    world, rows = World(), sum(scheduled for *_, scheduled in step)
+@pytest.mark.parametrize(
+    ("name", "add_memory"),
+    [*((name, twin.add_memory) for name in STEPS), ("a prompt beside generation", launch.add_memory)],
+)
+def test_a_step_adds_each_requests_memory_to_its_active_rows(name: str, add_memory: Any) -> None:
+    world, step = World(add_memory), STEPS[name]
+    rows = sum(scheduled for *_, scheduled in step)
     query, own, lse = tensors(rows + 2)  # two rows of padding
     world.begin(step)
     result = world.forward(query, own, lse)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     assert torch.equal(result[rows:], own[rows:])
-    world.attention.end_step()
+    assert len(world.calls) == (2 if name == "a prompt beside generation" else 1)
 
 
-def test_decoupled_rows_are_those_of_the_cpus_attention() -> None:
-    world, step = World(), [(1, 2, 0, 4), (None, 0, 0, 2), (2, 0, 8, 1), (1, 0, 8, 1)]
-    query, own, _ = tensors(8, seed=3)
-    world.begin(step)
-    result = world.forward(query, own, None)
-    memories = [None if memory is None else world.memories[memory] for memory, *_ in step]
-    _, first, computed, scheduled = zip(*step, strict=True)
-    expected = own.clone()
-    DecoupledStep(active_rows(memories, first, computed, scheduled)).add(1, query, expected, None, SCALE)
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_without_memory_nothing_is_launched_and_nothing_changes() -> None:
+@pytest.mark.parametrize("graph_rows", [None, 4])
+def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows: int | None) -> None:
     world = World()
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.merged_refusal is None
     query, own, lse = tensors(4)
-    world.begin([(None, 0, 0, 3), (1, 9, 0, 1)])
+    world.begin([(None, 0, 0, 3), (1, 9 if graph_rows is None else 0, 0, 1)], graph_rows)
     assert torch.equal(world.forward(query, own, lse), own)
     assert world.calls == []
+    world.attention.end_step()
+    world.attention.add(1, *tensors(4), SCALE)  # a graph is captured, with no row that has memory
+    assert len(world.calls) == 1
 
 
 @st.composite
@@ -205,9 +176,9 @@ def test_rows_by_brute_force(step: Step) -> None:
     assert found.slots.tolist() == [0 if memory is None else memory + 1 for memory in expected]
     assert [length > 0 for length in found.lengths] == [memory is not None for memory in expected]
     assert (found.merged, found.maps) == (0 in expected, bool({1, 2, 3} & set(expected)))
-    same_pages = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
-    numbers = [same_pages[memory] for memory in expected]
-    assert len(set(zip(numbers, found.page_sets.tolist(), strict=True))) == len(set(numbers))
+    same_entries = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
+    numbers = [same_entries[memory] for memory in expected]
+    assert len(set(zip(numbers, found.entry_sets.tolist(), strict=True))) == len(set(numbers))
     assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
     for part in found.launches:
         for group in set(part.groups.tolist()) - {0}:
@@ -217,104 +188,24 @@ def test_rows_by_brute_force(step: Step) -> None:
                 assert len(set(part.slots[part.groups == group].tolist())) == 1
 
 
-def rows_of(slots: Sequence[int], page_sets: Sequence[int]) -> MemoryRows:
-    arrays = [np.array(numbers, dtype=np.int32) for numbers in (slots, page_sets, np.ones(len(slots)))]
-    return MemoryRows(*arrays, maps=False, merged=False)
-
-
-def test_slots_share_tiles_by_pages_unless_each_fills_its_own() -> None:
-    assert rows_of([1, 2, 0], [1, 2, 0]).one_slot
-    assert not rows_of([1, 2, 0], [1, 1, 0]).one_slot
-    assert rows_of([1] * 16 + [2] * 16, [1] * 32).one_slot
-
-
-def test_generation_shares_tiles_also_beside_a_prompt() -> None:
-    prompt, generation = rows_of([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2]).launches
-    assert (prompt.one_slot, generation.one_slot) == (True, False)
-    assert prompt.groups.tolist() == [1] * 16 + [0] * 4
-    assert generation.groups.tolist() == [0] * 16 + [1, 1, 0, 2]
-    for nothing_to_share in ([1, 0, 2], [1, 0, 0]):
-        assert len(rows_of([1] * 16 + nothing_to_share, [1] * 16 + nothing_to_share).launches) == 1
-    assert len(rows_of([1, 2, 3], [1, 1, 2]).launches) == 1
-
-
-class TestGraphs:
-    """A graph replays what was launched when it was captured: the arguments that `record` has kept."""
-
-    def capture(self, world: World, rows: int) -> tuple[list[Any], tuple[Tensor, Tensor, Tensor]]:
-        """Outside a step, with inputs at fixed addresses; returns what was launched and those inputs."""
-        held = tensors(rows)
-        world.calls.clear()
-        before = held[1].clone()
-        world.attention.add(1, held[0], held[1], held[2], SCALE)
-        assert torch.equal(held[1], before)  # no row has memory yet
-        return list(world.calls), held
-
-    def replay(self, captured: list[Any]) -> None:
-        for arguments in captured:
-            twin.add_memory(*arguments)
-
-    def world(self) -> World:
-        world = World()
-        world.attention.attach(full_attention(), {}, [])
-        assert world.attention.merged_refusal is None
-        return world
-
-    def test_graphs_find_the_memory_of_each_step_and_leave_padding_alone(self) -> None:
-        world = self.world()
-        graphs = {rows: self.capture(world, rows) for rows in (4, 8)}
-        decoding: list[tuple[int, Step]] = [
-            (4, [(0, 0, 5, 1), (1, 0, 5, 1), (None, 0, 5, 1)]),
-            (8, [(i % 4, 0, 5, 1) for i in range(7)]),
-            (4, [(None, 0, 5, 1)]),
-            (8, [(3, 0, 5, 1), (2, 0, 5, 1), (3, 0, 5, 1)]),
-            (8, [(3, 0, 6, 1), (2, 0, 6, 1), (3, 0, 6, 1)]),  # nothing has to be written
-            (4, [(1, 9, 5, 1)]),
-        ]
-        for seed, (rows, step) in enumerate(decoding):
-            captured, held = graphs[rows]
-            new = tensors(rows, seed=10 + seed)
-            for address, value in zip(held, new, strict=True):
-                address.copy_(value)
-            world.begin(step, graph_rows=rows)
-            self.replay(captured)
-            world.attention.end_step()
-            expected = world.expected(step, *new)
-            torch.testing.assert_close(held[1], expected, rtol=1e-5, atol=1e-5)
-            assert torch.equal(held[1][len(step) :], new[1][len(step) :])
-
-    def test_a_step_in_a_graph_launches_nothing_itself(self) -> None:
-        world = self.world()
-        world.begin([(1, 0, 5, 1)], graph_rows=4)
-        assert not world.attention.needs_lse(4)
-        query, own, lse = tensors(4)
-        assert torch.equal(world.forward(query, own, lse), own)
-        assert world.calls == []
-
-    def test_a_slot_that_is_written_anew_needs_no_other_graph(self) -> None:
-        world = self.world()
-        captured, held = self.capture(world, 4)
-        bundle = world.memories[2].bundle
-        terms = page_terms(
-            Retrieval(np.array([4, 1]), np.array([0.25, 0.75], dtype=np.float32)),
-            bundle.weighting,
-            payload_tokens=bundle.payload_tokens,
-            num_entries=bundle.num_entries,
-        )
-        world.memories[1] = world.tables.write(2, bundle, terms)
-        new = tensors(4, seed=5)
-        for address, value in zip(held, new, strict=True):
-            address.copy_(value)
-        world.begin([(1, 0, 5, 1)], graph_rows=4)
-        self.replay(captured)
-        torch.testing.assert_close(held[1], world.expected([(1, 0, 5, 1)], *new), rtol=1e-5, atol=1e-5)
-
-    def test_without_graphs_dummy_runs_launch_nothing(self) -> None:
-        world = World(most_graph_rows=0)
-        world.attention.attach(full_attention(), {}, [])
-        query, own, _ = tensors(3)
-        world.attention.add(1, query, own, None, SCALE)
-        assert world.calls == []
+@pytest.mark.parametrize(
+    ("slots", "reads", "one_slot"),
+    [
+        ([1, 2, 0], [1, 2, 0], [True]),
+        ([1, 2, 0], [1, 1, 0], [False]),
+        ([1] * 16 + [2] * 16, [1] * 32, [True]),
+        ([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2], [True, False]),  # generation shares beside a prompt
+        ([1] * 16 + [1, 0, 2], [1] * 16 + [1, 0, 2], [True]),
+    ],
+)
+def test_slots_share_tiles_by_what_they_read_unless_each_fills_its_own(
+    slots: list[int], reads: list[int], one_slot: list[bool]
+) -> None:
+    arrays = [np.array(numbers, dtype=np.int32) for numbers in (slots, reads, np.ones(len(slots)))]
+    launches = MemoryRows(*arrays, maps=False, merged=False).launches
+    assert [part.one_slot for part in launches] == one_slot
+    for part in launches:
+        assert part.groups.tolist() == (part.slots if part.one_slot else part.entry_sets).tolist()
 
 
 def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
@@ -347,22 +238,10 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
         world.attention.warm_up()
 
 
-@pytest.mark.parametrize(("name", "launches"), [("not yet active", 1), ("a prompt beside generation", 2)])
-def test_the_kernels_themselves_take_the_workers_pool_and_tables(name: str, launches: int) -> None:
-    world, step = World(launch.add_memory), STEPS[name]
-    rows = sum(scheduled for *_, scheduled in step)
-    query, own, lse = tensors(rows)
-    world.begin(step)
-    result = world.forward(query, own, lse)
-    torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
-    assert len(world.calls) == launches
-    assert {field.name for field in fields(SlotTables)} <= {field.name for field in fields(TermTables)}
-
-
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
     shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
-    tables = TermTables.allocate(2, shape, CPU)
-    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables), SimpleNamespace()
+    tables = KernelTables(2, 8, 1, CPU)
+    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables.write), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
     with pytest.raises(UnsupportedModel, match=message):
         KernelMemoryAttention(pool, tables, requests, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
@@ -385,29 +264,7 @@ def test_a_slot_is_written_without_a_number_of_the_host() -> None:
 
     world = World()
     with NoScalars():
-        random_memory(world.tables, 5, world.memories[0].bundle, 3, True, seed=9)
-
-
-def test_an_implementation_without_a_log_sum_exp_takes_decoupled_memory() -> None:
-    class Doubling:
-        """Self-attention whose output is twice its query."""
-
-        scale = SCALE
-
-        def forward(self, layer: Any, query: Tensor, *rest: Any, **_: Any) -> Tensor:
-            output: Tensor = rest[4]
-            return output.copy_(2 * query)
-
-    world, step, impl = World(), STEPS["not yet active"], Doubling()
-    attach(impl, 1, world.attention)
-    assert isinstance(impl, Doubling)
-    query, own, lse = tensors(6)
-    for metadata in (object(), None):  # a step, a profiling run
-        world.begin(step)
-        result = impl.forward(None, query, None, None, None, metadata, own)  # type: ignore[arg-type]
-        expected = world.expected(step, query, 2 * query, lse) if metadata else 2 * query
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-        world.attention.end_step()
+        world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
 
 
 def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() -> None:

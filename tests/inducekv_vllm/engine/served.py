@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
-from inducekv_vllm.engine.wire import pauses
+from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import UnknownBundle
 from inducekv_vllm.host.config import WORKER_CLS, InduceKVConfig
 from tests.inducekv_vllm.parity import FEWER_PROCESSES, World, prompts
@@ -110,9 +110,9 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
         path = str(world.paths["sqrt"])
         memory = MemoryIndex.from_bundle(read_bundle(path), path)
         await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
-        waits = pauses()
+        delays = poll_delays()
         while (loaded := (await llm.collective_rpc("inducekv_load_outcome", args=(memory.digest,)))[0]) is None:
-            await asyncio.sleep(next(waits))
+            await asyncio.sleep(next(delays))
         assert loaded["ok"], loaded
         yield Served(llm, Memories(m=memory))
     finally:

@@ -1,4 +1,4 @@
-"""The gate log: whole lines of numbers, from several processes, and files that are refused."""
+"""The gate log: whole lines of numbers, from several writers, and a disk that hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from inducekv_vllm.engine import gate_log
 from inducekv_vllm.engine.gate_log import GateLog, open_log
@@ -17,7 +16,7 @@ from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup, QueryFe
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import GateDecision
 from inducekv_vllm.host.config import InduceKVConfig
-from tests.inducekv_vllm.bundles import random_bundle, random_gated_bundle
+from tests.inducekv_vllm.bundles import random_gated_bundle
 
 BUNDLE = random_gated_bundle()
 MEMORY = MemoryIndex.from_bundle(BUNDLE, __file__)
@@ -41,12 +40,6 @@ def test_a_line_for_each_decision(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [shared | {"task": "a"}, shared | {"task": None}]
 
 
-def test_without_a_file_nothing_is_done() -> None:
-    log = GateLog.of(InduceKVConfig())
-    log.note(MEMORY, QUERY, OPEN)
-    log.close()
-
-
 def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
     os.close(open_log(str(tmp_path / "new")))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
@@ -62,10 +55,10 @@ def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name}: cannot be used as a gate log: {reason}"):
             GateLog(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="/dev/null: cannot be used as a gate log: it is not an ordinary file"):
+    with pytest.raises(ConfigError, match="/dev/null: cannot be used as a gate log: not a regular file"):
         GateLog("/dev/null")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match="it is not an ordinary file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         GateLog(str(tmp_path / "fifo"))
     os.close(reader)
 
@@ -100,14 +93,3 @@ def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.
     log.close()
     assert len(path.read_text().splitlines()) == 3
     assert errors == [f"{path}: the disk is too slow; lines are left out"]
-
-
-def test_gates_of_one_digest_find_the_same() -> None:
-    other = random_gated_bundle(gate=random_gated_bundle(seed=1).gate)
-    assert other.gate is not None
-    assert BUNDLE.gate is not None
-    assert other.gate.token_digest != BUNDLE.gate.token_digest
-    again = random_gated_bundle(retrieval_keys=torch.nn.functional.normalize(torch.ones(5, 16), dim=1))
-    assert again.digest != BUNDLE.digest
-    assert MemoryIndex.from_bundle(again, __file__).token_digest == MEMORY.token_digest
-    assert MemoryIndex.from_bundle(random_bundle(), __file__).token_digest == ""

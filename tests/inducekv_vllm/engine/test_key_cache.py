@@ -45,31 +45,6 @@ async def begin(count: int, cache: KeyCache, compute: Computation) -> list[async
     return callers
 
 
-async def test_one_computation_for_all_who_wait() -> None:
-    cache, compute = KeyCache(4), Computation()
-    callers = await begin(3, cache, compute)
-    compute.release.set()
-    lookups = await asyncio.gather(*callers)
-    assert [lookup.source for lookup in lookups] == ["computed", "shared", "shared"]
-    assert compute.runs == 1
-    assert (await cache.get(b"p", compute)).source == "cached"
-
-
-async def test_it_begins_before_anything_else_runs() -> None:
-    cache, compute = KeyCache(4), Computation()
-    started: list[int] = []
-
-    async def caller() -> None:
-        asyncio.get_running_loop().call_soon(lambda: started.append(compute.runs))
-        await cache.get(b"p", compute)
-
-    task = asyncio.create_task(caller())
-    await settle()
-    assert started == [1]
-    compute.release.set()
-    await task
-
-
 async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     cache, compute = KeyCache(4), Computation()
     first, second, third = await begin(3, cache, compute)
@@ -80,28 +55,6 @@ async def test_when_who_computes_leaves_one_of_the_others_computes() -> None:
     lookups = await asyncio.gather(second, third)
     assert sorted(lookup.source for lookup in lookups) == ["computed", "shared"]
     assert first.cancelled()
-
-
-async def test_who_waits_may_leave() -> None:
-    cache, compute = KeyCache(4), Computation()
-    first, second = await begin(2, cache, compute)
-    second.cancel()
-    await settle()
-    compute.release.set()
-    assert (await first).source == "computed"
-    assert (compute.runs, compute.cancelled) == (1, 0)
-
-
-async def test_when_all_leave_nothing_stays() -> None:
-    cache, compute = KeyCache(4), Computation()
-    callers = await begin(2, cache, compute)
-    for caller in reversed(callers):
-        caller.cancel()
-    await settle()
-    assert (compute.runs, compute.cancelled) == (1, 1)
-    again = Computation(2.0)
-    again.release.set()
-    assert (await cache.get(b"p", again)).source == "computed"
 
 
 async def test_an_error_reaches_all_and_is_not_remembered() -> None:
@@ -123,11 +76,3 @@ async def test_the_least_recently_used_key_goes_first() -> None:
     assert len(cache) == 2
     assert (await cache.get(b"a", compute)).source == "cached"
     assert (await cache.get(b"b", compute)).source == "computed"
-
-
-async def test_without_capacity_nothing_is_remembered() -> None:
-    cache, compute = KeyCache(0), Computation()
-    compute.release.set()
-    for _ in range(2):
-        assert (await cache.get(b"p", compute)).source == "computed"
-    assert len(cache) == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
-from vllm.v1.metrics.stats import RequestStateStats
 
 from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
 from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
@@ -24,8 +22,6 @@ MEMORY = MemoryIndex.from_bundle(random_bundle(), __file__)
 OPEN = MemoryLookup(
     Retrieval(np.array([0]), np.ones(1, np.float32), similarity=0.42), GateDecision("a", np.array([-8.0, 6.3]))
 )
-OUTSIDE = MemoryLookup(None, GateDecision(None, np.array([-12.0, -20.0]), "outside"))
-BELOW = MemoryLookup(None, GateDecision(None, np.array([-0.2, -0.3]), "below_threshold"))
 
 
 @pytest.fixture
@@ -44,33 +40,6 @@ def value(name: str, **labels: str) -> float | None:
 def series() -> set[str]:
     samples = (sample for metric in OF_A_BUNDLE for family in metric.collect() for sample in family.samples)
     return {sample.name for sample in samples if sample.labels.get("bundle") == "observed"}
-
-
-def test_a_request_that_ends_well(metrics: BundleMetrics) -> None:
-    stats = RequestStateStats(first_token_latency=0.25)
-    output: Any = SimpleNamespace(metrics=stats)
-    for lookup in (OPEN, OUTSIDE, BELOW):
-        with observing(metrics, MEMORY, {"traceparent": "x"}, tracing=False) as observed:
-            assert value("active_requests") == 1
-            assert observed.trace_headers == {"traceparent": "x"}  # without tracing they go on as they came
-            observed.keyed("computed" if lookup is OPEN else "shared")
-            observed.looked_up(lookup)
-            observed.finished(output)
-    assert value("active_requests") == 0
-    assert value("requests_total", gate="open", task="a") == 1
-    assert (
-        value("requests_total", gate="outside", task="")
-        == value("requests_total", gate="below_threshold", task="")
-        == 1
-    )
-    assert value("key_pass_seconds_count") == 1  # the others waited for it
-    assert [value("similarity_bucket", le=le) for le in ("0.4", "0.5", "+Inf")] == [0, 1, 1]
-    margins = ("-15.0", "-10.0", "-0.5", "0.0", "5.0", "7.0")
-    assert [value("gate_margin_bucket", le=le) for le in margins] == [0, 1, 1, 2, 2, 3]
-    first = value("time_to_first_token_seconds_sum")
-    assert first is not None
-    assert 0.75 < first < 1.25  # the engine's time, and that of the passes before it
-    assert (value("request_failures_total", **{"pass": "key"}), value("answer_pass_seconds_count")) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +79,3 @@ def test_a_request_that_outlives_its_name_begins_no_series(metrics: BundleMetric
         observed.finished(SimpleNamespace(metrics=None))  # type: ignore[arg-type]
     assert value("active_requests") == 0
     assert value("query_keys_total", source="computed") == value("answer_pass_seconds_count") == 0
-
-
-def test_what_is_not_exported_leaves_no_trace() -> None:
-    with observing(BundleMetrics("observed", exported=False), MEMORY, None, tracing=False) as observed:
-        observed.keyed("computed")
-        observed.looked_up(OPEN)
-    assert series() == set()

@@ -27,11 +27,12 @@ def test_only_signed_bundles_are_loaded(tmp_path: Path, monkeypatch: pytest.Monk
 
     def rpc(method: str, args: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         told.append(method)
-        return [{"ok": True, "pages": [0], "page_bytes": 1, "shared_entries": 0}]
+        return [{"ok": True, "resident_bytes": 1}]
 
     settings = {"inducekv": {"require_signature": [str(tmp_path / "public.pem")]}}
     model = SimpleNamespace(model="m", revision=None, hf_config=None)
-    config = SimpleNamespace(additional_config=settings, model_config=model)
+    load = SimpleNamespace(download_dir=None)
+    config = SimpleNamespace(additional_config=settings, model_config=model, load_config=load)
     llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
     memories = offline.MemoryLLM(llm)
 

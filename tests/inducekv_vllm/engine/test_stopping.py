@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,16 +84,6 @@ async def test_a_shutdown_on_the_event_loop_does_not_wait_for_it(monkeypatch: py
         await call
 
 
-async def test_calls_return_what_the_engine_answers() -> None:
-    engine = Engine()
-    stopped(engine)
-    call = asyncio.create_task(engine.collective_rpc("inducekv_stats"))
-    while not engine.answers:
-        await asyncio.sleep(0)
-    engine.answers[0].set_result("stats")
-    assert await call == "stats"
-
-
 async def test_a_call_does_not_wait_for_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inducekv_vllm.engine.stopping.ENGINE_CHECK_S", 0.01)
     engine = Engine()
@@ -105,20 +94,6 @@ async def test_a_call_does_not_wait_for_a_dead_engine(monkeypatch: pytest.Monkey
     for each in (call, engine.collective_rpc("inducekv_load_bundle")):
         with pytest.raises(EngineDeadError):
             await asyncio.wait_for(each, 5)
-    assert not stop._calls
-
-
-async def test_a_cancelled_call_is_cancelled_in_the_client() -> None:
-    engine = Engine()
-    stop = stopped(engine)
-    call = asyncio.create_task(engine.collective_rpc("inducekv_pop_key"))
-    while not engine.answers:
-        await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await asyncio.sleep(0)
-    assert engine.answers[0].cancelled()
     assert not stop._calls
 
 
@@ -147,22 +122,3 @@ async def test_a_drain_waits_for_what_runs_and_refuses_what_is_new(busy: str) ->
     (timeout,) = engine.timeouts
     assert timeout is not None
     assert 40 < timeout < 60  # what is left
-
-
-async def test_a_drain_ends_with_its_timeout() -> None:
-    engine = Engine()
-    stop = stopped(engine)
-    began = time.monotonic()
-    with stop.running():
-        await shut_down(engine, 0.3)
-    assert 0.3 <= time.monotonic() - began < 10
-    assert engine.timeouts == [0]
-    assert engine.aborted == ["a", "b"]
-
-
-async def test_a_shutdown_without_a_timeout_does_not_wait() -> None:
-    """vLLM's own clean-up after an error."""
-    engine = Engine()
-    with stopped(engine).running():
-        await shut_down(engine, None)
-    assert engine.timeouts == [None]

@@ -17,7 +17,7 @@ from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.tiled_attention import attend_decoupled_tiled, tiled_attention
+from selector.backbone.tiled_attention import attend_decoupled_tiled
 from selector.data.examples import read_task
 from tests.selector.backbone.memories import decoupled_memory
 
@@ -163,15 +163,6 @@ def test_generation_and_scoring_agree_on_padded_prompts(backbone: Backbone, prom
     scored = score(backbone, prompts, [g.token_ids for g in generations], memory, terms)
     for generation, logprobs in zip(generations, scored, strict=True):
         torch.testing.assert_close(generation.logprobs, logprobs, rtol=0, atol=1e-4)
-
-
-def test_tiled_attention_in_a_model(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = decoupled_memory(backbone)
-    terms = terms_of(memory, backbone, prompts, [0, 3, 5])
-    plain = score(backbone, prompts, [ANSWER] * 3, memory, terms)
-    with tiled_attention(backbone):
-        in_tiles = score(backbone, prompts, [ANSWER] * 3, memory, terms)
-    torch.testing.assert_close(in_tiles, plain, rtol=0, atol=1e-4)
 
 
 def test_first_active_positions() -> None:

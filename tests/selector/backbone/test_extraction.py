@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract, extract_keys, pooling_matrices
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.data.examples import Example
-from tests.selector.stream import stop
 
 
 def segments(T: int, m: int) -> list[list[int]]:
@@ -33,11 +30,6 @@ def test_segments(m: int) -> None:
         for s, tokens in enumerate(segments(T, m)):
             assert matrix[s].nonzero()[:, 0].tolist() == tokens
             torch.testing.assert_close(matrix[s, tokens], torch.full((len(tokens),), 1 / len(tokens)))
-
-
-def test_segments_by_hand() -> None:
-    assert segments(11, 4) == [[0, 1], [2, 3], [4, 5], [6, 7, 8, 9, 10]]
-    assert segments(3, 8) == [[0], [0], [0], [1], [1], [1], [2], [2]]
 
 
 def brute_force_payload(backbone: Backbone, inputs: dict[str, Tensor], m: int) -> tuple[Tensor, Tensor]:
@@ -96,25 +88,3 @@ def test_hooks_are_gone_afterwards_and_float16_is_the_rounding(llava: Backbone, 
     half = extract(llava, examples[:2], 4, payload_dtype=torch.float16)
     assert torch.equal(half.payload_keys, full.payload_keys.half())
     assert num_hooks(llava) == 0
-
-
-def test_an_interruption_leaves_no_hooks(
-    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backbone, "hidden_states", stop)
-    with pytest.raises(KeyboardInterrupt):
-        extract(llava, examples[:2], 4)
-    assert num_hooks(llava) == 0
-
-
-def test_bad_settings(llava: Backbone, examples: list[Example]) -> None:
-    with pytest.raises(ConfigError, match="payload_tokens"):
-        extract(llava, examples[:1], 0)
-    with pytest.raises(ConfigError, match="batch_size"):
-        extract(llava, examples[:1], 4, batch_size=0)
-
-
-def test_different_prompts_have_different_keys(backbone: Backbone, examples: list[Example]) -> None:
-    keys = extract_keys(backbone, examples).numpy()
-    similarity = keys @ keys.T
-    assert (similarity[~np.eye(len(keys), dtype=bool)] < 0.999).all()

@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.retrieval.index import PrefixIndex
 from inducekv_vllm.retrieval.page_terms import Weighting, page_terms
 from selector.backbone.extraction import extract
+from selector.backbone.gate_rule import gated_prior
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import Memory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.routing import gated_prior
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
 from tests.inducekv_vllm.bundles import decided_gate, random_bundle, random_gate
@@ -127,30 +127,6 @@ def test_terms_are_those_of_the_served_retrieval(
     torch.testing.assert_close(found.log_remainder, expected.log_remainder)
 
 
-def test_a_log_prior_multiplies_the_softmax(llava: Backbone) -> None:
-    memory = random_memory(llava, "prior")
-    key = torch.nn.functional.normalize(torch.ones(1, llava.hidden_size))
-    pi = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
-    weights = pi * (key @ memory.retrieval_keys.T / memory.temperature)[0].exp()
-    found = memory.terms(key, log_prior=pi.log()).log_weight.exp()[0]
-    torch.testing.assert_close(found, weights / weights.sum())
-
-
-def test_equal_scores_retrieve_the_first_entries(llava: Backbone) -> None:
-    memory = random_memory(llava, "prior")
-    memory = replace(memory, retrieval_keys=memory.retrieval_keys[:1].expand(B, -1))
-    terms = memory.terms(memory.retrieval_keys[:1], top_k=2)
-    assert terms.log_weight[0].isfinite().tolist() == [True, True, False, False, False]
-
-
-def test_bad_settings(llava: Backbone) -> None:
-    key = torch.zeros(1, llava.hidden_size)
-    with pytest.raises(ConfigError, match="top_k"):
-        random_memory(llava, "sqrt").terms(key, top_k=0)
-    with pytest.raises(ConfigError, match="remainder"):
-        random_memory(llava, "prior").terms(key, top_k=1, remainder=True)
-
-
 # The whole model
 
 
@@ -194,16 +170,6 @@ def test_the_papers_form_is_a_longer_cache(backbone: Backbone, prompts: list[Inp
         assert (found - plain).abs().max() > 1e-2  # the memory did something
 
 
-def test_top_k_with_remainder_is_weights_of_zero(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = replace(random_memory(backbone, "sqrt"), layer_bias=torch.zeros(backbone.num_layers))
-    terms = memory.terms(backbone.retrieval_keys(prompts[0]), top_k=2, remainder=True)
-    zeros = torch.zeros(1, B)
-    in_place = Terms(terms.key_scale, zeros, terms.value_scale, torch.tensor([-math.inf]))
-    assert int((terms.key_scale == 0).sum()) == B - 2
-    (found,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
-    torch.testing.assert_close(found, score(backbone, prompts[:1], [ANSWER], memory, in_place)[0], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("weighting", "same"), [("prior", True), ("sqrt", False)])
 def test_prior_weighting_does_not_grow_with_the_memory(
     backbone: Backbone, prompts: list[Inputs], weighting: Weighting, same: bool
@@ -224,26 +190,6 @@ def test_no_memory_is_the_plain_model_to_the_bit(backbone: Backbone, prompts: li
     after = score(backbone, prompts, [ANSWER] * 3)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not torch.allclose(before[0], with_memory[0], atol=1e-2)
-
-
-def test_entries_of_weight_zero_do_nothing(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = random_memory(backbone, "prior")
-    nothing = torch.full((1, B), -math.inf)
-    terms = Terms(torch.ones(1, B), nothing, torch.ones(1, B), torch.tensor([-math.inf]))
-    (found,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
-    torch.testing.assert_close(found, score(backbone, prompts[:1], [ANSWER])[0], rtol=0, atol=1e-5)
-
-
-def test_the_vision_tower_is_left_alone(backbone: Backbone, prompts: list[Inputs]) -> None:
-    memory = random_memory(backbone, "sqrt")
-    images = {k: v for k, v in prompts[0].items() if k in ("pixel_values", "image_grid_thw")}
-
-    def features() -> Tensor:
-        return torch.cat(list(backbone.model.model.get_image_features(**images, return_dict=True).pooler_output))
-
-    plain = features()
-    with injected(memory, memory.terms(query_keys(backbone, prompts[:1]))):
-        assert torch.equal(features(), plain)
 
 
 @all_settings
@@ -271,39 +217,6 @@ def test_generation_with_a_cache_is_scoring_without(
     scores = score(backbone, prompts, [generation.token_ids for generation in generations], memory, terms)
     for generation, found in zip(generations, scores, strict=True):
         torch.testing.assert_close(found, generation.logprobs, rtol=0, atol=3e-5)
-
-
-def test_generation_without_memory_is_transformers_own(backbone: Backbone, prompts: list[Inputs]) -> None:
-    (found,) = generate(backbone, prompts[:1], 8, ignore_eos=True)
-    expected = backbone.model.generate(**prompts[0], max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert found.token_ids == expected[0, -8:].tolist()
-
-
-def test_generation_ends_after_the_end_token(llava: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    (free,) = generate(llava, [text_prompt(llava)], 8, ignore_eos=True)
-    end = free.token_ids[3]
-    monkeypatch.setattr(llava.model.generation_config, "eos_token_id", end)
-    (ended,) = generate(llava, [text_prompt(llava)], 8)
-    assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
-    assert len(ended.logprobs) == len(ended.token_ids)
-
-
-def test_an_answer_may_hold_the_image_placeholders_number(backbone: Backbone, prompts: list[Inputs]) -> None:
-    """As if transformers had generated it."""
-    answer = [40, backbone.model.config.image_token_id, 71]
-    length = prompts[0]["input_ids"].shape[1]
-    generated = backbone.model.generate(
-        **prompts[0],
-        max_new_tokens=3,
-        do_sample=False,
-        eos_token_id=None,
-        prefix_allowed_tokens_fn=lambda _, token_ids: [answer[len(token_ids) - length]],
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    assert generated.sequences[0, length:].tolist() == answer
-    expected = torch.cat(generated.logits).log_softmax(-1)[torch.arange(3), answer]
-    torch.testing.assert_close(score(backbone, prompts[:1], [answer])[0], expected, rtol=0, atol=1e-5)
 
 
 # Gradients
@@ -369,22 +282,6 @@ def make_bundle(backbone: Backbone, examples: list[Example]) -> Callable[..., Bu
     return make
 
 
-@all_settings
-def test_reference_logprobs_of_a_bundle(
-    backbone: Backbone,
-    prompts: list[Inputs],
-    make_bundle: Callable[..., Bundle],
-    weighting: Weighting,
-    settings: dict[str, Any],
-) -> None:
-    bundle = make_bundle("ttttt", weighting=weighting)
-    memory = Memory.from_bundle(bundle)
-    found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, **settings)
-    terms = served_terms(memory, backbone.retrieval_keys(prompts[0]), settings)
-    (expected,) = score(backbone, prompts[:1], [ANSWER], memory, terms)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 # The relevance gate
 
 
@@ -402,22 +299,6 @@ def test_the_torch_gate_decides_as_the_served_one() -> None:
         assert log_prior[row].tolist() == [0.0 if task == nearest else -math.inf for task in entry_tasks]
         seen.add(decision.task)
     assert seen == {"a", "b", "c", None}
-
-
-def test_a_tie_of_the_gate_goes_to_the_first_task_and_0_is_open() -> None:
-    gate = random_gate(weights=torch.ones(2, 8), thresholds=torch.full((2,), 8.0))
-    is_open, log_prior = gated_prior(gate, "ba", torch.ones(1, 8))
-    assert is_open.tolist() == [True]
-    assert log_prior.tolist() == [[-math.inf, 0.0]]
-
-
-def test_what_a_gate_refuses() -> None:
-    gate = random_gate()
-    for shape in ((8,), (3, 2, 8), (3, 5)):
-        with pytest.raises(ConfigError, match=r"expected evidence \[n, 8\]"):
-            gated_prior(gate, "ab", torch.zeros(shape))
-    with pytest.raises(ConfigError, match="task 'c'"):
-        gated_prior(gate, "abc", torch.zeros(1, 8))
 
 
 def test_reference_logprobs_behind_a_gate(
@@ -439,18 +320,6 @@ def test_reference_logprobs_behind_a_gate(
             (expected,) = score(backbone, prompts[:1], [ANSWER], alone, alone.terms(key, top_k=top_k))
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             assert (found - closed).abs().max() > 1e-3
-
-
-def test_bfloat16_runs_and_stays_near(model_folders: dict[str, Path], llava: Backbone, examples: list[Example]) -> None:
-    small = Backbone.load(model_folders["llava"], dtype=torch.bfloat16)
-    memory = random_memory(llava, "sqrt")
-    terms = memory.terms(torch.nn.functional.normalize(torch.ones(1, llava.hidden_size)))
-    prompt = llava.encode_example(examples[0])
-    differences = [
-        (score(small, [prompt], [ANSWER], *m)[0] - score(llava, [prompt], [ANSWER], *m)[0]).abs().max()
-        for m in ((None, None), (memory, terms))
-    ]
-    assert differences[1] <= 3 * differences[0] + 1e-3
 
 
 def test_an_error_inside_ends_the_injection(llava: Backbone) -> None:

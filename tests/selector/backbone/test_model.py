@@ -11,20 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 from selector.backbone.model import Backbone
 from selector.data.examples import Example
 from tests.tiny_models import picture
-
-
-def test_parameters_are_frozen(backbone: Backbone) -> None:
-    assert not backbone.model.training
-    assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
-
-
-def test_fingerprint_is_the_one_of_the_folder(backbone: Backbone) -> None:
-    assert backbone.fingerprint == backbone_fingerprint(backbone.model.config.name_or_path)
 
 
 def test_without_memory_it_is_the_plain_model(backbone: Backbone, examples: list[Example]) -> None:

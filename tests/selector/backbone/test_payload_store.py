@@ -199,14 +199,6 @@ def test_a_disk_that_fails_on_the_way(
     assert not pool.folder.exists()
 
 
-def test_a_bad_example_leaves_no_pool(llava: Backbone, examples: list[Example], tmp_path: Path) -> None:
-    broken = [*examples[:3], replace(examples[3], images=(tmp_path / "missing.png",))]
-    pool = open_pool(tmp_path / "pool", llava, 4)
-    with pytest.raises(ValueError, match=r"'e3' of task 'colours'.*missing\.png"):
-        extract(llava, broken, M, batch_size=2, store=pool)
-    assert not pool.folder.exists()
-
-
 def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -> None:
     options = ("--payload-tokens", "256", "--iterations", "1", "--batch-size", "1")
     pool = stream.progress("colours") / "pool"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS
-from selector.backbone import scoring, tails
+from selector.backbone import tails
 from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import Memory, Terms
 from selector.backbone.model import Backbone
@@ -57,25 +57,6 @@ def test_tails_give_what_whole_prompts_give(backbone: Backbone, examples: list[E
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_a_text_does_not_decide_for_pictures(backbone: Backbone, examples: list[Example]) -> None:
-    text = replace(examples[0], messages=({"role": "user", "content": [{"type": "text", "text": "yes no 1 2"}]},))
-    text = replace(text, images=(), id="text", source_digest="text")
-    scorer, mixed = Scorer(backbone), [text, *examples]
-    prompts, answers = [scorer.prefix(e) for e in mixed], [scorer.answer_tokens(e) for e in mixed]
-    expected = scorer.losses_of(mixed, answer_logprobs(backbone, prompts, answers))
-    torch.testing.assert_close(scorer.losses(mixed[:1]), expected[:1], rtol=0, atol=1e-4)
-    torch.testing.assert_close(scorer.losses(mixed), expected, rtol=0, atol=1e-4)
-    assert scorer._exact_tails[False, False]
-
-
-def test_tails_are_in_the_precision_of_the_model(backbone: Backbone, examples: list[Example]) -> None:
-    first, second = Scorer(backbone), Scorer(backbone)
-    with torch.autocast("cpu", torch.bfloat16):
-        first.losses(examples)
-    torch.testing.assert_close(first.losses(examples), second.losses(examples), rtol=0, atol=0)
-    assert first._exact_tails == second._exact_tails
-
-
 def test_only_tails_are_computed_in_a_step(
     backbone: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,18 +67,6 @@ def test_only_tails_are_computed_in_a_step(
     torch.testing.assert_close(scorer.losses(examples, memory, terms), expected)
     with pytest.raises(TypeError):  # memory that acts from the start needs the whole prompt
         scorer.losses(examples, memory, late(scorer, examples, memory, "prompt"))
-
-
-def test_a_cache_that_is_too_small_only_costs_time(
-    backbone: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = decoupled_memory(backbone)
-    expected = Scorer(backbone)
-    terms = late(expected, examples, memory, "text")
-    monkeypatch.setattr(scoring, "CACHED_TAIL_BYTES", 10)
-    small = Scorer(backbone)
-    torch.testing.assert_close(small.losses(examples, memory, terms), expected.losses(examples, memory, terms))
-    assert not small._tails
 
 
 def test_a_model_of_another_build_is_scored_whole(

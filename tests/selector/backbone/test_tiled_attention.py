@@ -17,7 +17,7 @@ from inducekv_vllm.retrieval.page_terms import Weighting
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend
 from selector.backbone.model import Backbone
-from selector.backbone.tiled_attention import attend_tiled, memory_attention, tiled_attention
+from selector.backbone.tiled_attention import attend_tiled, tiled_attention
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
 from tests.selector.backbone.memories import every_setting, random_memory
@@ -112,14 +112,6 @@ def test_entries_of_selection_weight_zero_are_exact(weighting: Weighting) -> Non
     assert used.tolist() == [False] * 11 + [True] * (N - 11)
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_a_single_gradient_is_as_good_as_all_of_them(variable: str) -> None:
-    expected = gradients(attend, case(torch.float64), "sqrt")[variable]
-    found = gradients(attend_tiled, case(torch.float64, (variable,)), "sqrt")
-    del found["output"]
-    assert_near(found, {variable: expected}, 1e-12)
-
-
 def test_nothing_that_grows_with_the_entries_is_kept_for_the_backward_pass() -> None:
     """Only the payloads themselves and [n, N] numbers have an axis of N or N m."""
     kept: list[tuple[int, ...]] = []
@@ -133,20 +125,6 @@ def test_nothing_that_grows_with_the_entries_is_kept_for_the_backward_pass() -> 
         run(attend_tiled, inputs, "sqrt")
     grown = {shape for shape in kept if N in shape or N * m in shape or N * m + 1 + S in shape}
     assert grown <= {(N, J, m, D), (n, N), (N,), (N, d), (d, N)}, grown
-
-
-def test_a_request_whose_entries_are_all_left_out_sees_itself_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = leaf(torch.randn(2, J, 4, D, generator=generator))
-    payload = torch.randn(5, J, m, D, generator=generator)
-    log_weight = torch.zeros(2, 5)
-    log_weight[1] = -math.inf
-    scale = leaf(torch.ones(2, 5))
-    output, lse = memory_attention(query, payload, payload, scale, log_weight, scale)
-    assert (output[1] == 0).all()
-    assert (lse[1] == -math.inf).all()
-    found = torch.autograd.grad(output.sum() + lse[0].sum(), [query, scale])
-    assert all(gradient.isfinite().all() and (gradient[1] == 0).all() for gradient in found)
 
 
 def test_a_whole_model_scores_alike_with_either(backbone: Backbone, examples: list[Example]) -> None:
@@ -170,11 +148,3 @@ def test_a_whole_model_scores_alike_with_either(backbone: Backbone, examples: li
     expected = loss_and_gradients()
     with tiled_attention(precise):
         assert_near(loss_and_gradients(), expected, 1e-7)
-
-
-def test_without_memory_it_is_the_untouched_model(backbone: Backbone, examples: list[Example]) -> None:
-    prompt = backbone.encode_example(examples[0])
-    expected = backbone.hidden_states(prompt)
-    with tiled_attention(backbone):
-        assert torch.equal(backbone.hidden_states(prompt), expected)
-    assert torch.equal(backbone.hidden_states(prompt), expected)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.gate import deciding_tokens, last_averaged
-from selector.backbone.bundled_model import BundledModel, openings
+from selector.backbone.bundled_model import BundledModel
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.backbone.token_values import evidence_of, layers_of_gate, token_values
+from selector.backbone.token_values import evidence_of, token_values
 from selector.backbone.turns import turn_marks
 from selector.data.examples import Example
 from tests.gates import bundle_behind
 from tests.inducekv_vllm.bundles import decided_gate, random_gate
-
-
-def test_the_layers_of_a_gate() -> None:
-    """Early ones, in every depth."""
-    for count in range(1, 100):
-        layers = layers_of_gate(count)
-        assert layers == tuple(sorted(set(layers)))
-        assert layers[0] == 0
-        assert layers[-1] <= max(1, round(count / 3))
-        assert layers[-1] < count
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 2)])
@@ -60,29 +48,6 @@ def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[E
     alone = torch.cat([evidence_of(llava, gate, [example]) for example in examples])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     assert evidence_of(llava, gate, []).shape == (0, 8)
-
-
-def test_a_model_with_a_bundle_looks_at_a_question_once(
-    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle = bundle_behind(decided_gate("colours", llava.fingerprint, ["colours"]), llava, examples[:2])
-    bundled = BundledModel(Scorer(llava), bundle)
-    first = bundled.evidence(examples[:6])
-    looked: list[int] = []
-    original = evidence_of
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        looked.append(len(arguments[2]))
-        return original(*arguments)
-
-    monkeypatch.setattr("selector.backbone.bundled_model.evidence_of", counted)
-    again = bundled.evidence([*examples[7:3:-1], examples[0]])
-    assert looked == [2]
-    torch.testing.assert_close(again[2:], torch.stack([first[5], first[4], first[0]]), rtol=0, atol=0)
-    opened, prior = bundled.routing(examples)
-    assert opened.all()
-    assert torch.equal(prior, torch.zeros(12, 2))
-    assert openings(bundle, "colours", bundled.evidence(examples)) == {"opened": 1.0, "own_task": 1.0}
 
 
 @pytest.mark.parametrize("task", [None, "colours"])

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
-from inducekv_vllm.gate import TurnMarks, deciding_tokens, turn_starts
+from inducekv_vllm.gate import deciding_tokens, turn_starts
 from selector.backbone.model import Backbone
 from selector.backbone.turns import message, turn_marks
 from selector.data.examples import Example
@@ -26,7 +26,6 @@ VICUNA = """{% for message in messages %}{% if message['role'] == 'system' %}{{ 
 {% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] }}{% else %}\
 {{ ' ASSISTANT: ' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"""
-BARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def with_template(backbone: Backbone, template: str, tokens: list[str]) -> Backbone:
@@ -71,13 +70,6 @@ def test_a_template_that_marks_turns_by_words(llava: Backbone) -> None:
         assert deciding_text(backbone, messages) == "Which circle? ASSISTANT:"
 
 
-def test_a_template_without_marks(llava: Backbone) -> None:
-    backbone = with_template(llava, BARE, [])
-    marks = turn_marks(backbone)
-    assert marks.begin == ()
-    assert deciding_text(backbone, CONVERSATION[2:]) == "Which circle?"
-
-
 def test_tiny_models(backbone: Backbone, examples: list[Example]) -> None:
     """What decides is the picture and the question, after whatever stands before."""
     marks = turn_marks(backbone)
@@ -97,16 +89,6 @@ def test_tiny_models(backbone: Backbone, examples: list[Example]) -> None:
     assert "Hello" not in texts[0]
 
 
-def test_a_picture_of_an_earlier_turn_decides_too(llava: Backbone, examples: list[Example]) -> None:
-    example, marks = examples[0], turn_marks(llava)
-    messages = [*example.messages, message("assistant", "Yes"), message("user", "How many stars?")]
-    tokens = llava.encode(messages, example.load_images())["input_ids"][0].tolist()
-    placeholders = placeholder_ids(llava.model.config)
-    text, media = deciding_tokens(tokens, marks, placeholders)
-    assert {tokens[at] for at in media} == set(placeholders)
-    assert llava.tokenizer.decode([tokens[at] for at in text]).strip() == "How many stars?"
-
-
 @pytest.mark.parametrize("model", [CHECKPOINT], ids=["demo"])
 def test_the_demo_model(model: Path) -> None:
     backbone = Backbone.load(model)
@@ -115,7 +97,3 @@ def test_the_demo_model(model: Path) -> None:
     tokens = ids(backbone, backbone.chat_text(CONVERSATION, generation_prompt=True))
     assert len(turn_starts(tokens, marks)) == 2
     assert deciding_text(backbone, CONVERSATION) == "Which circle?"
-
-
-def test_no_marks_decide_with_everything() -> None:
-    assert deciding_tokens([5, 6, 7], TurnMarks((), None), ()) == ([0, 1, 2], [])

@@ -117,18 +117,6 @@ def test_diff(old: Path, tmp_path: Path) -> None:
     assert not any(line.startswith(("payload_values", "retrieval_keys", "layer_bias", "backbone")) for line in lines)
 
 
-def test_diff_finds_another_order_of_the_same_entries(old: Path, tmp_path: Path) -> None:
-    bundle, swap = random_bundle(), [1, 0, 2, 3, 4]
-    swapped = random_bundle(
-        retrieval_keys=bundle.retrieval_keys[swap],
-        payload_keys=bundle.payload_keys[:, swap],
-        payload_values=bundle.payload_values[:, swap],
-        entries=tuple(bundle.metadata.entries[i] for i in swap),
-    )
-    lines = command("diff", old, written(swapped, tmp_path / "new.safetensors"), status=1).splitlines()
-    assert lines[1:] == ["entries kept are in another order"]
-
-
 def test_plan(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -206,20 +194,6 @@ def test_an_interruption_writes_nothing(
     assert "interrupted" in capsys.readouterr().err
     assert output.read_text() == "the old bundle"
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["build"], ["guess"]], ids=str)
-def test_usage_errors_are_argparses(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(arguments)
-    assert error.value.code == 2
-
-
-def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "selector.cli.bundle", "verify", str(tmp_path / "none")]
-    ended = subprocess.run(run, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("inducekv-bundle: error: ")
 
 
 PROGRAM = """

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from selector.gate.background import read_background
 from tests.gates import bundle_behind
 from tests.inducekv_vllm.bundles import random_bundle, random_gate
 from tests.selector.cli.test_bundle import command, refuse, written
+from tests.selector.imitated import Request, imitated_server
 
 REQUESTS = ("Open the door.", "Sing a song about doors.", "zzz", "What is the capital of the moon?")
 
@@ -97,51 +94,18 @@ class FakeServer:
         self.digest, self.seen, self.headers = digest, list[Any](), list[dict[str, str]]()
         self.trace: dict[str, Any] | None = {}
 
-    def answer(self, path: str, body: Any) -> dict[str, Any]:
-        if path == "/v1/memory_bundles":
-            return {"data": [{"name": "both", "digest": self.digest}]}
-        assert path == "/v1/chat/completions"
-        self.seen.append(body)
+    def answer(self, request: Request) -> tuple[int, Any]:
+        self.headers.append(dict(request.headers))
+        if request.path == "/v1/memory_bundles":
+            return 200, {"data": [{"name": "both", "digest": self.digest}]}
+        assert request.path == "/v1/chat/completions"
+        self.seen.append(request.body)
         if self.trace is None:
-            return {"choices": []}
-        text = json.dumps(body["messages"])
+            return 200, {"choices": []}
+        text = json.dumps(request.body["messages"])
         task = "counts" if "squares" in text else None
         gate = {"open": task is not None, "task": task, "closed": None if task else "outside"}
-        return {"kv_transfer_params": {"inducekv": {"gate": gate}}}
-
-
-@contextmanager
-def serving(server: FakeServer) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            self.reply(None)
-
-        def do_POST(self) -> None:
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def reply(self, body: Any) -> None:
-            server.headers.append(dict(self.headers))
-            content = json.dumps(server.answer(self.path, body)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 64
-
-    http = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
+        return 200, {"kv_transfer_params": {"inducekv": {"gate": gate}}}
 
 
 def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +113,7 @@ def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, m
     monkeypatch.setenv("INDUCEKV_ADMIN_KEY", "admin")
     server = FakeServer(read_bundle(path).digest)
     asked = [part for file in (tasks["colours"], tasks["counts"], requests) for part in ("--questions", file)]
-    with serving(server) as url:
+    with imitated_server(server.answer) as url:
         lines = command("eval-gate", path, *asked, "--url", url).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["colours", "train", "12", "0", "0", "0", "12", "0"],
@@ -175,7 +139,7 @@ def test_what_is_refused(path: Path, tasks: dict[str, Path], tmp_path: Path, mod
     plain = written(random_bundle(), tmp_path / "plain.safetensors")
     server = FakeServer(read_bundle(path).digest)
     questions = ("--questions", tasks["counts"])
-    with serving(server) as url:
+    with imitated_server(server.answer) as url:
         for arguments, problem in (
             ((plain, *questions, "--url", url), "plain.safetensors: the bundle has no relevance gate"),
             ((path, *questions, "--url", url, "--name", "other"), "has no bundle of the name 'other'"),

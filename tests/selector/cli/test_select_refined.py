@@ -6,6 +6,7 @@ Most tests are of merged memory, which has more to go wrong: several entries a t
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,26 +26,38 @@ from tests.selector import small_select
 from tests.selector.conftest import questions_about, write_task
 from tests.selector.stream import FIXED, PAPER, REFINED, Stream, kill_when
 
-TWO_A_TASK = ("--entries-per-task", "2")
+
+def of_data(stream: Stream, anchors: Path) -> Stream:
+    """By the refined recipe, with base questions and anchors."""
+    data = ("--base", str(stream.tasks["base"]), "--anchors", str(anchors), "--anchors-per-task", "6")
+    return replace(stream, options=(*REFINED, *data))
 
 
 @pytest.fixture
 def stream(stream: Stream, tmp_path: Path) -> Stream:
-    """By the refined recipe, with base questions and anchors."""
-    data = ("--base", str(stream.tasks["base"]), "--anchors", str(tmp_path / "anchors"), "--anchors-per-task", "6")
-    return replace(stream, options=(*REFINED, *data))
+    return of_data(stream, tmp_path / "anchors")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], tasks: dict[str, Path]) -> Stream:
+    """Has learnt "colours"; not to be changed."""
+    root = tmp_path_factory.mktemp("first")
+    stream = of_data(Stream(root / "out", model_folders["llava"], tasks), root / "anchors")
+    stream.update("colours")
+    return stream
+
+
+@pytest.fixture
+def learnt(stream: Stream, first: Stream, tmp_path: Path) -> Stream:
+    """A copy of it."""
+    shutil.copytree(first.folder.parent, tmp_path, dirs_exist_ok=True)
+    return stream
 
 
 def searching(stream: Stream) -> Stream:
-    """With a search of the learning rate instead of a given one."""
+    """Of decoupled memory, with a search of activation and learning rate."""
     at = stream.options.index("--learning-rate")
-    return replace(stream, options=stream.options[:at] + stream.options[at + 2 :])
-
-
-def three_tasks(stream: Stream, *options: str) -> list[Bundle]:
-    """With at most two entries each, and room for four."""
-    updates = [("colours", None), ("counts", "colours"), ("places", "counts")]
-    return [stream.update(task, *TWO_A_TASK, *options, previous=previous) for task, previous in updates]
+    return replace(stream, options=(*stream.options[2:at], *stream.options[at + 2 :]))
 
 
 def test_entries_are_dated(stream: Stream) -> None:
@@ -52,14 +65,14 @@ def test_entries_are_dated(stream: Stream) -> None:
     at = stream.options.index("--created")
     undated = replace(stream, options=stream.options[:at] + stream.options[at + 2 :])
     before = datetime.now(UTC).replace(microsecond=0)
-    first = undated.update("colours", *TWO_A_TASK)
+    first = undated.update("colours")
     (made,) = {entry.created_at for entry in first.metadata.entries}
     assert made is not None
     assert before <= made <= datetime.now(UTC)
     assert {entry.expires_at for entry in first.metadata.entries} == {None}
     assert undated.report("colours")["digest"] == first.digest
 
-    second = stream.update("counts", *TWO_A_TASK, "--expires", "30d", previous="colours")
+    second = stream.update("counts", "--expires", "30d", previous="colours")
     given = datetime(2026, 1, 31, tzinfo=UTC)
     dates = {(entry.task, entry.created_at, entry.expires_at) for entry in second.metadata.entries}
     assert dates == {("colours", made, None), ("counts", given, given + timedelta(days=30))}
@@ -74,60 +87,32 @@ def payload(bundle: Bundle, task: str) -> list[torch.Tensor]:
     return [bundle.retrieval_keys[rows], *(tensor[:, rows].transpose(0, 1) for tensor in payloads)]
 
 
-def test_old_entries_stay_to_the_bit_when_their_quota_shrinks(stream: Stream) -> None:
-    """Every first entry was trained to do alone."""
-    _, before, after = three_tasks(stream)
-    report = stream.report("places")
-    assert report["composition"]["after"] == {"colours": 1, "counts": 1, "places": 1}
-    for old, kept in zip(payload(before, "colours"), payload(after, "colours"), strict=True):
-        assert torch.equal(old[:1], kept)
-    assert all(measured["anchors"] is None for measured in report["refinement"]["history"])
-
-
-def test_entries_that_were_not_nested_are_merged_when_their_quota_shrinks(stream: Stream, llava: Backbone) -> None:
-    first, second, third = three_tasks(stream, "--no-nested")
-    two, three = stream.report("counts"), stream.report("places")
-    third.require_backbone(llava.fingerprint)
-    assert two["composition"]["after"] == {"colours": 2, "counts": 2}
-    assert three["composition"]["after"] == {"colours": 1, "counts": 1, "places": 1}
-
+def test_the_next_task_takes_the_form_and_keeps_old_entries_to_the_bit(learnt: Stream, llava: Backbone) -> None:
+    first = learnt.bundle("colours")
+    second = replace(learnt, options=learnt.options[4:]).update("counts", previous="colours")  # the form is not given
+    second.require_backbone(llava.fingerprint)
+    metadata = second.metadata
+    assert (metadata.recipe, metadata.form, metadata.weighting) == ("refined", "merged", "prior")
+    assert metadata.parent_digest == first.digest
+    assert learnt.report("counts")["composition"] == {
+        "before": {"colours": 2},
+        "after": {"colours": 2, "counts": 2},
+    }
     for before, after in zip(payload(first, "colours"), payload(second, "colours"), strict=True):
         assert torch.equal(before, after)
-    old, merged = payload(second, "colours"), payload(third, "colours")
-    assert any(torch.equal(merged[0][0], key) for key in old[0])  # an entry that was there, with its key
-    assert not any(torch.equal(merged[1][0], payload_keys) for payload_keys in old[1])  # and other payloads
-
-    assert second.metadata.parent_digest == first.digest
-    assert (third.metadata.recipe, third.metadata.weighting) == ("refined", "prior")
     for calibrated in ("temperature", "value_gates", "layer_bias"):
-        assert torch.equal(getattr(first, calibrated), getattr(third, calibrated))
-    for measured in three["refinement"]["history"]:
-        assert measured["anchors"] is not None
-        assert measured["distillation"] is not None
-    assert all(measured["anchors"] is None for measured in two["refinement"]["history"])
+        assert torch.equal(getattr(first, calibrated), getattr(second, calibrated))
+    assert float(first.temperature) != pytest.approx(0.07, rel=1e-3), "the calibration was not trained"
 
 
-def test_the_defaults_are_decoupled_memory_and_the_next_task_takes_its_form(stream: Stream) -> None:
-    options = stream.options[2:]  # without --form merged
-    assert "merged" not in options
-    default = replace(stream, options=options)
-    first = default.update("colours", "--map-rank", "2")
-    second = default.update("counts", previous="colours")
-    for bundle, tasks in ((first, ["colours"]), (second, ["colours", "counts"])):
-        metadata = bundle.metadata
-        assert (metadata.form, metadata.weighting, metadata.payload_tokens) == ("decoupled", "uniform", 2)
-        assert [entry.task for entry in metadata.entries] == list(metadata.activations) == tasks
-        assert metadata.output_map is not None
-        assert metadata.output_map.rank == 2
-    for before, after in zip(payload(first, "colours"), payload(second, "colours"), strict=True):
-        assert torch.equal(before, after)
-    assert "refined for the form 'decoupled', found 'merged'" in stream.refuse("places", previous="counts")
-
-
-def test_a_merged_memory_is_continued_as_such(stream: Stream) -> None:
-    stream.update("colours")
-    second = replace(stream, options=stream.options[2:]).update("counts", previous="colours")
-    assert (second.metadata.form, second.metadata.weighting) == ("merged", "prior")
+def test_the_defaults_are_decoupled_memory(stream: Stream) -> None:
+    default = replace(stream, options=stream.options[4:])
+    assert "merged" not in default.options
+    metadata = default.update("colours", "--map-rank", "2").metadata
+    assert (metadata.form, metadata.weighting, metadata.payload_tokens) == ("decoupled", "uniform", 2)
+    assert [entry.task for entry in metadata.entries] == list(metadata.activations) == ["colours"]
+    assert metadata.output_map is not None
+    assert metadata.output_map.rank == 2
 
 
 def test_the_report_describes_the_bundle_on_disk(stream: Stream, llava: Backbone, tmp_path: Path) -> None:
@@ -151,30 +136,10 @@ def test_the_report_describes_the_bundle_on_disk(stream: Stream, llava: Backbone
     assert (openings["base"]["questions"], openings["base"]["routed_to_own_task"]) == (12, None)
 
 
-def test_the_learning_rate_is_searched_and_the_best_trial_goes_on(stream: Stream) -> None:
-    searching(stream).update("colours", "--steps", "8")
-    report = stream.report("colours")
-    trials, history = report["refinement"]["search"], report["refinement"]["history"]
-    assert len(trials) == 3
-    best = min(trials, key=lambda trial: trial["validation_nll"])
-    assert report["settings"]["learning_rate"] == best["learning_rate"]
-    assert [measured["step"] for measured in history] == list(range(8))
-
-
-def test_a_learning_rate_that_diverges_is_out_of_the_search(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selector.refined.candidates.LEARNING_RATES", (0.05, 1e30))
-    bundle = searching(stream).update("colours", "--steps", "12")
-    trials = stream.report("colours")["refinement"]["search"]
-    assert [trial["validation_nll"] is None for trial in trials] == [False, True]
-    assert bundle.metadata.settings["learning_rate"] == 0.05
-
-
-def test_the_same_seed_gives_the_same_digest_and_another_one_another(stream: Stream, tmp_path: Path) -> None:
-    digests = []
-    for number, seed in enumerate(("0", "0", "1")):
-        anchors = ("--anchors", str(tmp_path / f"anchors{number}"))
-        digests.append(stream.update("colours", "--seed", seed, *anchors).digest)
-    assert digests[0] == digests[1] != digests[2]
+def test_the_same_seed_gives_the_same_digest_and_another_one_another(first: Stream, stream: Stream) -> None:
+    expected = first.bundle("colours").digest
+    assert stream.update("colours").digest == expected
+    assert replace(stream, options=stream.options[:-4]).update("colours", "--seed", "1").digest != expected
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bundle(stream: Stream, tmp_path: Path) -> None:
@@ -216,8 +181,8 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
 ) -> None:
     """A model of random weights answers nothing right, so that its memory is no better than guessing."""
     monkeypatch.setattr("selector.refined.settings.has_bfloat16", lambda: False)
-    default = replace(searching(stream), options=searching(stream).options[2:])  # without --form merged
-    default.update("colours", "--weighting", "uniform")
+    default = searching(stream)
+    default.update("colours")
     printed = capsys.readouterr()
     told = printed.err.splitlines()
     assert "inducekv-select: this CPU has no bfloat16 instructions: training in float32 (--precision)" in told
@@ -230,14 +195,6 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"
     assert "no better than guessing" in told[-1]
     assert default.report("colours")["validation_accuracy"]["most_frequent_answer"] == 1
-
-
-def test_a_missing_output_folder_is_made(stream: Stream, tmp_path: Path) -> None:
-    below = replace(stream, folder=tmp_path / "new" / "folder")
-    below.update("colours")
-    (tmp_path / "file").write_text("")
-    message = replace(stream, folder=tmp_path / "file" / "folder").refuse("counts")
-    assert "cannot be made: " in message
 
 
 def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Path) -> None:
@@ -261,27 +218,27 @@ def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Pat
     assert not any("colours5" in path.read_text() for path in anchors.folder.rglob("*.jsonl"))
 
 
-def test_bad_input_is_named_and_leaves_everything_as_it_was(stream: Stream, tmp_path: Path) -> None:
-    stream.update("colours", *TWO_A_TASK)
+def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream, tmp_path: Path) -> None:
+    stream = learnt
     before = stream.output("colours").read_bytes()
     mixed = stream.tasks["counts"].with_name("mixed.jsonl")
     mixed.write_text(stream.tasks["counts"].read_text().replace('"task": "counts"', '"task": "more"', 1))
     for options, message in [
         (["--gamma", "0.1"], "the recipe 'paper' only"),
         (["--recipe", "paper"], "the recipe 'refined' only"),
-        (["--weighting", "sqrt"], 'needs another weighting than "sqrt"'),
+        (["--weighting", "sqrt"], "weighting must be prior or uniform, found 'sqrt'"),
         (["--anchors", str(tmp_path / "none")], "no anchors of the task 'colours'"),
         (["--payload-tokens", "3"], "payload tokens"),
         (["--task", str(mixed)], "one task at a time"),
         (["--validation", str(stream.tasks["places"])], "is of the task 'places', expected 'counts'"),
         (["--base", str(stream.tasks["counts"])], "is also a question of"),
         (["--task", str(stream.tasks["colours"]), "--replace"], "inducekv-bundle forget --task"),
-        (["--budget", "1"], "below one entry for each of 2 tasks"),
+        (["--budget", "3"], "the budget of 3 entries does not hold 2 of a new task beside 2"),
         (["--entries-per-task", "0"], "at least 1"),
     ]:
-        assert message in stream.refuse("counts", *TWO_A_TASK, *options, previous="colours")
+        assert message in stream.refuse("counts", *options, previous="colours")
     # Without --previous, beside the first task's anchors.
-    assert "there is no previous bundle" in stream.refuse("counts", *TWO_A_TASK)
+    assert "there is no previous bundle" in stream.refuse("counts")
 
     assert stream.output("colours").read_bytes() == before
     assert list(stream.folder.glob("*.safetensors")) == [stream.output("colours")]
@@ -311,7 +268,7 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     options = ("--background", str(background), "--gate-misses", "0.03")
     with_some = stream.update("colours", *options)
     printed, report = capsys.readouterr().out, stream.report("colours")
-    recorded = {"gate": "fitted", "gate_misses": 0.03, "background_requests": 5, "base_questions": 12}
+    recorded = {"gate_misses": 0.03, "background_requests": 5, "base_questions": 12}
     assert with_some.metadata.settings.items() >= recorded.items()
     assert report["pool"]["background_requests"] == 5
     prices = report["gate"]["prices"]
@@ -328,10 +285,8 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
 
 
 def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
-    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learnt: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream.update("colours", *TWO_A_TASK)
-
     def load(*_: object) -> None:
         raise AssertionError("the model was loaded")
 
@@ -342,7 +297,7 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         line["messages"][0]["content"] = text
     again = questions_about("again", "What colour is the circle?")  # and the same pictures
     more = {name: write_task(tmp_path / name, lines) for name, lines in (("chat", chat), ("again", again))}
-    stream = replace(stream, tasks=stream.tasks | more)
+    stream = replace(learnt, tasks=learnt.tasks | more)
     for task, options, message in (
         ("chat", (), "questions of the task 'chat' are everyday requests"),
         ("again", (), "the tasks 'colours' and 'again' have"),
@@ -351,7 +306,7 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         ("counts", ("--gate-misses", "-0.1"), "gate_misses must be at least 0"),
         ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
     ):
-        assert message in stream.refuse(task, *options, *TWO_A_TASK, previous="colours")
+        assert message in stream.refuse(task, *options, previous="colours")
 
 
 def test_what_no_training_can_mend_is_refused_before_any(
@@ -379,9 +334,9 @@ def test_what_no_training_can_mend_is_refused_before_any(
         (["--payload-tokens", "99999999999"], "payload_tokens must be below"),
         (["--form", "decoupled", "--map-rank", "99999999999"], "map_rank must be below"),
         (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
-        (["--task", str(pipe)], f"{pipe}: not a regular file"),
-        (["--base", str(pipe)], f"{pipe}: not a regular file"),
-        (["--background", str(text_pipe)], f"{text_pipe}: not a regular file"),
+        (["--task", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
+        (["--base", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
+        (["--background", str(text_pipe)], f"{text_pipe}: cannot read the background requests: not a regular file"),
     ):
         assert message in stream.refuse("counts", *options)
     assert list(stream.folder.iterdir()) == []

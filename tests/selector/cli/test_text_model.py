@@ -9,7 +9,6 @@ import pytest
 
 from inducekv_vllm.bundle import read_bundle
 from selector.cli.bundle import main as bundle_command
-from selector.data.examples import read_task
 from tests.selector.conftest import record
 from tests.selector.stream import SMALL, Stream
 from tests.tiny_families import FAMILIES
@@ -67,10 +66,3 @@ def test_build_and_verify(text_stream: Stream, capsys: pytest.CaptureFixture[str
     assert bundle_command(["verify", str(output), f"--model={text_stream.model}"]) == 0
     assert read_bundle(output).num_entries == 4
     assert "4 entries" in capsys.readouterr().out
-
-
-def test_text_alone_for_a_multimodal_model(text_stream: Stream, model_folders: dict[str, Path]) -> None:
-    with_pictures = Stream(text_stream.folder, model_folders["llava"], text_stream.tasks, text_stream.options)
-    bundle = with_pictures.update("colours")
-    assert bundle.metadata.backbone.architecture.startswith("LlavaFor")
-    assert not any(example.images for example in read_task(text_stream.tasks["colours"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -64,13 +63,6 @@ def test_appending_twice_by_the_same_run_changes_nothing(store: AnchorStore, tas
     assert [example.task for example in store.read(except_run="run 1")] == ["colours"] * 4
 
 
-def test_another_run_may_not_add_a_task_again(store: AnchorStore, tasks: list[list[Example]]) -> None:
-    fill(store, tasks)
-    with pytest.raises(ConfigError, match="already has anchors of the task 'counts', made by another run"):
-        store.append(tasks[1], run="another", policy="random", seed=0)
-    store.require_new(["shapes"], "another")
-
-
 @pytest.mark.parametrize("damage", ["answer", "picture", "removed"])
 def test_damage_is_noticed(store: AnchorStore, tasks: list[list[Example]], damage: str) -> None:
     fill(store, tasks)
@@ -108,16 +100,6 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     assert not (store.folder / "0001").exists()
 
 
-def test_a_folder_of_other_things_is_no_store(tmp_path: Path, store: AnchorStore) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(TaskDataError, match="not an anchor store"):
-        AnchorStore(tmp_path).tasks()
-    store.folder.mkdir()
-    (store.folder / "manifest.json").write_text(json.dumps({"format_version": 2}))
-    with pytest.raises(TaskDataError, match="manifest of the anchors cannot be read"):
-        store.tasks()
-
-
 def many(answers: list[str]) -> list[Example]:
     return [Example(f"e{i}", "t", (), (), answer, f"digest {i}") for i, answer in enumerate(answers)]
 
@@ -142,14 +124,3 @@ def test_stratified_balances_the_answers() -> None:
     examples = many(["common"] * 40 + ["rare"] * 3 + ["odd"] * 10)
     chosen = choose_anchors(examples, 12, "stratified", 0, keys=torch.empty(53, 1))
     assert Counter(examples[row].answer for row in chosen) == {"common": 5, "odd": 4, "rare": 3}
-
-
-def test_hard_takes_the_highest_losses_and_breaks_ties_by_order() -> None:
-    losses = [1.0, 5.0, 3.0, 5.0, 5.0, 0.0]
-    assert choose_anchors(many(["a"] * 6), 2, "hard", 0, keys=torch.empty(6, 1), losses=losses) == [1, 3]
-
-
-def test_k_center_spreads_over_the_keys() -> None:
-    keys = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [1, 0.01], [1, 0.02], [0, 1], [-1, 0.0]]), dim=1)
-    chosen = choose_anchors(many(["a"] * 5), 3, "k-center", 0, keys=keys)
-    assert {3, 4} <= set(chosen)

@@ -41,13 +41,6 @@ def key(question: GateQuestion) -> tuple[str, str | None, str, str]:
     return str(question.messages), question.task, question.kind, question.part
 
 
-def test_the_same_seed_gives_the_same_questions() -> None:
-    first, second, other = (
-        [key(q) for q in fitting_set({"guild": guild()}, base(), pictures=False, seed=seed)] for seed in (3, 3, 4)
-    )
-    assert first == second != other
-
-
 def test_every_process_draws_the_same() -> None:
     """Words are counted in sets, whose order is another in every process."""
     texts = {"guild": [text_of(example.messages) for example in guild()]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gate.lists import read_lists
+from benchmarks.gate.wordings import read_lists
 from selector.gate.background import everyday_requests, phrases
 
 
@@ -30,7 +30,3 @@ def test_everyday_requests_are_many_and_each_is_once() -> None:
     assert {request.picture for request in requests} == {True, False}
     assert len({request.kind for request in requests[:100]}) > 5  # every prefix mixes them
     assert not any("{" in request.text for request in requests if request.kind != "code")
-
-
-def test_phrases_have_their_places() -> None:
-    assert all("{question}" in wrapper for wrapper in phrases().wrappers)

@@ -87,17 +87,6 @@ def test_tokens_far_away_open_nothing() -> None:
     assert torch.equal(evidence_in(gate, [far]), nothing[None])
 
 
-def test_the_shapes_are_those_of_a_bundle() -> None:
-    found, P = trained(), prototypes_of(2)
-    assert found.center.shape == found.scale.shape == (S, F)
-    assert (found.prototypes.shape, found.floors.shape) == ((S, P, F), (S, P))
-    assert (found.weights.shape, found.thresholds.shape) == ((2, S * P), (2,))
-    torch.testing.assert_close(found.prototypes.norm(dim=2), torch.ones(S, P))
-    assert {t.dtype for t in (found.center, found.scale, found.floors, found.weights, found.thresholds)} == {
-        torch.float32
-    }
-
-
 def test_the_same_seed_gives_the_same_gate() -> None:
     first = trained()
     torch.manual_seed(1234)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.errors import TaskDataError
 from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Questions, Scorer, batch_rows
+from selector.backbone.scoring import Questions, Scorer
 from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example
 from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step
@@ -21,9 +20,7 @@ from selector.paper.calibration import Calibration, fit, leaf
 from selector.paper.candidate_pool import CandidatePool
 from selector.paper.objective import Objective, log_prior
 from selector.paper.settings import SelectionSettings
-from selector.update.build import build_bundle
 from selector.update.coverage import Coverage
-from selector.update.settings import BuildSettings
 from tests.selector.conftest import in_float64
 
 BUDGET, M = 3, 2
@@ -128,42 +125,3 @@ def test_the_loss_is_summed_over_the_answer_and_its_end(llava: Backbone, example
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     questions = Questions(examples[:3], torch.zeros(3, llava.hidden_size))
     assert Scorer(llava, batch_size=2).mean_loss(questions) == pytest.approx(float(together.mean()), rel=1e-5)
-
-
-def test_the_previous_memory_stands_first_in_the_pool(llava: Backbone, examples: list[Example]) -> None:
-    previous = build_bundle(llava, examples[:2], BuildSettings(budget=4, payload_tokens=M))
-    current = extract(llava, examples[2:5], M, payload_dtype=torch.float16)
-    pool = CandidatePool.join(previous, current, examples[2:5])
-    assert [record.id for record in pool.records] == ["e0", "e1", "e2", "e3", "e4"]
-    assert pool.num_previous == 2
-    assert torch.equal(pool.payload_values[:, :2], previous.payload_values)
-    assert torch.equal(pool.keys[2:].half(), current.keys.half())
-    some = pool.take(torch.tensor([1, 3, 4]))
-    assert [record.id for record in some.records] == ["e1", "e3", "e4"]
-    assert some.num_previous == 1
-    assert torch.equal(some.payload_keys[:, 1], pool.payload_keys[:, 3])
-
-
-def test_an_example_longer_than_the_context_is_named(llava: Backbone, examples: list[Example]) -> None:
-    limit = llava.model.config.get_text_config().max_position_embeddings
-    Scorer(llava).require_context(examples[0])
-    with pytest.raises(TaskDataError, match=rf"'e0' of task 'colours' has \d+ tokens .* context holds {limit}"):
-        Scorer(llava).require_context(replace(examples[0], answer="word " * limit))
-
-
-def test_a_loss_that_is_no_number_names_its_example(llava: Backbone, examples: list[Example]) -> None:
-    objective = make_objective(llava, examples)
-    broken = replace(
-        objective.memory(Calibration.initial(llava.num_layers).phi), value_gates=torch.tensor(math.nan).expand(3)
-    )
-    terms = broken.terms(objective.current.keys)
-    with pytest.raises(TaskDataError, match="not a finite number for the examples 'e0', 'e1', 'e2'"):
-        objective.scorer.losses(examples[:3], broken, terms)
-
-
-def test_batches_depend_on_seed_and_number_alone() -> None:
-    assert batch_rows(5, 8, 0, (1, 2)) == [0, 1, 2, 3, 4]
-    first = batch_rows(100, 8, 0, (1, 2))
-    assert first == batch_rows(100, 8, 0, (1, 2)) == sorted(set(first))
-    assert len(first) == 8
-    assert first != batch_rows(100, 8, 0, (1, 3)) != batch_rows(100, 8, 1, (1, 3))

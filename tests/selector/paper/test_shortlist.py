@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from selector.paper.shortlist import QUERIES, at_random, nearest, query_rows
+from selector.paper.shortlist import at_random, nearest
 from tests.selector.conftest import unit_vectors
 
 
@@ -30,12 +30,6 @@ def test_it_is_the_ranking_by_best_rank(count: int, num_queries: int) -> None:
     assert nearest(keys, queries, count).tolist() == by_loops(keys, queries, count)
 
 
-def test_every_query_finds_its_nearest_candidate() -> None:
-    keys, queries = unit_vectors(200, 8), unit_vectors(10, 8, seed=1)
-    chosen = set(nearest(keys, queries, 10).tolist())
-    assert {int(row) for row in (queries @ keys.T).argmax(dim=1)} <= chosen
-
-
 def test_a_shortlist_as_long_as_the_pool_is_the_pool() -> None:
     keys = unit_vectors(7, 4)
     assert nearest(keys, keys[:2], 7).tolist() == nearest(keys, keys[:2], 99).tolist() == list(range(7))
@@ -45,10 +39,3 @@ def test_a_shortlist_as_long_as_the_pool_is_the_pool() -> None:
 def test_the_random_control_follows_the_seed() -> None:
     assert at_random(100, 10, 0).tolist() == at_random(100, 10, 0).tolist() != at_random(100, 10, 1).tolist()
     assert len(set(at_random(100, 10, 0).tolist())) == 10
-
-
-def test_a_minibatch_of_queries_is_drawn_from_a_large_task_only() -> None:
-    assert query_rows(3, 0) == [0, 1, 2]
-    rows = query_rows(1000, 0)
-    assert rows == sorted(set(rows)) == query_rows(1000, 0) != query_rows(1000, 1)
-    assert len(rows) == QUERIES

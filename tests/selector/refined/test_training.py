@@ -5,24 +5,32 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example
-from selector.refined.early_stopping import LEAST_GAIN, is_done
-from selector.refined.losses import restrict, subset_of_step
 from selector.refined.muon import Muon
 from selector.refined.settings import RefinedSettings
-from selector.refined.training import CALIBRATION_RATE, Training, train
-from selector.refined.training_problem import RoutedQuestions, Teacher, TrainingProblem
+from selector.refined.training import (
+    CALIBRATION_RATE,
+    LEAST_GAIN,
+    Training,
+    TrainingProblem,
+    is_done,
+    log_prior,
+    reachable,
+    train,
+)
 from selector.runtime.checkpoint import Checkpoint
 
 LEARNING_RATE = 0.3
@@ -31,8 +39,8 @@ EXACT = RefinedSettings(form="merged", steps=4, batch_size=3, precision="float32
 
 @pytest.fixture(scope="module")
 def problem(llava: Backbone, examples: list[Example]) -> TrainingProblem:
-    """Four entries, eight questions: the last two entries are the new task's, and may be trained."""
-    entries = extract(llava, examples[:4], 2)
+    """Two entries and eight questions, which may retrieve both."""
+    entries = extract(llava, examples[2:4], 2)
     questions = Questions(examples[:8], extract_keys(llava, examples[:8]))
     memory = Memory(
         entries.keys,
@@ -43,31 +51,7 @@ def problem(llava: Backbone, examples: list[Example]) -> TrainingProblem:
         torch.zeros(llava.num_layers),
         "prior",
     )
-    prior = torch.full((8, 4), -math.inf)
-    prior[:, 2:] = 0.0
-    trainable, nested = torch.tensor([False, False, True, True]), torch.ones(1, 4, dtype=torch.bool)
-    return TrainingProblem(
-        Scorer(llava), memory, trainable, RoutedQuestions(questions, prior), None, None, False, nested
-    )
-
-
-@pytest.fixture
-def anchored(problem: TrainingProblem) -> TrainingProblem:
-    """The first two entries are an earlier task's; a memory of theirs alone is the teacher, and they may change too."""
-    prior = torch.full((8, 4), -math.inf)
-    prior[:, :2] = 0.0
-    return replace(
-        problem,
-        trainable=torch.ones(4, dtype=torch.bool),
-        anchors=RoutedQuestions(problem.current.questions, prior),
-        teacher=Teacher(problem.memory, prior),
-    )
-
-
-def of_new_task(memory: Memory, **changed: Tensor) -> Memory:
-    """The last two entries alone, with what is changed."""
-    own = {"payload_keys": memory.payload_keys[:, 2:], "payload_values": memory.payload_values[:, 2:]}
-    return replace(memory, retrieval_keys=memory.retrieval_keys[2:], **(own | changed))
+    return TrainingProblem(Scorer(llava), memory, questions, torch.zeros(8, 2), questions, False)
 
 
 def checkpoint(folder: Path) -> Checkpoint:
@@ -78,16 +62,15 @@ def changed(settings: RefinedSettings, **values: Any) -> RefinedSettings:
     return settings.model_copy(update=values)
 
 
-def trained(problem: TrainingProblem, settings: RefinedSettings, folder: Path, rate: float = LEARNING_RATE) -> Training:
-    training = Training(problem, settings, rate)
+def trained(problem: TrainingProblem, settings: RefinedSettings, folder: Path) -> Training:
+    training = Training(problem, settings, LEARNING_RATE)
     train(training, checkpoint(folder), "one")
     return training
 
 
-def stepped(problem: TrainingProblem, settings: RefinedSettings = EXACT, first: int = 0) -> Training:
-    """After one step, number `first`."""
+def stepped(problem: TrainingProblem, settings: RefinedSettings = EXACT) -> Training:
+    """After one step."""
     training = Training(problem, settings, LEARNING_RATE)
-    training.step = first
     training.take_step()
     return training
 
@@ -97,9 +80,8 @@ def test_the_loss_falls_and_only_what_may_change_does(problem: TrainingProblem, 
     assert training.history[-1].current < training.history[0].current - 1
     refined = training.memory()
     for name in ("payload_keys", "payload_values"):
-        before, after = getattr(problem.memory, name), getattr(refined, name)
-        assert torch.equal(after[:, :2], before[:, :2])
-        assert not torch.equal(after[:, 2:], before[:, 2:])
+        assert not torch.equal(getattr(refined, name), getattr(problem.memory, name))
+    assert torch.equal(refined.retrieval_keys, problem.memory.retrieval_keys)
     assert torch.equal(refined.layer_bias, problem.memory.layer_bias)
     assert refined.temperature.item() == pytest.approx(0.07, rel=1e-6)
 
@@ -114,12 +96,12 @@ def test_the_calibration_is_trained_where_it_is_asked_for(problem: TrainingProbl
 def test_a_step_is_muons_on_the_mean_loss(problem: TrainingProblem) -> None:
     """Written out again: plain concatenated attention, clipped gradients, and `Muon`, which has its own tests."""
     training = Training(problem, changed(EXACT, batch_size=8), LEARNING_RATE)
-    keys = problem.memory.payload_keys[:, 2:].clone().requires_grad_()
-    values = problem.memory.payload_values[:, 2:].clone().requires_grad_()
+    keys = problem.memory.payload_keys.clone().requires_grad_()
+    values = problem.memory.payload_values.clone().requires_grad_()
     muon = Muon([keys, values], lr=LEARNING_RATE)
     for number in range(3):
-        memory = of_new_task(problem.memory, payload_keys=keys, payload_values=values)
-        questions = problem.current.questions
+        memory = replace(problem.memory, payload_keys=keys, payload_values=values)
+        questions = problem.training
         loss = problem.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean()
         muon.zero_grad()
         loss.backward()
@@ -135,46 +117,34 @@ def test_a_step_is_muons_on_the_mean_loss(problem: TrainingProblem) -> None:
 def test_the_calibration_takes_torchs_adamw(problem: TrainingProblem) -> None:
     bias = torch.zeros(problem.scorer.backbone.num_layers, requires_grad=True)
     adamw = torch.optim.AdamW([bias], lr=CALIBRATION_RATE, weight_decay=0.0)
-    questions = problem.current.questions
-    memory = of_new_task(problem.memory, layer_bias=bias)
+    questions = problem.training
+    memory = replace(problem.memory, layer_bias=bias)
     problem.scorer.losses(questions.examples, memory, memory.terms(questions.keys)).mean().backward()
     adamw.step()
     training = stepped(replace(problem, calibrate=True), changed(EXACT, batch_size=8))
     assert torch.allclose(training.parameters["layer_bias"], bias, atol=1e-5)
 
 
-def test_a_teacher_that_is_the_memory_itself_teaches_nothing_yet(anchored: TrainingProblem) -> None:
-    record = stepped(anchored).history[0]
-    assert record.distillation == pytest.approx(0, abs=1e-5)
-    assert record.anchors > 0
-
-
-def test_distillation_pulls_the_answers_towards_the_teachers(anchored: TrainingProblem, tmp_path: Path) -> None:
-    """Entries that were disturbed come back to what they answered."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(anchored.memory.payload_values.shape, generator=generator)
-    disturbed = replace(anchored.memory, payload_values=anchored.memory.payload_values + noise)
-    settings = changed(EXACT, steps=8, batch_size=8, distillation=100.0)
-    history = trained(replace(anchored, memory=disturbed), settings, tmp_path / "progress").history
-    assert history[-1].distillation < history[0].distillation / 2
-
-
 @pytest.mark.parametrize("calibrate", [False, True])
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(
-    anchored: TrainingProblem, tmp_path: Path, calibrate: bool
+    problem: TrainingProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrate: bool
 ) -> None:
-    """Stopped by `until`; resumed from the file, and by the same object under another name."""
-    problem = replace(anchored, calibrate=calibrate)
-    whole = trained(problem, EXACT, tmp_path / "a")
-    part = Training(problem, EXACT, LEARNING_RATE)
-    train(part, checkpoint(tmp_path / "b"), "one", until=2)
-    assert (part.step, whole.step) == (2, 4)
-    resumed = trained(problem, EXACT, tmp_path / "b")
-    train(part, checkpoint(tmp_path / "c"), "other")
-    for other in (resumed, part):
-        assert other.history == whole.history
-        for name, parameter in whole.parameters.items():
-            assert torch.equal(other.parameters[name], parameter)
+    """Checked after each step; stopped after the second of four."""
+    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_CHECKS", 1)
+    problem = replace(problem, calibrate=calibrate)
+    whole = trained(problem, EXACT, tmp_path / "whole")
+
+    def stop(training: Training) -> None:
+        if training.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Training(problem, EXACT, LEARNING_RATE), checkpoint(tmp_path / "part"), "one", stop)
+    resumed = trained(problem, EXACT, tmp_path / "part")
+    assert (resumed.history, resumed.checks) == (whole.history, whole.checks)
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(resumed.parameters[name], parameter)
+        assert torch.equal(resumed.best[name], whole.best[name])
 
 
 @pytest.mark.parametrize(
@@ -195,28 +165,22 @@ def test_when_a_training_is_done(losses: list[float], patience: int | None, done
     assert is_done(losses, patience) is done
 
 
-def test_a_training_that_gains_nothing_ends_with_its_best_state_resumed_or_not(
+def test_a_training_that_gains_nothing_ends_with_its_best_state(
     problem: TrainingProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The validation losses are made up: the second check is the best of five, one after each step."""
-    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_SAVES", 1)
-    settings = changed(EXACT, steps=9, patience=3)
-    losses = [2.0, 1.0, 1.5, 1.4, 1.3, 0.0]
-    best = Training(problem, settings, LEARNING_RATE)
-    train(best, checkpoint(tmp_path / "best"), "one", until=2)
+    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_CHECKS", 1)
+    losses = iter([2.0, 1.0, 1.5, 1.4, 1.3, 0.0])
+    monkeypatch.setattr(Scorer, "mean_loss", lambda *_: next(losses))
+    states: list[Tensor] = []
+    training = Training(problem, changed(EXACT, steps=9, patience=3), LEARNING_RATE)
 
-    def ended(folder: Path, stops: tuple[int | None, ...]) -> Training:
-        checks = iter(losses)
-        for until in stops:
-            training = Training(problem, settings, LEARNING_RATE)
-            train(training, checkpoint(folder), "one", until=until, validation_loss=lambda memory: next(checks))
-        return training
+    def keep(training: Training) -> None:
+        states.append(training.parameters["payload_values"].detach().clone())
 
-    for number, stops in enumerate([(None,), (1, 4, None)]):
-        training = ended(tmp_path / str(number), stops)
-        assert (training.step, training.checks) == (5, losses[:5])
-        for name in ("payload_keys", "payload_values"):
-            assert torch.equal(getattr(training.memory(), name), getattr(best.memory(), name))
+    memory = train(training, checkpoint(tmp_path / "progress"), "one", keep)
+    assert (training.step, training.checks) == (5, [2.0, 1.0, 1.5, 1.4, 1.3])
+    assert torch.equal(memory.payload_values, states[1])
 
 
 @pytest.mark.parametrize(
@@ -241,19 +205,12 @@ def test_damaged_progress_is_named(
 ) -> None:
     """A good file with only the tensors whose names begin with `kept`, some `added`, and other progress if not None."""
     folder = checkpoint(tmp_path / "progress")
-    train(Training(problem, EXACT, LEARNING_RATE), folder, "one", until=1)
+    stepped(problem).save(folder, "one")
     tensors, good_progress = folder.read("one")
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith(kept)}
     folder.write("one", saved | added, good_progress if progress is None else progress)
     with pytest.raises(ConfigError, match=rf"one\.safetensors: the progress is damaged.*{message}"):
         train(Training(problem, EXACT, LEARNING_RATE), folder, "one")
-
-
-def test_bfloat16_products_change_the_loss_a_little(problem: TrainingProblem) -> None:
-    exact = stepped(problem).history[0].current
-    rounded = stepped(problem, changed(EXACT, precision="bfloat16")).history[0].current
-    assert rounded != exact
-    assert rounded == pytest.approx(exact, rel=0.02)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(problem: TrainingProblem) -> None:
@@ -262,28 +219,43 @@ def test_a_loss_that_is_not_a_number_ends_the_run(problem: TrainingProblem) -> N
         stepped(replace(problem, memory=broken))
 
 
+def test_a_question_is_never_answered_with_the_entry_that_was_made_of_it(problem: TrainingProblem) -> None:
+    entries = tuple(EntryRecord(id=digest, task="a", source_digest=digest) for digest in ("x", "y"))
+    asked: list[Any] = [SimpleNamespace(source_digest=digest) for digest in ("x", "z")]
+    prior = log_prior(asked, entries)
+    assert prior.tolist() == [[-math.inf, 0], [0, 0]]
+    assert log_prior(asked[:1], entries[:1]).tolist() == [[0]]  # alone, it stays
+    used, left = reachable(problem.memory, prior[:1])
+    assert torch.equal(used.payload_keys, problem.memory.payload_keys[:, 1:])
+    assert left.tolist() == [[0]]
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"steps": -1}, {"batch_size": 0}, {"learning_rate": 0.0}, {"beta": math.inf}, {"distillation": -1.0}]
+    ("wrong", "message"),
+    [
+        ({"steps": -1}, "steps must be at least 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"gate_misses": 0.6}, "gate_misses must be at most 0.5, found 0.6"),
+        ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
+        ({"activation": "answer"}, "activation must be prompt, text, generation or search, found 'answer'"),
+        ({"weighting": "sqrt"}, "weighting must be prior or uniform, found 'sqrt'"),
+        ({"form": "merged", "weighting": "uniform"}, "merged memory acts on the whole prompt .* weighting 'uniform'"),
+        ({"form": "merged", "activation": "text"}, "and the activation 'text'"),
+        ({"form": "merged", "map_rank": 2}, "merged memory has no maps of the attention output, found map_rank 2"),
+    ],
 )
-def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "[_ ]")):
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         RefinedSettings(**wrong)
 
 
-def test_every_second_step_uses_all_entries_and_the_others_ever_fewer() -> None:
-    assert [subset_of_step(number, 3) for number in range(16)] == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 2]
-    assert [subset_of_step(number, 1) for number in range(4)] == [0] * 4
-
-
-def test_a_step_on_half_of_a_quota_leaves_the_other_half_alone(problem: TrainingProblem) -> None:
-    halved = replace(problem, nested=torch.tensor([[True] * 4, [True, True, True, False]]))
-    for number, entries in ((0, [2, 3]), (1, [2])):
-        refined = stepped(halved, first=number).memory()
-        moved = (refined.payload_values != halved.memory.payload_values).flatten(2).any(dim=2).any(dim=0)
-        assert moved.nonzero()[:, 0].tolist() == entries
-
-
-def test_a_question_that_would_be_left_without_entries_keeps_its_own(problem: TrainingProblem) -> None:
-    prior = torch.tensor([[-math.inf, 0, 0], [-math.inf, -math.inf, 0]])
-    limited = restrict(replace(problem.current, log_prior=prior), torch.tensor([True, True, False]))
-    assert limited.log_prior.tolist() == [[-math.inf, 0, -math.inf], [-math.inf, -math.inf, 0]]
+def test_the_form_decides_the_defaults() -> None:
+    default, merged = RefinedSettings(), RefinedSettings(form="merged")
+    assert (default.form, default.weighting, default.activation, default.map_rank) == (
+        "decoupled",
+        "uniform",
+        "search",
+        8,
+    )
+    assert (merged.weighting, merged.activation, merged.map_rank, merged.entries_per_task) == ("prior", "prompt", 0, 4)

@@ -12,17 +12,6 @@ import torch
 from selector.runtime.checkpoint import Checkpoint
 
 
-def test_a_failed_run_keeps_its_progress_and_no_empty_folder(tmp_path: Path) -> None:
-    checkpoint, _ = Checkpoint.open(tmp_path / "run", {})
-    checkpoint.write("state", {"x": torch.ones(1)}, {})
-    checkpoint.remove_unless_begun()
-    assert Checkpoint.open(tmp_path / "run", {}) == (checkpoint, True)
-    other, resumed = Checkpoint.open(tmp_path / "other", {})
-    other.remove_unless_begun()
-    assert not resumed
-    assert not other.folder.exists()
-
-
 def test_a_copied_run_began_when_it_did(tmp_path: Path) -> None:
     """A copy's files are newer, and the date is part of the bundle's digest."""
     before = datetime.now(UTC).replace(microsecond=0)

@@ -22,13 +22,6 @@ def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
     ]
 
 
-def test_steps_are_yielded_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(track("abc", "Reading", shown=True)) == ["a", "b", "c"]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Reading: 1 of 3 after 0 s"
-    assert lines[-1] == "Reading: 3 of 3 after 0 s"
-
-
 def test_nothing_is_shown_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(track("ab", "Reading", shown=False)) == ["a", "b"]
     assert capsys.readouterr().err == ""

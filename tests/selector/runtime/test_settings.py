@@ -18,11 +18,6 @@ class Example(Settings):
     way: Literal["one", "two", "three"] = "one"
 
 
-def test_values_in_range_pass() -> None:
-    assert Example(count=1, rate=1e-9, way="two").model_dump() == {"count": 1, "rate": 1e-9, "way": "two"}
-    assert Example(rate=2).rate == 2.0
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -41,8 +36,3 @@ def test_other_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Example(**values)
     assert message in str(refused.value)
-
-
-def test_settings_do_not_change() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Example().count = 4  # type: ignore[misc]

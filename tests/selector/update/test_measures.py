@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
-from inducekv_vllm.bundle import EntryRecord
-from selector.update.measures import composition, diversity, entry_bytes, memory_bytes
+from selector.update.measures import diversity, entry_bytes, memory_bytes
 from tests.inducekv_vllm.bundles import random_gate, random_gated_bundle
 
 
@@ -21,11 +20,6 @@ def test_diversity_of_orthogonal_and_of_equal_keys() -> None:
     assert apart["logdet"] > alike["logdet"]
     assert sum(apart["cosine_histogram"]["counts"]) == sum(alike["cosine_histogram"]["counts"]) == 6
     assert set(diversity(torch.eye(4)[:1])) == {"logdet"}
-
-
-def test_composition_counts_tasks() -> None:
-    records = [EntryRecord(id=str(i), task=task, source_digest="x") for i, task in enumerate("aabca")]
-    assert composition(records) == {"a": 3, "b": 1, "c": 1}
 
 
 @pytest.mark.parametrize("num_tasks", [1, 7])

@@ -25,8 +25,10 @@ class Memory:
     tokens: int
     form: str = "merged"
     map_rows: int = 0
+    entry_tokens: int = 1  # adjacent in the pool, with equal terms; so are the map rows of an entry
+    map_rank: int = 1
     remainder: bool = False
-    pages_of: int | None = None  # the number of an earlier memory that has the same pages
+    entries_of: int | None = None  # the number of an earlier memory that has the same entries
     key_scale: float | None = None
     log_weight: float | None = None
     value_scale: float | None = None
@@ -37,7 +39,7 @@ class Problem:
     pool: LayerPool
     tables: SlotTables
     row_slot: Tensor  # [R] int32
-    groups: np.ndarray  # [R], page sets
+    groups: np.ndarray  # [R], sets of entries
     query: Tensor  # [R, H, D]
     output: Tensor  # [R, H, D]
     self_lse: Tensor  # [R, H]
@@ -109,25 +111,28 @@ def make(
     tables = SlotTables.allocate(N, max(max(m.tokens for m in memories), 1) + 3, 9, "cpu")
     for name in ("log_weight", "key_scale", "value_scale", "map_weight"):
         getattr(tables, name).fill_(math.nan)
-    pool_tokens, pool_rows = 2 * sum(m.tokens for m in memories) + 5, 2 * sum(m.map_rows for m in memories) + 3
-    keys, values = (torch.full((J, pool_tokens, D), math.nan, dtype=dtype) for _ in range(2))
-    map_in, map_out = (torch.full((J, pool_rows, G * D), math.nan, dtype=dtype) for _ in range(2))
-    free_tokens, free_rows = (iter(torch.randperm(n, generator=rng).tolist()) for n in (pool_tokens, pool_rows))
+    m, r = max(memory.entry_tokens for memory in memories), max(memory.map_rank for memory in memories)
+    pool_entries, pool_maps = 2 * sum(x.tokens for x in memories) + 5, 2 * sum(x.map_rows for x in memories) + 3
+    keys, values = (torch.full((J, pool_entries * m, D), math.nan, dtype=dtype) for _ in range(2))
+    map_in, map_out = (torch.full((J, pool_maps * r, G * D), math.nan, dtype=dtype) for _ in range(2))
+    free_tokens = iter((m * torch.randperm(pool_entries, generator=rng)).tolist())
+    free_rows = iter((r * torch.randperm(pool_maps, generator=rng)).tolist())
     poisoned = next(free_tokens), next(free_rows)
     tables.token_index.fill_(poisoned[0])
     tables.map_index.fill_(poisoned[1])
-    pages = {}
+    places = {}
     for slot, memory in enumerate(memories, start=1):
-        S, M = memory.tokens, memory.map_rows
-        if memory.pages_of is None:
+        S, M = memory.tokens // memory.entry_tokens, memory.map_rows // memory.map_rank  # entries
+        if memory.entries_of is None:
             place = [next(free_tokens) for _ in range(S)]
-            keys[:, place], values[:, place] = normal(J, S, D, size=size), normal(J, S, D)
-            map_place = [next(free_rows) for _ in range(M)]
-            map_in[:, map_place], map_out[:, map_place] = (normal(J, M, G * D, size=0.1) for _ in range(2))
-            pages[slot] = slot, place, map_place
+            tokens, map_place = _all(place, memory.entry_tokens), [next(free_rows) for _ in range(M)]
+            rows = _all(map_place, memory.map_rank)
+            keys[:, tokens], values[:, tokens] = normal(J, len(tokens), D, size=size), normal(J, len(tokens), D)
+            map_in[:, rows], map_out[:, rows] = (normal(J, len(rows), G * D, size=0.1) for _ in range(2))
+            places[slot] = slot, place, map_place
         else:
-            pages[slot] = pages[memory.pages_of]
-        _, place, map_place = pages[slot]
+            places[slot] = places[memory.entries_of]
+        _, place, map_place = places[slot]
         tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
         tables.map_index[slot, :M] = torch.tensor(map_place, dtype=torch.int32)
         alpha = torch.rand(S, generator=rng) + 0.1
@@ -135,7 +140,8 @@ def make(
         _fill(tables.value_scale[slot, :S], memory.value_scale, alpha.sqrt())
         _fill(tables.log_weight[slot, :S], memory.log_weight, alpha.log())
         tables.map_weight[slot, :M] = torch.rand(M, generator=rng)
-        tables.length[slot], tables.map_length[slot] = S, M
+        tables.length[slot], tables.map_length[slot] = memory.tokens, memory.map_rows
+        tables.entry_tokens[slot], tables.map_rank[slot] = memory.entry_tokens, memory.map_rank
         tables.decoupled[slot] = int(memory.form == "decoupled")
         if memory.remainder:
             tables.log_remainder[slot] = 1.5
@@ -147,8 +153,13 @@ def make(
     self_lse[row_slot == 0] = math.nan
     maps = (map_in, map_out) if any(m.map_rows for m in memories) else ()
     pool = LayerPool(keys, values, gate, bias, *maps)
-    groups = np.array([pages[slot][0] if slot else 0 for slot in row_memory])
+    groups = np.array([places[slot][0] if slot else 0 for slot in row_memory])
     return Problem(pool, tables, row_slot, groups, query, output, self_lse)
+
+
+def _all(first: Sequence[int], count: int) -> list[int]:
+    """`count` adjacent places from each of the first ones on."""
+    return [place + number for place in first for number in range(count)]
 
 
 def _fill(terms: Tensor, given: float | None, drawn: Tensor) -> None:
@@ -165,15 +176,20 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
     for row, slot in enumerate(problem.row_slot.tolist()):
         if not slot:
             continue
-        S, M = int(tables.length[slot]), int(tables.map_length[slot])
-        index, map_index = tables.token_index[slot, :S].long(), tables.map_index[slot, :M].long()
+        m, r = int(tables.entry_tokens[slot]), int(tables.map_rank[slot])
+        k, maps = int(tables.length[slot]) // m, int(tables.map_length[slot]) // r  # entries
+        index = torch.tensor(_all(tables.token_index[slot, :k].tolist(), m), dtype=torch.int64)  # [S]
+        map_index = _all(tables.map_index[slot, :maps].tolist(), r)  # [M]
+        terms = (tables.key_scale, tables.log_weight, tables.value_scale)
+        key_scale, log_weight, value_scale = (x[slot, :k].double().repeat_interleave(m) for x in terms)  # [S]
+        map_weight = tables.map_weight[slot, :maps].double().repeat_interleave(r)  # [M]
         gate, bias = float(pool.gate[slot]), float(pool.bias[slot])
         own = problem.output[row].double()  # [H, D]
         for head in range(H):
             keys, values = pool.keys[head // G, index].double(), pool.values[head // G, index].double()
-            logits = tables.key_scale[slot, :S].double() * (keys @ problem.query[row, head].double()) * SCALE
-            logits = logits + tables.log_weight[slot, :S].double() + bias  # [S]
-            values = tables.value_scale[slot, :S, None].double() * gate * values  # [S, D]
+            logits = key_scale * (keys @ problem.query[row, head].double()) * SCALE
+            logits = logits + log_weight + bias  # [S]
+            values = value_scale[:, None] * gate * values  # [S, D]
             zero = torch.zeros(1, D, dtype=torch.float64)
             if tables.decoupled[slot] or not lse:
                 weights = torch.cat([logits, torch.zeros(1).double()]).softmax(0)
@@ -182,14 +198,13 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
                 rest = (tables.log_remainder[slot].double() + bias)[None]
                 weights = torch.cat([logits, rest, problem.self_lse[row, head].double()[None]]).softmax(0)
                 expected[row, head] = weights @ torch.cat([values, zero, own[head][None]])
-        for j in range(J if M else 0):
+        for j in range(J if maps else 0):
             assert pool.map_in is not None
             assert pool.map_out is not None
             vector = own[j * G : (j + 1) * G].reshape(-1)
-            for k in range(M):
-                inner = pool.map_in[j, map_index[k]].double() @ vector
-                weight = gate * float(tables.map_weight[slot, k])
-                added = weight * inner * pool.map_out[j, map_index[k]].double()
+            for place, weight in zip(map_index, map_weight, strict=True):
+                inner = pool.map_in[j, place].double() @ vector
+                added = gate * weight * inner * pool.map_out[j, place].double()
                 expected[row, j * G : (j + 1) * G] += added.view(G, D)
     return expected
 

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.attention.kernels import launch, twin
-from inducekv_vllm.attention.kernels.layout import SlotTables
 
 from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, deviation, make, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [
-    Memory(12, remainder=True),
-    Memory(12, pages_of=1),
-    Memory(9, "decoupled", map_rows=5),
+    Memory(12, remainder=True, entry_tokens=4),
+    Memory(12, entries_of=1, entry_tokens=4),
+    Memory(9, "decoupled", map_rows=6, entry_tokens=3, map_rank=2),
     Memory(1, "decoupled"),
 ]
 MIXED_ROWS = [1, 0, 2, 3, 3, 0, 1, 4]  # memories of 1 and 2 share tiles
@@ -68,6 +67,19 @@ def test_a_mixed_step(geometry: Geometry) -> None:
     check(make(geometry, MIXED, MIXED_ROWS))
 
 
+@pytest.mark.parametrize(
+    ("memories", "rows", "lse"),
+    [
+        (MIXED, MIXED_ROWS, True),
+        ([Memory(70, "decoupled", entry_tokens=7)], [0, 1, 1], False),
+        ([Memory(1)], [1], True),
+        ([Memory(1, "decoupled")], [1], False),
+    ],
+)
+def test_rows_of_one_slot_share_its_terms(memories: list[Memory], rows: list[int], lse: bool) -> None:
+    check(make((4, 2, 64), memories, rows), one_slot=True, lse=lse)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("geometry", [(4, 4, 64), (3, 1, 80)], ids=str)
 def test_half_precision(geometry: Geometry, dtype: torch.dtype) -> None:
@@ -83,7 +95,7 @@ def test_half_precision(geometry: Geometry, dtype: torch.dtype) -> None:
     "geometry", [(1, 1, 16), (4, 4, 64), (3, 1, 80), (6, 2, 96), (7, 1, 72), (8, 2, 128), (16, 1, 256)], ids=str
 )
 def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_slot: bool, split: bool) -> None:
-    memories = [Memory(300, pages_of=None), *MIXED[1:]] if split else MIXED
+    memories = [Memory(300, entry_tokens=4), *MIXED[1:]] if split else MIXED
     memories = [replace(memories[0], remainder=lse), replace(memories[1], tokens=memories[0].tokens), *memories[2:]]
     memories = memories if lse else [replace(memory, form="decoupled") for memory in memories]
     check(make(geometry, memories, MIXED_ROWS, dtype), one_slot=one_slot, split=split, lse=lse)
@@ -93,23 +105,11 @@ def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_sl
 
 @pytest.mark.parametrize("map_rows", [0, 7])
 def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
-    memories = [Memory(300, "decoupled", map_rows), Memory(300, "decoupled", map_rows, pages_of=1), Memory(5)]
+    long = Memory(300, "decoupled", map_rows, entry_tokens=25)  # an entry lies in two items
+    memories = [long, replace(long, entries_of=1), Memory(5)]
     problem = make((3, 1, 64), memories, [1, 2, 0, 3])
     assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
     check(problem, split=True)
-
-
-def test_rows_of_one_slot_share_its_terms() -> None:
-    check(make((3, 1, 64), MIXED, MIXED_ROWS), one_slot=True)
-
-
-def test_decoupled_memory_needs_no_log_sum_exp() -> None:
-    check(make((4, 2, 64), [Memory(70, "decoupled")], [0, 1, 1]), lse=False, one_slot=True)
-
-
-@pytest.mark.parametrize("form", ["merged", "decoupled"])
-def test_one_row_and_one_token(form: str) -> None:
-    check(make((2, 2, 64), [Memory(1, form)], [1]))
 
 
 @pytest.mark.parametrize("form", ["merged", "decoupled"])
@@ -149,8 +149,9 @@ def test_what_is_not_finite_is_not_added(dtype: torch.dtype, form: str, map_rows
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_an_empty_memory_changes_nothing(split: bool) -> None:
-    problem = make((2, 1, 64), [Memory(0), Memory(0, "decoupled")], [1, 2, 0]).to(DEVICE)
+@pytest.mark.parametrize("rows", [[1, 2, 0], [0, 0]])
+def test_an_empty_memory_and_an_idle_plan_change_nothing(split: bool, rows: list[int]) -> None:
+    problem = make((2, 1, 64), [Memory(0), Memory(0, "decoupled")], rows).to(DEVICE)
     shape, found = problem.shape(split=split), problem.output.clone()
     launch.add_memory(
         problem.pool, problem.tables, problem.step(shape), problem.query, found, problem.self_lse, SCALE, shape
@@ -174,67 +175,25 @@ def test_logits_near_overflow(form: str, dtype: torch.dtype) -> None:
     check(problem, tolerance=3 * 2**-24 * 65504 * SCALE)
 
 
-def test_an_idle_plan_writes_nothing() -> None:
-    problem = make((2, 1, 64), [Memory(3)], [0, 0]).to(DEVICE)
-    for shape in (problem.shape(), problem.shape(split=True)):
-        found = problem.output.clone()
-        launch.add_memory(
-            problem.pool, problem.tables, problem.step(shape), problem.query, found, problem.self_lse, SCALE, shape
-        )
-        assert same_bits(found, problem.output)
-
-
 @pytest.mark.parametrize(
     ("geometry", "heads", "message"),
-    [((2, 1, 12), 2, "multiple of 8 from 16 to 256, found 12"), ((2, 1, 264), 2, "found 264")],
+    [
+        ((2, 1, 12), 2, "multiple of 8 from 16 to 256, found 12"),
+        ((2, 1, 264), 2, "found 264"),
+        ((4, 2, 64), 5, "found 5 query heads and 2 KV heads"),
+        ((4, 2, 64), 258, "found 258 query heads and 2 KV heads"),
+    ],
 )
-def test_an_unsupported_head_size_is_refused(geometry: Geometry, heads: int, message: str) -> None:
+def test_unsupported_heads_are_refused(geometry: Geometry, heads: int, message: str) -> None:
     problem = make(geometry, [Memory(1)], [1])
     with pytest.raises(ValueError, match=message):
         launch.check(problem.pool, problem.tables, heads)
 
 
-@pytest.mark.parametrize("heads", [5, 258])
-def test_heads_that_do_not_fit_are_refused(heads: int) -> None:
+def test_a_pool_of_another_type_is_refused() -> None:
     problem = make((4, 2, 64), [Memory(1)], [1])
-    with pytest.raises(ValueError, match=f"found {heads} query heads and 2 KV heads"):
-        launch.check(problem.pool, problem.tables, heads)
-
-
-def test_a_pool_that_does_not_fit_is_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4, "decoupled", map_rows=2)], [1])
-    pool, tables = problem.pool, problem.tables
-    narrow = replace(pool, values=pool.values[:, :4])
-    with pytest.raises(ValueError, match=r"values must be torch.float32 \[2, 13, 64\] on cpu, found .*\[2, 4, 64\]"):
-        launch.check(narrow, tables, 4)
     with pytest.raises(ValueError, match=r"the pool must be .*, found torch\.float64"):
-        launch.check(replace(pool, keys=pool.keys.double()), tables, 4)
-    with pytest.raises(ValueError, match="both parts of its maps"):
-        launch.check(replace(pool, map_out=None), tables, 4)
-    with pytest.raises(ValueError, match=r"map_in must be .*\[2, 7, 192\]"):
-        launch.check(pool, tables, 6)
-    with pytest.raises(ValueError, match=r"last dimension of keys must be contiguous, found the stride 13"):
-        launch.check(replace(pool, keys=pool.keys.mT.contiguous().mT), tables, 4)
-    with pytest.raises(ValueError, match=r"length must be torch\.int32"):
-        launch.check(pool, SlotTables(**{**vars(tables), "length": tables.length.long()}), 4)
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    problem = make((4, 2, 64), [Memory(4)], [1, 1]).to(DEVICE)
-    shape = problem.shape()
-    step, query, output, lse = problem.step(shape), problem.query, problem.output, problem.self_lse
-
-    def refused(message: str, **changed: object) -> None:
-        arguments = {"step": step, "query": query, "output": output, "self_lse": lse, "shape": shape, **changed}
-        with pytest.raises(ValueError, match=message):
-            launch.add_memory(problem.pool, problem.tables, scale=SCALE, **arguments)  # type: ignore[arg-type]
-
-    refused("query and output must be torch.float32", query=query.half())
-    refused("query and output must be", output=output[:1])
-    refused("must be contiguous", query=query.mT.contiguous().mT)
-    refused("needs the log-sum-exp", self_lse=None)
-    refused("the launch is for maps", shape=replace(shape, maps=True))
-    refused("a plan of 2 tiles", shape=replace(shape, tiles=2))
+        launch.check(replace(problem.pool, keys=problem.pool.keys.double()), problem.tables, 4)
 
 
 def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
@@ -249,12 +208,12 @@ def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is not sparse")
-@pytest.mark.parametrize("apart", ["pages", "tables", "rows"])
+@pytest.mark.parametrize("apart", ["pool", "tables", "rows"])
 def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2)]
     problem = make((2, 1, 16), memories, [0, 2, 0, 0, 4, 1], torch.float16)
     pool, tables, query, output = problem.pool, problem.tables, problem.query.contiguous(), problem.output
-    if apart == "pages":
+    if apart == "pool":
         places = ("keys", "values", "map_in", "map_out")
         pool = replace(pool, **{name: far_apart(getattr(pool, name), 1, tmp_path / name) for name in places})
     elif apart == "tables":

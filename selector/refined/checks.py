@@ -1,0 +1,91 @@
+"""What the refined recipe can refuse before a model is loaded, and which task it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
+
+from ..data.examples import Example
+from ..update.inputs import TaskInputs
+from ..update.recipes import REFINED
+from .settings import RefinedSettings
+
+
+def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
+    """The checks that need no model.
+
+    Raises:
+        TaskDataError: the examples belong to several tasks or to one of the previous bundle.
+        BundleError: the previous bundle has another form, weighting or rank of maps.
+        ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
+    """
+    task = new_task(inputs.training)
+    for example in inputs.validation:
+        if example.task != task:
+            raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
+    if task in inputs.entries_by_task:
+        raise TaskDataError(
+            f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
+            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
+        )
+    if missing := sorted(inputs.entries_by_task.keys() - {anchor.task for anchor in inputs.anchors}):
+        raise ConfigError(
+            f"there are no anchors of the task {missing[0]!r}, which the previous bundle holds: "
+            "the gate is fitted to anchors of every task; give the store that its run has written"
+        )
+    if inputs.previous is None and inputs.anchors:
+        raise ConfigError(
+            f"the store holds anchors of the task {inputs.anchors[0].task!r}, but there is no previous bundle: "
+            "name it, or use another store for this stream"
+        )
+    previous = inputs.previous.metadata if inputs.previous is not None else None
+    if previous is not None and previous.recipe == REFINED:
+        for name in ("form", "weighting"):
+            if getattr(previous, name) != getattr(settings, name):
+                raise BundleError(
+                    f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
+                    f"found {getattr(settings, name)!r} in the settings"
+                )
+        rank = 0 if previous.output_map is None else previous.output_map.rank
+        if rank != settings.map_rank:
+            raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
+    if previous is None or previous.recipe == REFINED:
+        number_of_entries(inputs, settings)
+    if not inputs.validation:
+        if settings.learning_rate is None:
+            raise ConfigError(
+                "the learning rate is searched on validation examples, and there are none: give it, or some"
+            )
+        if settings.activation == "search":
+            raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
+
+
+def own_questions(inputs: TaskInputs) -> dict[str, list[Example]]:
+    """What the gate takes for questions of each task: anchors of the earlier ones, all examples of the new one."""
+    earlier = {task: [anchor for anchor in inputs.anchors if anchor.task == task] for task in inputs.entries_by_task}
+    return earlier | {new_task(inputs.training): [*inputs.training, *inputs.validation]}
+
+
+def new_task(examples: Sequence[Example]) -> str:
+    """The task of the examples.
+
+    Raises:
+        TaskDataError: they belong to several tasks.
+    """
+    names = sorted({example.task for example in examples})
+    if len(names) > 1:
+        raise TaskDataError(f"the refined recipe takes one task at a time, found {', '.join(map(repr, names))}")
+    return names[0]
+
+
+def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:
+    """Of the new task. Raises ConfigError: the budget does not hold as many beside those of the earlier tasks."""
+    count = min(settings.entries_per_task, len(inputs.training))
+    earlier = sum(inputs.entries_by_task.values())
+    if earlier + count > settings.budget:
+        raise ConfigError(
+            f"the budget of {settings.budget} entries does not hold {count} of a new task beside {earlier} of the "
+            "earlier ones: give a larger --budget, or take tasks out with `inducekv-bundle forget`"
+        )
+    return count

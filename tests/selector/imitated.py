@@ -1,0 +1,54 @@
+"""A server over HTTP that answers as a function says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    path: str
+    headers: Any
+    body: Any  # None of a GET
+
+
+@contextmanager
+def imitated_server(answer: Callable[[Request], tuple[int, Any]]) -> Iterator[str]:
+    """Yields the address; `answer` gives the status and, as JSON, the body; of a redirect, where to."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(None)
+
+        def do_POST(self) -> None:
+            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def reply(self, body: Any) -> None:
+            status, answered = answer(Request(self.path, self.headers, body))
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", answered)
+            content = json.dumps(answered).encode()
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64
+
+    with Server(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
