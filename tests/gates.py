@@ -12,7 +12,7 @@ import torch
 from inducekv_vllm.bundle import Bundle, Gate
 from selector.backbone.model import Backbone
 from selector.data.examples import Example, entry_records
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.bundles import random_bundle
 
 FITTING_SET = {"OWN": 10, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
 TRAINING = {"EPOCHS": 6}

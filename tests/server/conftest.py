@@ -9,9 +9,10 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import Bundle, write_bundle
-from tests.inducekv_vllm import parity
-from tests.inducekv_vllm.parity import Prompt, World, prompts
+from tests.engine import parity
+from tests.engine.parity import Prompt, World, prompts
 from tests.server.http import Bundles
+from tests.unit.benchmarks.conftest import data, demo_suite, model, suite  # noqa: F401 - fixtures
 
 GATED_TASKS = ("a", None, "b", None)  # what the gate of `gated_bundle` decides for each of `questions`
 

@@ -13,7 +13,7 @@ import openai
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.host.config import ADMIN_HEADER
-from tests.inducekv_vllm.parity import Prompt, World, largest_deviation
+from tests.engine.parity import Prompt, World, largest_deviation
 from tests.server.launch import ADMIN_KEY
 
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}

@@ -16,8 +16,8 @@ from inducekv_vllm.engine.trace import TraceLog
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access, ChangeRefused, opened
-from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.parity import World, prompts
+from tests.bundles import random_bundle
+from tests.engine.parity import World, prompts
 from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of, wait_until
 from tests.server.test_versions import Workers, begin
 

@@ -21,7 +21,7 @@ from inducekv_vllm.files.audit_chain import AuditWriter, verify
 from inducekv_vllm.host.config import InduceKVConfig
 from server.audit import WRONG_KEYS, AuditLog
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.bundles import random_bundle
 from tests.server.test_versions import BUNDLES, DIGEST, Workers, begin
 
 pytestmark = pytest.mark.anyio

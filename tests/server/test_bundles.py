@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from tests.inducekv_vllm.bundles import random_bundle, remade
-from tests.inducekv_vllm.parity import TOLERANCE, World, largest_deviation, prompts
+from tests.bundles import random_bundle, remade
+from tests.engine.parity import TOLERANCE, World, largest_deviation, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_at, trace_of
 
 # Many samples of many tokens each: a handful of such requests keeps a server with few KV blocks busy for seconds.

@@ -12,8 +12,8 @@ from benchmarks.churn.changes import Admin, Span, meanwhile
 from benchmarks.churn.crowd import BASE, Crowd, Verdicts, ask_alone
 from benchmarks.churn.leaks import Held, drained, held_at_rest, in_use, in_use_at_rest
 from inducekv_vllm.bundle import write_bundle
-from tests.inducekv_vllm.bundles import remade
-from tests.inducekv_vllm.parity import World, prompts
+from tests.bundles import remade
+from tests.engine.parity import World, prompts
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 from tests.server.test_isolation import preemptions

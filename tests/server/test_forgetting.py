@@ -14,8 +14,8 @@ from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.files.audit_chain import verify
 from inducekv_vllm.host.config import ADMIN_HEADER
 from selector.update.forget import without_entries
-from tests.inducekv_vllm.bundles import remade
-from tests.inducekv_vllm.parity import World, prompts
+from tests.bundles import remade
+from tests.engine.parity import World, prompts
 from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
 from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
 

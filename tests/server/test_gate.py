@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import Bundle
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
+from tests.engine.parity import TOLERANCE, Prompt, World
 from tests.server.conftest import GATED_TASKS
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 

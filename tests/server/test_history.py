@@ -13,7 +13,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.errors import ConfigError
 from server.history import History, VersionRecord
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, prompts
+from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.server.http import TRACED, Bundles, ask, tokens_and_logprobs, trace_of
 
 pytestmark = pytest.mark.anyio

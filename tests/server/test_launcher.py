@@ -17,7 +17,7 @@ from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list
-from tests.inducekv_vllm.bundles import random_bundle
+from tests.bundles import random_bundle
 
 
 @pytest.fixture

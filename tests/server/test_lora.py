@@ -14,7 +14,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.errors import UnsupportedModel
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.parity import TOLERANCE, gated_bundle, prompts
+from tests.engine.parity import TOLERANCE, gated_bundle, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inducekv_vllm
 from inducekv_vllm.bundle import Bundle
-from tests.inducekv_vllm.parity import Prompt, World
+from tests.engine.parity import Prompt, World
 from tests.server.collector import Collector
 from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
 

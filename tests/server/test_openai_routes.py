@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.inducekv_vllm.parity import TOLERANCE, World, prompts
+from tests.engine.parity import TOLERANCE, World, prompts
 from tests.server.http import TRACED, ask, deviation, tokens_and_logprobs, trace_at, trace_of
 
 

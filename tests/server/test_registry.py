@@ -35,9 +35,9 @@ from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.bundles import random_bundle
-from tests.inducekv_vllm.engine.served import Served, handle, last
-from tests.inducekv_vllm.parity import World
+from tests.bundles import random_bundle
+from tests.engine.parity import World
+from tests.engine.served import Served, handle, last
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World, prompts
+from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted, save_adapter
 

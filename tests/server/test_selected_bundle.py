@@ -21,9 +21,9 @@ from selector.backbone.bundled_model import BundledModel
 from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.data.examples import Example, read_task
-from tests.inducekv_vllm.parity import TOLERANCE, Prompt, World
-from tests.selector.conftest import record, write_task
+from tests.engine.parity import TOLERANCE, Prompt, World
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
+from tests.unit.selector.conftest import record, write_task
 
 # Questions and answers by task; the model needs no memory for "base".
 QUESTIONS = {

@@ -23,7 +23,7 @@ from server.first import handlers
 from server.followers import Followers
 from server.peer_registry import PeerRegistry
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.bundles import FINGERPRINT
+from tests.bundles import FINGERPRINT
 from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, models
 
 pytestmark = pytest.mark.anyio

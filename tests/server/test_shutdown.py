@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import with_entries, write_bundle
-from tests.inducekv_vllm.parity import FEWER_PROCESSES, Prompt, World, prompts
+from tests.engine.parity import FEWER_PROCESSES, Prompt, World, prompts
 from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS, STATE
 from tests.server.ranks import HELD_ENTRY, held_file

@@ -14,7 +14,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
 from server.registry import BundleRegistry
-from tests.inducekv_vllm.bundles import FINGERPRINT, random_bundle
+from tests.bundles import FINGERPRINT, random_bundle
 
 pytestmark = pytest.mark.anyio
 NAMES = ("a", "b", "c")

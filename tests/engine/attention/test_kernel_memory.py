@@ -1,0 +1,294 @@
+"""Which rows of a step the kernels read, what graphs find in their buffers, and what is refused, by their twin."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import OutOfResources
+
+from inducekv_vllm.attention.attach import attach
+from inducekv_vllm.attention.cpu import prefill_memory_attention
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
+from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
+from inducekv_vllm.attention.kernel_step import MemoryRows, rows_with_memory
+from inducekv_vllm.attention.kernel_tables import KernelTables
+from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.merge import merge_memory
+from inducekv_vllm.attention.pool import PoolShape
+from inducekv_vllm.attention.request_table import MemoryOfRequests
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.host.runner import StepRows
+from tests.unit.inducekv_vllm.attention.pools import (
+    CPU,
+    fitting_bundle,
+    full_attention,
+    poisoned_pool,
+    random_memory,
+    store,
+)
+
+SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
+J, H, D = 2, 6, 16
+SCALE = D**-0.5
+MOST = 8  # rows of the largest graph
+Step = list[tuple[int | None, int, int, int]]  # of each request: its memory, first active, computed, scheduled
+
+
+class World:
+    """A pool with a merged bundle and a decoupled one with maps, four memories of them, and the kernels' step."""
+
+    def __init__(self, add_memory: Any = twin.add_memory, **changes: Any) -> None:
+        self.pool = poisoned_pool(SHAPE)
+        self.tables = KernelTables(6, 6, SHAPE.num_layers, CPU)
+        merged = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=1))
+        decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=2))
+        memories = [(merged, 3, True), (decoupled, 4, False), (decoupled, 6, False), (decoupled, 6, False)]
+        self.memories = [
+            random_memory(bundle, top_k, remainder, seed=slot, slot=slot)
+            for slot, (bundle, top_k, remainder) in enumerate(memories, start=1)
+        ]
+        for memory in self.memories:
+            self.tables.write(memory)
+        self.calls: list[Any] = []
+
+        def record(*arguments: Any) -> None:
+            self.calls.append(arguments)
+            add_memory(*arguments)
+
+        self.requests = MemoryOfRequests(6, self.tables.write)
+        arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
+        model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
+        self.attention = KernelMemoryAttention(
+            self.pool, self.tables, self.requests, CPU, model, add_memory=record, **arguments
+        )
+
+    def begin(self, step: Step, graph_rows: int | None = None) -> None:
+        """Begin a step whose requests have these memories."""
+        of = {str(i): None if memory is None else self.memories[memory] for i, (memory, *_) in enumerate(step)}
+        self.requests.of_request = of.__getitem__  # type: ignore[method-assign]
+        self.requests.slots._references = {1: 1}  # some slot is used
+        first = {str(i): start for i, (_, start, *_) in enumerate(step)}
+        self.requests.first_active = first.__getitem__  # type: ignore[method-assign]
+        _, _, computed, scheduled = zip(*step, strict=True)
+        self.attention.begin_step(StepRows(list(of), computed, scheduled, graph_rows))
+
+    def forward(self, query: Tensor, own: Tensor, lse: Tensor | None) -> Tensor:
+        """What the second layer makes of the output of self-attention."""
+        output = own.clone()
+        assert self.attention.needs_lse(len(query)) <= (lse is not None)
+        self.attention.add(1, query, output, lse if self.attention.needs_lse(len(query)) else None, SCALE)
+        return output
+
+    def expected(self, step: Step, query: Tensor, own: Tensor, lse: Tensor) -> Tensor:
+        """Row by row, as on a CPU: through the memories, not through the tables."""
+        result, layer, row = own.clone(), 1, 0
+        for number, start, computed, scheduled in step:
+            for position in range(computed, computed + scheduled):
+                here, row = slice(row, row + 1), row + 1
+                if number is None or position < start:
+                    continue
+                memory, stored = self.memories[number], self.memories[number].bundle.layers[layer]
+                if memory.bundle.form == "decoupled":
+                    DecoupledStep([ActiveRows(here, memory)]).add(layer, query, result, None, SCALE)
+                else:
+                    read = prefill_memory_attention(query[here], stored, memory, SCALE)
+                    numbers = stored.gate, stored.bias, memory.log_remainder
+                    result[here] = merge_memory(own[here], lse[here], *read, *numbers)
+        return result
+
+
+def tensors(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and outputs [rows, H, D], and log-sum-exps [rows, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    query, own = (torch.randn(rows, H, D, generator=generator) for _ in range(2))
+    return query, own, torch.randn(rows, H, generator=generator)
+
+
+STEPS: dict[str, Step] = {
+    "prompts and generation": [
+        (0, 0, 0, 5),
+        (None, 0, 0, 3),
+        (1, 4, 2, 6),
+        (2, 0, 9, 1),
+        (3, 0, 9, 1),
+        (None, 0, 4, 1),
+    ],
+    "not yet active": [(1, 30, 0, 5), (2, 3, 3, 1)],
+    "a prompt beside generation": [(1, 0, 0, 17), (2, 0, 9, 1), (None, 0, 9, 1), (3, 0, 9, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "add_memory"),
+    [*((name, twin.add_memory) for name in STEPS), ("a prompt beside generation", launch.add_memory)],
+)
+def test_a_step_adds_each_requests_memory_to_its_active_rows(name: str, add_memory: Any) -> None:
+    world, step = World(add_memory), STEPS[name]
+    rows = sum(scheduled for *_, scheduled in step)
+    query, own, lse = tensors(rows + 2)  # two rows of padding
+    world.begin(step)
+    result = world.forward(query, own, lse)
+    torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+    assert torch.equal(result[rows:], own[rows:])
+    assert len(world.calls) == (2 if name == "a prompt beside generation" else 1)
+
+
+@pytest.mark.parametrize("graph_rows", [None, 4])
+def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows: int | None) -> None:
+    world = World()
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.merged_refusal is None
+    query, own, lse = tensors(4)
+    world.begin([(None, 0, 0, 3), (1, 9 if graph_rows is None else 0, 0, 1)], graph_rows)
+    assert torch.equal(world.forward(query, own, lse), own)
+    assert world.calls == []
+    world.attention.end_step()
+    world.attention.add(1, *tensors(4), SCALE)  # a graph is captured, with no row that has memory
+    assert len(world.calls) == 1
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    memory = st.one_of(st.none(), st.integers(0, 3))
+    request = st.tuples(memory, st.integers(0, 12), st.integers(0, 8), st.integers(1, 9))
+    return draw(st.lists(request, min_size=1, max_size=7))
+
+
+WORLD = World()
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_rows_by_brute_force(step: Step) -> None:
+    memories = [None if memory is None else WORLD.memories[memory] for memory, *_ in step]
+    _, first, computed, scheduled = zip(*step, strict=True)
+    found = rows_with_memory(memories, first, computed, scheduled)
+    expected = [
+        memory if memory is not None and past + i >= start else None
+        for memory, start, past, rows in step
+        for i in range(rows)
+    ]
+    if found is None:
+        assert set(expected) <= {None}
+        return
+    assert found.slots.tolist() == [0 if memory is None else memory + 1 for memory in expected]
+    assert [length > 0 for length in found.lengths] == [memory is not None for memory in expected]
+    assert (found.merged, found.maps) == (0 in expected, bool({1, 2, 3} & set(expected)))
+    same_entries = {None: 0, 0: 1, 1: 2, 2: 3, 3: 3}  # memories 2 and 3 read all entries of one bundle
+    numbers = [same_entries[memory] for memory in expected]
+    assert len(set(zip(numbers, found.entry_sets.tolist(), strict=True))) == len(set(numbers))
+    assert np.array_equal(sum(part.slots for part in found.launches), found.slots)
+    for part in found.launches:
+        for group in set(part.groups.tolist()) - {0}:
+            of_group = {numbers[row] for row in np.flatnonzero(part.groups == group)}
+            assert len(of_group) == 1
+            if part.one_slot:
+                assert len(set(part.slots[part.groups == group].tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "reads", "one_slot"),
+    [
+        ([1, 2, 0], [1, 2, 0], [True]),
+        ([1, 2, 0], [1, 1, 0], [False]),
+        ([1] * 16 + [2] * 16, [1] * 32, [True]),
+        ([1] * 16 + [2, 3, 0, 4], [1] * 16 + [1, 1, 0, 2], [True, False]),  # generation shares beside a prompt
+        ([1] * 16 + [1, 0, 2], [1] * 16 + [1, 0, 2], [True]),
+    ],
+)
+def test_slots_share_tiles_by_what_they_read_unless_each_fills_its_own(
+    slots: list[int], reads: list[int], one_slot: list[bool]
+) -> None:
+    arrays = [np.array(numbers, dtype=np.int32) for numbers in (slots, reads, np.ones(len(slots)))]
+    launches = MemoryRows(*arrays, maps=False, merged=False).launches
+    assert [part.one_slot for part in launches] == one_slot
+    for part in launches:
+        assert part.groups.tolist() == (part.slots if part.one_slot else part.entry_sets).tolist()
+
+
+def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
+    world = World(add_memory=lambda *_: None)
+    world.attention.attach(full_attention(), {}, [])
+    world.attention.warm_up()
+    kinds = [arguments[-1].kind for arguments in world.calls]
+    assert len(set(kinds)) == len(kinds) > 20
+    assert all(bool((arguments[2].tile_rows == -1).all()) for arguments in world.calls)
+    for step in STEPS.values():
+        memories = [None if memory is None else world.memories[memory] for memory, *_ in step]
+        _, first, computed, scheduled = zip(*step, strict=True)
+        found = rows_with_memory(memories, first, computed, scheduled)
+        assert found is not None
+        assert all(world.attention._geometry.of_step(part).kind in kinds for part in found.launches)
+    assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
+
+
+def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() -> None:
+    """By Triton's error at a first launch; the numbers are those of 32 heads of 128 for a KV head."""
+
+    def add_memory(*arguments: Any) -> None:
+        if arguments[-1].maps:
+            raise OutOfResources(139264, 101376, "shared memory")
+
+    world = World(add_memory)
+    world.attention.attach(full_attention(), {}, [])
+    message = r"3 query heads of size 16 for a KV head, .*with maps needs 139264 of shared memory, .* has 101376"
+    with pytest.raises(UnsupportedModel, match=message):
+        world.attention.warm_up()
+
+
+def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
+    shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
+    tables = KernelTables(2, 8, 1, CPU)
+    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables.write), SimpleNamespace()
+    message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
+    with pytest.raises(UnsupportedModel, match=message):
+        KernelMemoryAttention(pool, tables, requests, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
+
+
+def test_every_layers_tables_begin_at_16_bytes() -> None:
+    """Kernels are compiled for aligned addresses, and again for others."""
+    tables = World().tables
+    assert all(row.data_ptr() % 16 == 0 for table in (tables.gate, tables.bias) for row in table)
+
+
+def test_a_slot_is_written_without_a_number_of_the_host() -> None:
+    """Such a copy waits for a GPU: tensors of the host go through the device's `upload`."""
+
+    class NoScalars(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies = function in (torch.ops.aten.copy_.default, torch.ops.aten.index_put_.default)
+            assert not (copies and args[1].dim() == 0 and args[0].dim() == 0)
+            return function(*args, **(kwargs or {}))
+
+    world = World()
+    with NoScalars():
+        world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
+
+
+def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() -> None:
+    class OfQuantised:
+        scale = SCALE
+
+        def forward(self, layer: Any, query: Tensor, *rest: Any, **_: Any) -> Tensor:
+            assert query.dtype == torch.float8_e4m3fn
+            output: Tensor = rest[4]
+            return output
+
+    world, step, impl = World(), STEPS["not yet active"], OfQuantised()
+    attach(impl, 1, world.attention)
+    query, own, lse = tensors(6)
+    layer = SimpleNamespace(_q_scale=torch.tensor(0.5))
+    rounded = (query / 0.5).to(torch.float8_e4m3fn)
+    world.begin(step)
+    result = impl.forward(layer, rounded, None, None, None, object(), own.clone())
+    expected = world.expected(step, 0.5 * rounded.float(), own, lse)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

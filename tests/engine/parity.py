@@ -1,0 +1,298 @@
+"""Shared by the parity tests: models, their bundles, prompts with images, engines, and the comparison.
+
+The reference is `selector.backbone.injection` in transformers, float32: it shares no attention code with the plugin.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize
+from vllm import LLM, SamplingParams
+
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
+from inducekv_vllm.engine.memory_index import QueryFeatures
+from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.retrieval.page_terms import Weighting
+from selector.backbone.extraction import extract
+from selector.backbone.generation import score
+from selector.backbone.model import Backbone
+from selector.backbone.token_values import evidence_in, token_values
+from selector.backbone.turns import turn_marks
+from tests.bundles import remade
+from tests.reference import reference_evidence, reference_logprobs
+
+TOLERANCE = 1e-4  # on every token's log-probability, float32
+NEW_TOKENS = 16
+# Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
+# tests, and a server's worker in the process of its engine.
+FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+WORKER_VARIABLE = "INDUCEKV_TEST_WORKER"  # a class in place of the platform's worker
+QUESTIONS = (
+    "What colour is the circle?",
+    "How many squares are there?",
+    "Is the red triangle left of the blue one? Answer with one word.",
+    "yes no 1 2 3",
+    "Answer in a sentence. The picture shows two green stars and a yellow ring. How many stars are there?",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question about one random image, or about none."""
+
+    image: Image.Image | None
+    question: str
+
+    @property
+    def images(self) -> list[Image.Image]:
+        return [] if self.image is None else [self.image]
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """As `selector.data.examples.Example` has them."""
+        parts = [*({"type": "image"} for _ in self.images), {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """In OpenAI's format, for vLLM."""
+        if self.image is None:
+            return [{"role": "user", "content": self.question}]
+        buffer = io.BytesIO()
+        self.image.save(buffer, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
+
+
+def prompts(count: int, seed: int, size: tuple[int, int] = (48, 48)) -> list[Prompt]:
+    """Questions about pictures of `size`, rows and columns."""
+    rng = np.random.default_rng(seed)
+    return [
+        Prompt(Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)), QUESTIONS[i % len(QUESTIONS)])
+        for i in range(count)
+    ]
+
+
+def text_prompts(count: int, seed: int) -> list[Prompt]:
+    """Questions without pictures."""
+    numbers = np.random.default_rng(seed).integers(0, 1000, (count, 3)).tolist()
+    return [Prompt(None, f"{QUESTIONS[i % len(QUESTIONS)]} {each}") for i, each in enumerate(numbers)]
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, its reference, and bundles extracted with it."""
+
+    model: Path
+    backbone: Backbone
+    bundles: dict[str, Bundle]
+    paths: dict[str, Path]
+
+
+def make_world(
+    model: Path,
+    folder: Path,
+    num_entries: int = 12,
+    payload_tokens: int = 6,
+    make_prompts: Callable[[int, int], list[Prompt]] = prompts,
+) -> World:
+    """Bundles "sqrt" and "prior" of the same entries, "other" of different ones; gates and biases differ by layer."""
+    backbone = Backbone.load(model)
+    bundles, paths = {}, {}
+    weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
+    for seed, (name, weighting) in enumerate(weightings.items()):
+        prefixes = make_prompts(num_entries, 100 if name != "other" else 200)
+        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: p.images) for p in prefixes]
+        extraction = extract(backbone, examples, payload_tokens)
+        bundles[name] = Bundle.create(
+            retrieval_keys=extraction.keys,
+            payload_keys=extraction.payload_keys,
+            payload_values=extraction.payload_values,
+            temperature=0.07,
+            value_gates=torch.linspace(0.3, 0.9, backbone.num_layers),
+            layer_bias=torch.linspace(-0.5, 0.5, backbone.num_layers),
+            backbone=backbone.fingerprint,
+            budget=num_entries,
+            entries=tuple(EntryRecord(id=str(i), task=name, source_digest=f"{seed}-{i}") for i in range(num_entries)),
+            weighting=weighting,
+            recipe="build",
+            settings={},
+        )
+        paths[name] = folder / f"{name}.safetensors"
+        write_bundle(bundles[name], paths[name])
+    return World(model, backbone, bundles, paths)
+
+
+def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
+    """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
+
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its prototypes are tokens of
+    these prompts; its weights are the least-norm ones with margin 0.5 for a question's task and -0.5 for the others.
+    """
+    backbone, ungated, names = world.backbone, world.bundles["prior"], ("a", "b")
+    layers, marks = (0, backbone.num_layers - 1), turn_marks(backbone)
+    encoded = [backbone.encode(p.chat_messages, p.images) for p in questions]
+    values = token_values(backbone, encoded, layers, marks)  # N times [t, S, F]
+    tokens = torch.cat(values)
+    center, scale = tokens.mean(0), 1 / tokens.std(0).clamp(min=1e-3)  # [S, F]
+    generator = torch.Generator().manual_seed(0)
+    some = [torch.cat([torch.randperm(len(v), generator=generator)[:6], torch.tensor([-2, -1])]) for v in values]
+    picked = torch.cat([v[rows] for v, rows in zip(values, some, strict=True)])  # [P, S, F]
+    prototypes = normalize((picked - center) * scale, dim=2).transpose(0, 1).half()  # [S, P, F]
+    S, P, _ = prototypes.shape
+    gate = Gate(
+        layers=layers,
+        marks=marks,
+        center=center,
+        scale=scale,
+        prototypes=prototypes,
+        floors=torch.full((S, P), 0.25),
+        weights=torch.zeros(2, S * P),
+        thresholds=torch.ones(2),
+        tasks=names,
+    )
+    evidence = evidence_in(gate, values).double()  # [N, H]
+    margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks]).double()  # [N, C]
+    gate = replace(gate, weights=torch.linalg.lstsq(evidence, margins + 1, driver="gelsd").solution.T.float())
+    entries = tuple(e.model_copy(update={"task": names[i % 2]}) for i, e in enumerate(ungated.metadata.entries))
+    bundle = remade(ungated, entries=entries, recipe="refined", gate=gate, **changes)
+    assert bundle.gate is not None
+    torch.testing.assert_close(evidence @ bundle.gate.weights.T.double() - 1, margins, rtol=0, atol=1e-3)
+    assert bundle.gate.weights.abs().sum(1).max() * TOLERANCE < 0.1  # the tolerance of evidence changes no decision
+    return bundle
+
+
+@contextmanager
+def engine(
+    model: Path, *, memory: bool = True, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[LLM]:
+    """A real vLLM engine on the CPU, ended afterwards; `memory=False` starts vLLM without the plugin."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
+    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options}
+    if memory:
+        ours = {
+            "worker_cls": os.environ.get(WORKER_VARIABLE, WORKER_CLS),
+            "scheduler_cls": SCHEDULER_CLS,
+            "additional_config": {"inducekv": {}},
+        }
+        options = ours | options
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        llm = LLM(str(model), **options)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0, **options})
+
+
+def served_logprobs(completion: Any) -> tuple[list[int], Tensor]:
+    """The tokens of one completion and their log-probabilities [tokens]."""
+    tokens = list(completion.token_ids)
+    return tokens, torch.tensor([step[t].logprob for step, t in zip(completion.logprobs, tokens, strict=True)])
+
+
+def deviation(world: World, prompt: Prompt, completion: Any, bundle: Bundle | None, **options: Any) -> float:
+    """`largest_deviation` of one completion."""
+    return largest_deviation(world, prompt, *served_logprobs(completion), bundle, **options)
+
+
+def largest_deviation(
+    world: World,
+    prompt: Prompt,
+    tokens: Sequence[int],
+    logprobs: Tensor | Sequence[float],
+    bundle: Bundle | None,
+    *,
+    top_k: int | None = None,
+    remainder: bool = True,
+) -> float:
+    """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
+    inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
+    if bundle is None:
+        expected = score(world.backbone, [inputs], [tokens])[0]
+    else:
+        remainder = remainder and top_k is not None and bundle.metadata.weighting == "sqrt"
+        expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
+    return float((torch.as_tensor(logprobs) - expected).abs().max())
+
+
+class MemoryEngine:
+    """An engine of a world's model with all its bundles loaded."""
+
+    def __init__(self, world: World, llm: LLM) -> None:
+        self.world, self.offline = world, MemoryLLM(llm)
+        self.bundles = dict(world.bundles)
+        self.memories = {name: self.offline.load_bundle(path) for name, path in world.paths.items()}
+
+    def chat(
+        self, questions: Sequence[Prompt], names: Sequence[str | None], params: SamplingParams, **options: Any
+    ) -> list[MemoryAnswer]:
+        """Ask each question with the memory of its name, or with none."""
+        memories = [name and self.memories[name] for name in names]
+        return self.offline.chat([prompt.messages for prompt in questions], params, memory=memories, **options)
+
+    def check(
+        self,
+        questions: Sequence[Prompt],
+        names: Sequence[str | None],
+        params: SamplingParams | None = None,
+        *,
+        top_k: int | None = None,
+        remainder: bool = True,
+    ) -> list[MemoryAnswer]:
+        """The answers, after every one was compared with the reference."""
+        answers = self.chat(questions, names, params or greedy(), top_k=top_k, remainder=remainder)
+        for prompt, answer, name in zip(questions, answers, names, strict=True):
+            bundle = name and self.bundles[name]
+            for completion in answer.output.outputs:
+                assert len(completion.token_ids) >= NEW_TOKENS
+                difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
+                assert difference <= TOLERANCE
+            if answer.query is not None:
+                self.check_query(prompt, answer.query, self.bundles[str(name)])
+        return answers
+
+    def check_query(self, prompt: Prompt, query: QueryFeatures, bundle: Bundle) -> None:
+        """Against the untouched model in transformers."""
+        backbone, gate = self.world.backbone, bundle.gate
+        inputs = backbone.encode(prompt.chat_messages, prompt.images)
+        assert (query.key is None) == (bundle.metadata.weighting == "uniform")
+        if query.key is not None:
+            key = backbone.retrieval_keys(inputs)[0]
+            torch.testing.assert_close(torch.tensor(query.key), key, rtol=0, atol=1e-5)
+        assert (query.evidence is None) == (gate is None)
+        if gate is not None:
+            expected = reference_evidence(backbone, gate, inputs)  # [H]
+            assert expected.max() > 0
+            torch.testing.assert_close(torch.tensor(query.evidence), expected, rtol=0, atol=TOLERANCE)
+
+    @contextmanager
+    def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Iterator[None]:
+        """With the bundle of `gated_bundle` loaded as "gated"."""
+        path = self.world.paths["prior"].with_name("gated.safetensors")
+        self.bundles["gated"] = gated_bundle(self.world, questions, tasks, **changes)
+        write_bundle(self.bundles["gated"], path)
+        self.memories["gated"] = self.offline.load_bundle(path)
+        yield
+        self.offline.unload_bundle(self.memories.pop("gated"))

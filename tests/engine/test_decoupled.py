@@ -1,0 +1,187 @@
+"""Decoupled memory on a real engine against transformers, for every activation, and the prefix cache around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
+from inducekv_vllm.engine.offline import MemoryAnswer
+from inducekv_vllm.errors import CapacityError
+from server.demo import CHECKPOINT
+from tests.bundles import as_decoupled
+from tests.engine.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    MemoryEngine,
+    Prompt,
+    World,
+    engine,
+    greedy,
+    make_world,
+    prompts,
+    served_logprobs,
+)
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The demo model with merged bundles, and decoupled ones named after their activation and weighting."""
+    folder = tmp_path_factory.mktemp("decoupled")
+    world = make_world(CHECKPOINT, folder)
+    for activation in ACTIVATIONS:
+        for weighting in ("uniform", "prior"):
+            merged = world.bundles["prior"]
+            world.bundles[f"{activation}-{weighting}"] = as_decoupled(merged, activation, weighting)
+            world.bundles[f"{activation}-{weighting}-maps"] = as_decoupled(merged, activation, weighting, map_rank=3)
+        world.bundles[f"{activation}-other"] = as_decoupled(world.bundles["other"], activation, scale=-6.0)
+    for name, bundle in world.bundles.items():
+        world.paths[name] = folder / f"{name}.safetensors"
+        write_bundle(bundle, world.paths[name])
+    return world
+
+
+@pytest.fixture(scope="module")
+def served(world: World) -> Iterator[MemoryEngine]:
+    """Prompts in chunks, prefix caching on, too few blocks."""
+    small = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 24, "block_size": BLOCK}
+    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
+        yield MemoryEngine(world, llm)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "prior", "uniform-maps", "prior-maps"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_parity(served: MemoryEngine, activation: Activation, weighting: str) -> None:
+    questions = prompts(6, seed=1)
+    answers = served.check(questions, [f"{activation}-{weighting}"] * 6)
+    plain = served.check(questions, [None] * 6)
+    pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
+    assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
+
+
+def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
+    kinds = (
+        None,
+        "text-uniform",
+        "prompt-uniform",
+        "generation-uniform",
+        "sqrt",
+        "generation-other",
+        "text-prior-maps",
+    )
+    questions = prompts(28, seed=2)
+    served.check(questions, [kinds[i % 7] for i in range(28)], greedy(max_tokens=40))
+    assert preemptions(served) > 0
+
+
+def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
+    served.check(prompts(4, seed=8), ["generation-prior-maps"] * 4, top_k=2)
+
+
+def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
+    bundle = as_decoupled(served.world.bundles["prior"], "prompt", map_rank=3, heads_per_kv_head=4)
+    write_bundle(bundle, tmp_path / "wide.safetensors")
+    with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
+        served.offline.load_bundle(tmp_path / "wide.safetensors")
+
+
+def cached(served: MemoryEngine, question: Prompt, name: str | None) -> int:
+    (answer,) = served.check([question], [name])
+    return answer.output.num_cached_tokens or 0
+
+
+def test_blocks_before_the_first_active_position_are_shared_and_no_others(served: MemoryEngine) -> None:
+    world = served.world
+    for seed in range(4, 7):
+        question = next(p for p in prompts(5, seed=seed) if len(p.question) > 80)
+        inputs = world.backbone.encode(question.chat_messages, question.images)
+        length = inputs["input_ids"].shape[1]
+        placeholders = placeholder_ids(world.backbone.model.config)
+        after_media = max(at for at, token in enumerate(inputs["input_ids"][0].tolist()) if token in placeholders) + 1
+        whole, before_text = (length - 1) // BLOCK * BLOCK, after_media // BLOCK * BLOCK
+        assert 0 < before_text < whole
+        # The key pass of each request fills the untouched blocks, which its own answer then reads.
+        assert cached(served, question, "generation-uniform") == whole
+        assert cached(served, question, "generation-other") == whole
+        assert cached(served, question, "text-uniform") == before_text
+        assert cached(served, question, "text-other") == before_text  # not the blocks of the other memory
+        assert cached(served, question, "text-uniform") == whole  # its own blocks
+        assert cached(served, question, "prompt-uniform") == 0
+        assert cached(served, question, "prompt-uniform") == whole
+        assert cached(served, question, None) == whole
+
+
+def prefix_hits(served: MemoryEngine) -> int:
+    metrics = served.offline.llm.get_metrics()
+    return next(m for m in metrics if m.name == "vllm:prefix_cache_hits").value  # type: ignore[union-attr]
+
+
+UNIFORM: dict[str, Any] = {
+    "form": "decoupled",
+    "weighting": "uniform",
+    "activations": {"a": "prompt", "b": "prompt"},
+}
+
+
+def ask(served: MemoryEngine, question: Prompt, name: str) -> MemoryAnswer:
+    """One question whose key pass is compared with transformers."""
+    (answer,) = served.chat([question], [name], greedy(max_tokens=1))
+    assert answer.query is not None
+    served.check_query(question, answer.query, served.bundles[name])
+    return answer
+
+
+def test_a_gate_reads_the_prefix_cache_and_its_evidence_is_that_of_the_whole_prompt(served: MemoryEngine) -> None:
+    """A key for the retrieval is a mean over all tokens, so its pass computes them all."""
+    questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
+    tasks: list[str | None] = ["a", "b", "a"]
+    with served.gated(questions, tasks, **UNIFORM):
+        for question, task in zip(questions, tasks, strict=True):
+            for is_again in (False, True):
+                before = prefix_hits(served)
+                answer = ask(served, question, "gated")
+                assert answer.gate_decision is not None
+                assert answer.gate_decision.task == task
+                assert answer.retrieval is not None
+                assert answer.retrieval.similarity is None
+                # The answer pass of a memory that acts from the start on shares blocks with the same memory alone.
+                whole = (len(answer.output.prompt_token_ids or ()) - 1) // BLOCK * BLOCK
+                assert answer.output.num_cached_tokens == is_again * whole
+                assert prefix_hits(served) - before == is_again * 2 * whole
+    with served.gated(questions, tasks):  # its weights depend on the request
+        before = prefix_hits(served)
+        assert ask(served, questions[0], "gated").query.key is not None  # type: ignore[union-attr]
+        assert prefix_hits(served) == before
+
+
+def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
+    """Key passes are preempted too: there are more prompts than blocks."""
+    questions = prompts(20, seed=16)
+    tasks = [("a", None, "b")[i % 3] for i in range(20)]
+    before = preemptions(served)
+    with served.gated(questions, tasks, **UNIFORM):
+        for _ in range(2):  # the second time prompts are in the cache, in part
+            answers = served.check(questions, ["gated"] * 20, greedy(max_tokens=40))
+            assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+    assert preemptions(served) > before
+
+
+def preemptions(served: MemoryEngine) -> int:
+    metrics = served.offline.llm.get_metrics()
+    return next(m for m in metrics if m.name == "vllm:num_preemptions").value  # type: ignore[union-attr]
+
+
+def test_evidence_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> None:
+    """The first request's blocks are found in the cache in the step that computes them."""
+    image = prompts(1, seed=10)[0].image
+    text = "The picture shows two green stars and a yellow ring. "
+    questions = [Prompt(image, text * 3 + ending) for ending in ("How many stars?", "Which colour?", "A ring?")]
+    with served.gated(questions, ["a", "b", None], **UNIFORM):
+        served.check(questions, ["gated"] * 3)

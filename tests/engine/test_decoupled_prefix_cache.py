@@ -1,0 +1,132 @@
+"""Prefix-cache blocks around late memory: the same tokens under every memory, with generated blocks and any block size.
+
+Every answer is compared with transformers, so a block that was taken for another one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.inputs import TokensPrompt
+
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from selector.backbone.generation import score
+from server.demo import CHECKPOINT
+from tests.bundles import remade
+from tests.engine.parity import FEWER_PROCESSES, TOLERANCE, World, engine, greedy, make_world, served_logprobs
+from tests.reference import reference_logprobs
+
+
+def late(merged: Bundle, activation: str, scale: float) -> Bundle:
+    return remade(
+        merged,
+        payload_values=scale * merged.payload_values,
+        value_gates=torch.full((merged.num_layers,), 1.5),
+        weighting="uniform",
+        form="decoupled",
+        activations=dict.fromkeys(merged.metadata.tasks, activation),
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(CHECKPOINT, tmp_path_factory.mktemp("late"))
+
+
+class Turns:
+    """An engine whose every answer is checked."""
+
+    def __init__(self, world: World, offline: MemoryLLM, folder: Path) -> None:
+        self.world, self.offline, self.folder = world, offline, folder
+
+    def load(self, bundle: Bundle, name: str) -> MemoryIndex:
+        write_bundle(bundle, self.folder / name)
+        return self.offline.load_bundle(self.folder / name)
+
+    def ask(
+        self, prompts: list[list[int]], memories: list[tuple[Bundle, MemoryIndex] | None], **params: Any
+    ) -> list[MemoryAnswer]:
+        answers = self.offline.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
+            greedy(**params),
+            memory=[memory and memory[1] for memory in memories],
+        )
+        for prompt, memory, answer in zip(prompts, memories, answers, strict=True):
+            tokens, served = served_logprobs(answer.output.outputs[0])
+            inputs = {
+                "input_ids": torch.tensor([prompt]),
+                "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64),
+            }
+            if memory is None:
+                expected = score(self.world.backbone, [inputs], [tokens])[0]
+            else:
+                expected = reference_logprobs(self.world.backbone, memory[0], inputs, tokens)
+            assert (served - expected).abs().max() <= TOLERANCE
+        return answers
+
+
+@pytest.fixture(scope="module", params=[32, pytest.param(64, marks=pytest.mark.slow), 128])
+def turns(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Turns]:
+    options = {"enforce_eager": True, "block_size": request.param, "max_model_len": 640, "num_gpu_blocks_override": 60}
+    with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
+        yield Turns(world, MemoryLLM(llm), tmp_path_factory.mktemp("bundles"))
+
+
+def text(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(20, 300, (length,), generator=generator).tolist()
+
+
+def test_one_prompt_under_every_memory_in_any_order(turns: Turns) -> None:
+    prompt = text(1, 300)
+    bundles = [
+        late(turns.world.bundles[name], activation, scale)
+        for activation in ACTIVATIONS
+        for name, scale in (("prior", 4.0), ("other", -4.0))
+    ]
+    kinds: list[Any] = [None, *((bundle, turns.load(bundle, f"{i}.safetensors")) for i, bundle in enumerate(bundles))]
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).tolist()
+    for i in order:
+        turns.ask([prompt], [kinds[i % 7]])
+    turns.ask([prompt] * 21, [kinds[i % 7] for i in order])
+
+
+def test_a_bundle_that_is_replaced_leaves_no_blocks_behind(turns: Turns) -> None:
+    prompt = text(2, 300)
+    for scale in (4.0, -4.0, 4.0):
+        bundle = late(turns.world.bundles["prior"], "generation", scale)
+        memory = turns.load(bundle, "replaced.safetensors")
+        turns.ask([prompt], [(bundle, memory)], max_tokens=140)
+        turns.offline.unload_bundle(memory)
+
+
+def test_generated_blocks_in_later_turns(turns: Turns) -> None:
+    """A later turn repeats an answer whose K and V memory has changed: for each request they are other K and V."""
+    bundles = [late(turns.world.bundles["prior"], "generation", scale) for scale in (4.0, -4.0)]
+    a, b = ((bundle, turns.load(bundle, f"turn-{i}.safetensors")) for i, bundle in enumerate(bundles))
+    prompt = text(3, 150)
+    for number, memory in enumerate((a, b, None, a)):
+        (answer,) = turns.ask([prompt], [memory], max_tokens=150)
+        later = [*prompt, *answer.output.outputs[0].token_ids, *text(10 + number, 30)]
+        for other in (None, a, b, memory):
+            turns.ask([later], [other])
+
+
+def test_the_untouched_turn_is_shared(turns: Turns, request: pytest.FixtureRequest) -> None:
+    """The second turn of a conversation computes what the first has not, also under another memory."""
+    block = turns.offline.llm.llm_engine.vllm_config.cache_config.block_size
+    bundle = late(turns.world.bundles["prior"], "generation", 4.0)
+    memory = (bundle, turns.load(bundle, "shared.safetensors"))
+    first = text(4, 290)
+    second = [*first, *text(5, 60)]
+    turns.ask([first], [None])
+    (answer,) = turns.ask([second], [memory])
+    # Its key pass has found the first turn in the cache, and computed the rest; its answer pass finds all of that.
+    assert answer.output.num_cached_tokens == (len(second) - 1) // block * block

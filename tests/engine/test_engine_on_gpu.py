@@ -1,0 +1,62 @@
+"""A whole engine on a GPU, eager and in graphs, on each of vLLM's model runners, while other bundles come and go.
+
+Answers with memory of every form round about as much as those without.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from server.demo import CHECKPOINT
+from tests.bundles import as_decoupled
+from tests.engine.parity import MemoryEngine, deviation, engine, greedy, make_world, prompts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runner", "eager"),
+    [
+        ("bfloat16", "1", True),
+        ("bfloat16", "1", False),
+        ("float16", "1", False),
+        ("bfloat16", "0", False),
+    ],
+)
+def test_memory_rounds_at_most_twice_as_much(
+    dtype: str, runner: str, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(CHECKPOINT, tmp_path)
+    for activation in ACTIVATIONS:
+        world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
+        world.paths[activation] = tmp_path / f"{activation}.safetensors"
+        write_bundle(world.bundles[activation], world.paths[activation])
+    options = {"dtype": dtype, "attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.3}
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    questions, kinds = prompts(12, seed=2), (None, "sqrt", "generation", "prior", "text", "prompt")
+    with engine(world.model, environment=environment, enforce_eager=eager, max_num_batched_tokens=64, **options) as llm:
+        served = MemoryEngine(world, llm)
+        names = [name for name in kinds for _ in questions]
+        other = world.bundles["other"].digest
+        changes = itertools.cycle(
+            [("inducekv_unload_bundle", (other,)), ("inducekv_load_bundle", (str(world.paths["other"]), other))]
+        )
+        step = llm.llm_engine.step
+
+        def step_and_change() -> object:
+            outputs, (method, arguments) = step(), next(changes)
+            llm.collective_rpc(method, args=arguments)
+            return outputs
+
+        monkeypatch.setattr(llm.llm_engine, "step", step_and_change)
+        answers = served.chat(questions * 6, names, greedy(max_tokens=40))
+    worst = dict.fromkeys(kinds, 0.0)
+    for prompt, answer, name in zip(questions * 6, answers, names, strict=True):
+        bundle = served.bundles[name] if name else None
+        worst[name] = max(worst[name], deviation(world, prompt, answer.output.outputs[0], bundle))
+    assert 0 < max(worst.values()) <= 2 * worst[None], worst

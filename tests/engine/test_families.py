@@ -1,0 +1,70 @@
+"""Every family of models that docs/models.md calls proved: vLLM against transformers, to 1e-4, in both forms.
+
+One engine of a tiny random model a family, with bundles of its own payloads. Most families are marked `slow`: run them
+with `make test-families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from tests.bundles import as_decoupled
+from tests.engine.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    MemoryEngine,
+    Prompt,
+    engine,
+    make_world,
+    prompts,
+    served_logprobs,
+    text_prompts,
+)
+from tests.tiny_families import FAMILIES, TEXT_FAMILIES
+
+WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
+IN_EVERY_RUN = ("llama", "qwen3-moe")  # test_parity.py has two multimodal families
+
+
+def marked(family: str) -> Any:
+    return pytest.param(family, marks=() if family in IN_EVERY_RUN else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family", [marked(family) for family in FAMILIES])
+def test_parity(family: str, tmp_path: Path) -> None:
+    make_prompts: Callable[[int, int], list[Prompt]] = partial(prompts, size=WIDE)
+    if family in TEXT_FAMILIES:
+        make_prompts = text_prompts
+    world = make_world(FAMILIES[family](tmp_path / "model"), tmp_path, make_prompts=make_prompts)
+    heads_per_kv_head = world.backbone.num_heads // world.backbone.num_kv_heads
+    for activation in ACTIVATIONS:
+        bundle = as_decoupled(world.bundles["prior"], activation, map_rank=3, heads_per_kv_head=heads_per_kv_head)
+        world.bundles[activation], world.paths[activation] = bundle, tmp_path / f"{activation}.safetensors"
+        write_bundle(bundle, world.paths[activation])
+    options = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
+    with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
+        served = MemoryEngine(world, llm)
+        questions, names = make_prompts(4, 1), (None, "sqrt", "prior", *ACTIVATIONS)
+        # All in one batch: each question with every memory.
+        answers = served.check(questions * len(names), [name for name in names for _ in questions])
+        for number, prompt in enumerate(questions):
+            without, *others = answers[number :: len(questions)]
+            inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
+            assert without.output.prompt_token_ids == inputs["input_ids"][0].tolist()
+            for answer in others:
+                both = [served_logprobs(each.output.outputs[0])[1] for each in (answer, without)]
+                assert (both[0] - both[1]).abs().max() > 100 * TOLERANCE, "the memory does nothing"
+        parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("yes or", "no?")]}]
+        rendered: Any = llm._preprocess_chat_one(parts)
+        assert rendered["prompt_token_ids"] == world.backbone.encode(parts, [])["input_ids"][0].tolist()
+        tasks = ["a", None, "b", None]
+        with served.gated(questions, tasks):
+            answers = served.check(questions, ["gated"] * len(questions))
+        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks

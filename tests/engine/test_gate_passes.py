@@ -1,0 +1,223 @@
+"""Key passes that ask a gate: values from the blocks of a request, at the step that completes its prompt."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
+from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
+from inducekv_vllm.attention.resident_gate import ResidentGate
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.gate import TurnMarks, last_averaged
+from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.workers.cached_values import CachedValues
+from inducekv_vllm.workers.gate_passes import GatePasses
+from tests.bundles import D, J, random_gate
+from tests.unit.inducekv_vllm.attention.pools import CPU
+
+BLOCKS, IMAGE = 6, 9
+
+
+def as_on_cpu(kv_cache: Tensor) -> Tensor:
+    return CPUMemoryAttention.cached_values(None, kv_cache)  # type: ignore[arg-type]
+
+
+def as_on_gpu(kv_cache: Tensor) -> Tensor:
+    return KernelMemoryAttention.cached_values(None, kv_cache)  # type: ignore[arg-type]
+
+
+def spec(C: int, dtype: torch.dtype = torch.float32) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=C, num_kv_heads=J, head_size=D, dtype=dtype)
+
+
+class Cache:
+    """Layers 0 and 1 in one group of a KV cache, layer 2 in another one with blocks of another size."""
+
+    def __init__(self, view: Any, kernel_block: int | None = None) -> None:
+        self.sizes = (4, 4, 8)
+        self.layers: dict[str, Any] = {}
+        for index, C in enumerate(self.sizes):
+            own = kernel_block or C
+            kv_cache = torch.full((BLOCKS * C // own, J, own, 2 * D), float("nan"))
+            self.layers[f"layers.{index}.attn"] = SimpleNamespace(
+                attn_type=AttentionType.DECODER,
+                kv_cache=kv_cache,
+                kv_cache_dtype="auto",
+                num_kv_heads=J,
+                head_size=D,
+                kv_sharing_target_layer_name=None,
+                _v_scale=torch.tensor(0.5),
+            )
+        names = list(self.layers)
+        self.groups = [
+            SimpleNamespace(layer_names=names[:2], kv_cache_spec=spec(4)),
+            SimpleNamespace(layer_names=[*names[2:], "mamba"], kv_cache_spec=spec(8)),
+        ]
+        self.view = view
+
+    def values(self) -> CachedValues:
+        config: Any = SimpleNamespace(kv_cache_groups=self.groups)
+        return CachedValues(config, self.layers, self.view, CPU)
+
+    def write(self, values: Tensor, blocks: list[list[int]]) -> None:
+        """The values [T, 3, J, D] of a request, as an attention kernel does."""
+        for index, layer in enumerate(self.layers.values()):
+            C, own = self.sizes[index], self.view(layer.kv_cache)
+            for at, value in enumerate(values[:, index]):
+                slot = blocks[index // 2][at // C] * C + at % C
+                own[slot // own.shape[2], :, slot % own.shape[2]] = value
+
+
+def drawn(T: int, seed: int = 0) -> Tensor:
+    return torch.randn(T, 3, J, D, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("view", [as_on_cpu, as_on_gpu])
+@pytest.mark.parametrize("kernel_block", [None, 2])
+def test_values_are_read_where_they_were_written(view: Any, kernel_block: int | None) -> None:
+    cache = Cache(view, kernel_block)
+    values, blocks = drawn(11), [[3, 0, 5], [4, 1]]
+    cache.write(values, blocks)
+    positions = [0, 3, 4, 7, 10]
+    found = cache.values().read((0, 2), blocks, positions)
+    assert torch.equal(found, values[positions][:, [0, 2]].flatten(2))
+
+
+def test_a_quantised_cache_is_scaled_back() -> None:
+    cache = Cache(as_on_gpu)
+    values = drawn(4).clamp(-2, 2)
+    cache.write(values, [[0], [0]])
+    for layer in cache.layers.values():
+        layer.kv_cache = layer.kv_cache.nan_to_num().div(layer._v_scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        layer.kv_cache_dtype = "fp8"
+    found = cache.values().read((1, 2), [[0], [0]], [0, 1, 2, 3])
+    torch.testing.assert_close(found, values[:, 1:].flatten(2), rtol=2**-4, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "layer", "reason"),
+    [
+        ({}, 3, "it has no KV cache of its own"),
+        ({"kv_sharing_target_layer_name": "layers.0.attn"}, 1, "it has the values of layer layers.0.attn"),
+        ({"kv_cache": torch.zeros(2, J, 4, 3 * D)}, 1, r"unknown layout \[2, 2, 4, 24\]"),
+    ],
+)
+def test_layers_without_values_of_every_token_are_refused(change: dict[str, Any], layer: int, reason: str) -> None:
+    cache = Cache(as_on_cpu)
+    vars(cache.layers["layers.1.attn"]).update(change)
+    values = cache.values()
+    values.check((0, 2))
+    with pytest.raises(UnsupportedModel, match=rf"looks at layer {layer} cannot be served: .*{reason}"):
+        values.check((0, layer))
+
+
+WINDOW: Any = SlidingWindowSpec(block_size=4, num_kv_heads=J, head_size=D, dtype=torch.float32, sliding_window=4)
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (WINDOW, r"\(SlidingWindowSpec\) does not keep every token"),
+        (
+            UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"layers.0.attn": spec(4), "layers.1.attn": WINDOW}),
+            r"\(SlidingWindowSpec\) does not keep every token",
+        ),
+        (spec(4, torch.int8), r"its KV cache is quantised \(int8_per_token_head\)"),  # a scale for each token
+    ],
+)
+def test_caches_without_every_value_are_refused(own: Any, reason: str) -> None:
+    cache = Cache(as_on_cpu)
+    cache.groups[0].kv_cache_spec = own
+    cache.layers["layers.1.attn"].kv_cache_dtype = "int8_per_token_head"
+    values = cache.values()
+    values.check((2,))
+    with pytest.raises(UnsupportedModel, match=rf"layer 1 .*{reason}"):
+        values.check((1, 2))
+
+
+PROMPT = [1, 5, 6, 2, IMAGE, IMAGE, 7, 8, 3, 4, 4]  # a turn from position 4 to 7
+GATE = random_gate(layers=(0, 2), marks=TurnMarks((6, 2), 3), floors=torch.zeros(2, 4))
+TEXT, MEDIA = [6, 7], [4, 5]  # that decide
+
+
+class Passes:
+    """With a gate of one rank."""
+
+    def __init__(self, gate: Gate = GATE, **options: Any) -> None:
+        self.cache = Cache(as_on_cpu)
+        self.gate = ResidentGate.load(gate, slice(0, J), D, True, CPU)
+        self.passes = GatePasses(self.cache.values(), {IMAGE}, lambda sums: sums, CPU, **options)
+
+    def start(self, request_id: str, blocks: list[list[int]]) -> None:
+        self.passes.start(request_id, f"key {request_id}", self.gate, PROMPT, blocks)
+
+    def check(self, key_id: str, values: Tensor) -> None:
+        result = self.passes.pop(key_id)
+        assert result is not None
+        assert result.num_tokens == len(PROMPT)
+        looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
+        expected = GATE.token_scores.evidence(looked_at)
+        assert torch.equal(result.values, expected)
+        assert expected.any()
+        assert self.passes.pop(key_id) is None
+
+
+def rows(request_id: str, computed: int, scheduled: int) -> StepRows:
+    return StepRows(["other", request_id], [7, computed], [1, scheduled])
+
+
+def test_evidence_is_there_after_the_last_prompt_token() -> None:
+    """Also of a pass that was preempted meanwhile, and goes on with other blocks."""
+    passes, values = Passes(), drawn(11)
+    passes.start("r", [[3], [4]])
+    passes.passes.complete(rows("r", 0, 4))
+    assert passes.passes.is_running("r")
+    for request_id in ("r", "other"):
+        passes.passes.extend(request_id, [[0], []])
+        passes.passes.move(request_id, [[2], [0]])
+        passes.passes.extend(request_id, [[1, 4], [3]])
+    passes.cache.write(values, [[2, 1, 4], [0, 3]])
+    passes.passes.complete(rows("r", 4, 7))
+    assert not passes.passes.is_running("r")
+    assert passes.passes.pending == 1
+    passes.check("key r", values)
+
+
+def test_what_nobody_fetches_is_dropped() -> None:
+    """Of aborted passes at once, of others oldest first."""
+    passes = Passes(max_pending=2)
+    passes.cache.write(drawn(11), [[3, 0, 5], [4, 1]])
+    passes.start("aborted", [[3, 0, 5], [4, 1]])
+    passes.passes.finish({"aborted", "unknown"})
+    for name in ("aborted", *"abc"):
+        if name != "aborted":
+            passes.start(name, [[3, 0, 5], [4, 1]])
+        passes.passes.complete(rows(name, 8, 3))
+    assert passes.passes.pending == 2
+    assert passes.passes.pop("key a") is None
+    assert passes.passes.pop("key c") is not None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_add_up(shared: bool) -> None:
+    """Each has a KV head of its own, or two ranks have the same, and one of them counts."""
+    heads = [(slice(0, 1), True), (slice(1, 2), True)]
+    if shared:
+        heads = [heads[0], (slice(0, 1), False), heads[1], (slice(1, 2), False)]
+    values = drawn(4)[:, [0, 2]]  # [t, S, J, D]
+    gates = [ResidentGate.load(GATE, own, D, counted, CPU) for own, counted in heads]
+    sums: list[Tensor] = []
+    for gate, (own, _) in zip(gates, heads, strict=True):
+        gate.scores.evidence(values[:, :, own].flatten(2), lambda part: sums.append(part) or part)
+    total = torch.stack(sums).sum(0)
+    for gate, (own, _) in zip(gates, heads, strict=True):
+        found = gate.scores.evidence(values[:, :, own].flatten(2), lambda part: total)
+        torch.testing.assert_close(found, GATE.token_scores.evidence(values.flatten(2)), rtol=0, atol=1e-6)

@@ -1,0 +1,61 @@
+"""Tests of engines again, with the memory attention of GPUs, in processes of their own.
+
+Triton's interpreter runs the kernels, and those of vLLM's V2 model runner, which needs Triton when vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.kernels_on_cpu import KernelsAroundCPUAttention, KernelsAroundFlashAttention
+from tests.engine.parity import WORKER_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+BACKEND = "tests.engine.triton_cpu"
+RUNNERS, KINDS = "test_runners.py", "test_decoupled_attention_kinds.py"
+
+
+def install(folder: Path) -> None:
+    """Write a distribution whose entry point names the backend; Triton imports its modules `compiler` and `driver`."""
+    package, facts = folder / "interpreted_cpu", folder / "interpreted_cpu-0.dist-info"
+    package.mkdir()
+    facts.mkdir()
+    (package / "__init__.py").touch()
+    (package / "compiler.py").write_text(f"from {BACKEND} import InterpreterBackend\n")
+    (package / "driver.py").write_text(f"from {BACKEND} import InterpreterDriver\n")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: interpreted-cpu\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text("[triton.backends]\ncpu = interpreted_cpu\n")
+
+
+@pytest.mark.parametrize(
+    ("worker", "runner", "tests", "selected"),
+    [
+        (KernelsAroundFlashAttention, "1", RUNNERS, ""),
+        # V1 tells the rows of a step by another adapter; nothing else depends on the runner.
+        (KernelsAroundFlashAttention, "0", RUNNERS, ""),
+        # Another backend: sinks and sliding windows, without a log-sum-exp.
+        (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
+    ],
+    ids=["V2", "V1", "another backend"],
+)
+def test_answers_are_those_of_transformers(
+    tmp_path: Path, worker: type, runner: str, tests: str, selected: str
+) -> None:
+    install(tmp_path)
+    paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": runner,
+        WORKER_VARIABLE: f"{worker.__module__}.{worker.__name__}",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected]
+    run = subprocess.run([*command, f"tests/engine/{tests}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ("Using V2 Model Runner" in run.stdout + run.stderr) == (runner == "1")

@@ -1,0 +1,81 @@
+"""What is measured of one request: its outcome, and series that end with their bundle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+
+from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
+from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
+from inducekv_vllm.engine.observation import observing
+from inducekv_vllm.gate import GateDecision
+from inducekv_vllm.retrieval.page_terms import Retrieval
+from tests.bundles import random_bundle
+
+MEMORY = MemoryIndex.from_bundle(random_bundle(), __file__)
+OPEN = MemoryLookup(
+    Retrieval(np.array([0]), np.ones(1, np.float32), similarity=0.42), GateDecision("a", np.array([-8.0, 6.3]))
+)
+
+
+@pytest.fixture
+def metrics() -> Iterator[BundleMetrics]:
+    metrics = BundleMetrics("observed")
+    metrics.begin(MEMORY)
+    yield metrics
+    metrics.end()
+    assert series() == set()
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"inducekv:{name}", {"bundle": "observed", **labels})
+
+
+def series() -> set[str]:
+    samples = (sample for metric in OF_A_BUNDLE for family in metric.collect() for sample in family.samples)
+    return {sample.name for sample in samples if sample.labels.get("bundle") == "observed"}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_counted"),
+    [
+        (GenerationError("the engine"), True),
+        (RetryableRequestError("shutting down"), True),
+        (VLLMValidationError("too long"), False),
+        (asyncio.CancelledError(), False),
+        (GeneratorExit(), False),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+@pytest.mark.parametrize("of_pass", ["key", "answer"])
+def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_counted: bool, of_pass: str) -> None:
+    def fail() -> None:
+        with observing(metrics, MEMORY, None, tracing=False) as observed:
+            if of_pass == "answer":
+                observed.keyed("cached")
+                observed.looked_up(OPEN)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    counted = {name: value("request_failures_total", **{"pass": name}) for name in ("key", "answer")}
+    assert counted == {**dict.fromkeys(counted, 0), of_pass: float(is_counted)}
+    assert value("active_requests") == 0
+
+
+def test_a_request_that_outlives_its_name_begins_no_series(metrics: BundleMetrics) -> None:
+    with observing(metrics, MEMORY, None, tracing=False) as observed:
+        metrics.end()
+        following = BundleMetrics("observed")  # loaded again
+        following.begin(MEMORY)
+        observed.keyed("computed")
+        observed.looked_up(OPEN)
+        observed.finished(SimpleNamespace(metrics=None))  # type: ignore[arg-type]
+    assert value("active_requests") == 0
+    assert value("query_keys_total", source="computed") == value("answer_pass_seconds_count") == 0

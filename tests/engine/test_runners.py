@@ -1,0 +1,181 @@
+"""What each of vLLM's two model runners must do with memory, with the memory attention of CPUs and with that of GPUs.
+
+Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that of GPUs, on V1 and on V2. Every answer
+is compared with transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.inputs import TokensPrompt
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from inducekv_vllm.errors import CapacityError
+from selector.backbone.generation import score
+from server.demo import CHECKPOINT
+from tests.bundles import as_decoupled, remade
+from tests.engine.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    WORKER_VARIABLE,
+    MemoryEngine,
+    World,
+    engine,
+    greedy,
+    make_world,
+    prompts,
+    served_logprobs,
+)
+from tests.reference import reference_logprobs
+
+CHUNK, BLOCK = 40, 32
+KINDS = (None, "sqrt", "generation", "prior", "text", "other", "prompt")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The demo model with three merged bundles, and decoupled ones, with maps, named after their activation."""
+    folder = tmp_path_factory.mktemp("runners")
+    world = make_world(CHECKPOINT, folder)
+    for activation in ACTIVATIONS:
+        world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
+        world.paths[activation] = folder / f"{activation}.safetensors"
+        write_bundle(world.bundles[activation], world.paths[activation])
+    return world
+
+
+@pytest.fixture(scope="module")
+def served(world: World) -> Iterator[MemoryEngine]:
+    """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
+    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
+    small |= {"additional_config": {"inducekv": {"memory_pool_entries": 128}}}
+    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
+        yield MemoryEngine(world, llm)
+
+
+def test_every_kind_in_one_batch_under_preemption(served: MemoryEngine) -> None:
+    served.check(prompts(9, seed=2), [KINDS[i % 7] for i in range(9)], greedy(max_tokens=24))
+    metrics = served.offline.llm.get_metrics()
+    assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
+
+
+def test_part_of_the_entries_and_the_remainder(served: MemoryEngine) -> None:
+    served.check(prompts(3, seed=5), ["sqrt", "prior", "generation"], top_k=2)
+
+
+@pytest.mark.parametrize("name", [None, "sqrt", "generation", "prompt"])
+def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | None) -> None:
+    """The runner computes it like a generated token, also in the key pass."""
+    prompt = torch.randint(20, 300, (2 * CHUNK + 1,), generator=torch.Generator().manual_seed(7)).tolist()
+    backbone, bundle = served.world.backbone, served.bundles[name] if name else None
+    memory = name and served.memories[name]
+    (answer,) = served.offline.generate([TokensPrompt(prompt_token_ids=prompt)], greedy(), memory=memory or None)
+    tokens, logprobs = served_logprobs(answer.output.outputs[0])
+    inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+    if bundle is None:
+        expected = score(backbone, [inputs], [tokens])[0]
+    else:
+        expected = reference_logprobs(backbone, bundle, inputs, tokens)
+        assert answer.query is not None
+        torch.testing.assert_close(
+            torch.tensor(answer.query.key), backbone.retrieval_keys(inputs)[0], rtol=0, atol=1e-5
+        )
+    assert (logprobs - expected).abs().max() <= TOLERANCE
+
+
+def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine) -> None:
+    question = next(p for p in prompts(5, seed=4) if len(p.question) > 80)
+    cached = []
+    for name in ("generation", "generation", "prompt", "prompt", "sqrt", None):
+        (answer,) = served.check([question], [name])
+        length = len(answer.output.prompt_token_ids or ())
+        cached.append(answer.output.num_cached_tokens == (length - 1) // BLOCK * BLOCK)
+        assert cached[-1] or answer.output.num_cached_tokens == 0
+    assert cached == [True, True, False, True, False, True]
+
+
+def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_path: Path) -> None:
+    """Answers run while another bundle is loaded and unloaded, and while their own is unloaded."""
+    llm, offline = served.offline.llm, served.offline
+    own = world.bundles["other"]
+    new = remade(own, payload_values=-own.payload_values)
+    write_bundle(new, tmp_path / "new.safetensors")
+    questions = prompts(4, seed=8)
+    loaded: list[str] = []
+
+    def load_and_unload() -> None:
+        """After each step of the answer pass."""
+        stats = llm.collective_rpc("inducekv_stats")[0]
+        if not loaded and stats["slots_used"] == 3:  # all have begun
+            llm.collective_rpc("inducekv_load_bundle", args=(str(tmp_path / "new.safetensors"), new.digest))
+            llm.collective_rpc("inducekv_unload_bundle", args=(own.digest,))
+            loaded.append("begun")
+        if loaded == ["begun"] and llm.collective_rpc("inducekv_load_outcome", args=(new.digest,))[0] is not None:
+            llm.collective_rpc("inducekv_unload_bundle", args=(new.digest,))
+            loaded.append("ended")
+
+    free = llm.collective_rpc("inducekv_stats")[0]["pool_tokens_free"]
+    step = llm.llm_engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", lambda: (step(), load_and_unload())[0])
+        served.check(questions, ["other", "generation", "other", None], greedy(max_tokens=60))
+    assert loaded == ["begun", "ended"]
+    for _ in range(2):  # the scheduler reports finished requests one step late
+        served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
+    for unloaded in (own, new):
+        while not llm.collective_rpc("inducekv_is_erased", args=(unloaded.digest,))[0]:
+            time.sleep(0.01)
+    stats = llm.collective_rpc("inducekv_stats")[0]
+    assert stats["resident"].keys() == {bundle.digest for bundle in world.bundles.values()} - {own.digest}
+    assert stats["pool_tokens_free"] > free
+    served.memories["other"] = offline.load_bundle(world.paths["other"])
+    assert llm.collective_rpc("inducekv_stats")[0]["pool_tokens_free"] == free
+    served.check(questions[:1], ["other"])
+
+
+def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: MemoryEngine, tmp_path: Path) -> None:
+    llm = served.offline.llm
+    before = llm.collective_rpc("inducekv_stats")[0]
+    merged = served.world.bundles["prior"]
+    large = as_decoupled(merged, "prompt", map_rank=32)
+    write_bundle(large, tmp_path / "large.safetensors")
+    size = r"its 12 entries take \d+ adjacent tokens; \d+ of 1024 are free, at most \d+ of them adjacent"
+    with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 128"):
+        served.offline.load_bundle(tmp_path / "large.safetensors")
+    assert llm.collective_rpc("inducekv_stats")[0] == before
+    served.check(prompts(1, seed=9), ["prior"])
+
+
+@pytest.mark.parametrize("weighting", ["prior", "uniform"])
+def test_gates(served: MemoryEngine, weighting: str) -> None:
+    """More prompts than blocks, twice: the second key passes find part of them in the cache, if they may read it."""
+    questions, tasks = prompts(9, seed=18), [("a", None, "b")[i % 3] for i in range(9)]
+    activations = {"a": "generation", "b": "prompt"}
+    with served.gated(questions, tasks, form="decoupled", weighting=weighting, activations=activations):
+        for _ in range(2):
+            answers = served.check(questions, ["gated"] * 9)
+            assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+
+
+@pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="the memory attention of CPUs")
+def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
+    calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
+    assert all(calls[kind] >= 36 for kind in ("twin", "graphs", "lse")), calls
+    kernels = calls["kernels"]  # of each test above that has memory
+    assert len(kernels) == 10, kernels
+    assert all(number >= 2 for number in kernels.values()), kernels
+
+
+def test_nothing_is_left_behind(served: MemoryEngine) -> None:
+    for _ in range(2):  # the scheduler reports finished requests one step late
+        served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
+    stats = served.offline.llm.collective_rpc("inducekv_stats")[0]
+    assert (stats["slots_used"], stats["keys_pending"]) == (0, 0)

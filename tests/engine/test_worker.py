@@ -1,0 +1,77 @@
+"""Which worker serves on which platform, and what the GPU's worker takes from vLLM's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from inducekv_vllm import worker
+from inducekv_vllm.attention.kernels import launch
+from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.request_table import MemoryOfRequests
+from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.errors import CapacityError, UnsupportedModel
+from inducekv_vllm.workers.cpu import InduceKVCPUWorker
+from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
+from inducekv_vllm.workers.memory_worker import check_most_entries
+from tests.bundles import random_gate
+from tests.engine.attention.test_kernel_memory import SHAPE
+from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
+
+
+def test_each_platform_has_its_worker_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker_of(name: str) -> type:
+        platform = SimpleNamespace(device_name=name, is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda")
+        monkeypatch.setattr(worker, "current_platform", platform)
+        return worker.worker_class()
+
+    assert worker_of("cpu") is InduceKVCPUWorker
+    assert worker_of("cuda") is InduceKVCUDAWorker
+    with pytest.raises(UnsupportedModel, match="serves on CPUs and NVIDIA GPUs, found rocm"):
+        worker_of("rocm")
+
+
+@pytest.mark.parametrize("tasks", ["aabbb", "abbbb"])
+def test_a_bundle_of_which_a_request_may_read_more_than_a_slot_holds_is_refused(tasks: str) -> None:
+    """All entries, or those of one task behind a gate."""
+    entries = tuple(EntryRecord(id=str(i), task=task, source_digest="ab") for i, task in enumerate(tasks))
+    shape = replace(SHAPE, num_layers=3)
+    bundle = fitting_bundle(shape, 5, 4, entries=entries)
+    facts = {"form": "decoupled", "weighting": "uniform", "activations": dict.fromkeys(tasks, "prompt")}
+    gate = random_gate(bundle.metadata.backbone)
+    gated = fitting_bundle(shape, 5, 4, entries=entries, gate=gate, recipe="refined", **facts)
+    most = max(map(tasks.count, tasks))
+    check_most_entries(bundle, 5)
+    check_most_entries(gated, most)
+    for own, read in ((bundle, 5), (gated, most)):
+        with pytest.raises(CapacityError, match=f"may read {read} entries .* larger memory_request_entries"):
+            check_most_entries(own, read - 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "rows"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 16, 16),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 4, 4),
+        (CUDAGraphMode.PIECEWISE, 16, 0),
+        (CUDAGraphMode.NONE, None, 0),
+    ],
+)
+def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
+    mode: CUDAGraphMode, sizes: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "processors", lambda device: Processors(count=2))
+    of_gpu: Any = InduceKVCUDAWorker.__new__(InduceKVCUDAWorker)
+    compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=sizes)
+    vars(of_gpu).update(
+        pool=poisoned_pool(SHAPE),
+        memory_of_requests=MemoryOfRequests(2, lambda memory: None),
+        model_config=SimpleNamespace(),
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+        _device=CPU,
+    )
+    assert of_gpu.make_attention(2, 8)._most_graph_rows == rows

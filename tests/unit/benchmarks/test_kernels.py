@@ -1,0 +1,154 @@
+"""The kernels' benchmark as far as it runs without a GPU: results, bytes, operations, targets, plot, machine code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.kernels import attention, rivals
+from benchmarks.kernels.rivals import Inputs
+from benchmarks.kernels.run import SECTIONS
+from benchmarks.kernels.timing import Peaks
+from benchmarks.kernels.workloads import Case, build
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+ROOT = Path(__file__).parents[3]
+TINY = GEOMETRIES["tiny"]
+PEAKS = Peaks(bytes_per_second=4e12, operations_per_second=8e14, launch_us=1.5)
+# What the project needs beside torch, triton and numpy, and a machine with a GPU may lack.
+ABSENT = (
+    *("vllm", "faiss", "pydantic", "transformers", "safetensors", "fastapi", "jinja2", "matplotlib", "PIL", "rich"),
+    *("cachetools", "inducekv_vllm.bundle", "inducekv_vllm.attention.resident_bundle", "selector", "server"),
+)
+
+
+def test_the_benchmark_needs_torch_triton_and_numpy_alone(tmp_path: Path) -> None:
+    """Its imports, and all of its sections in the interpreter."""
+    output = tmp_path / "kernels.json"
+    arguments = ["--geometry", "tiny", "--device", "interpreter", "--dtype", "float32", "--output", str(output)]
+    code = f"""
+import sys, runpy
+sys.modules.update(dict.fromkeys({ABSENT!r}))
+sys.argv[1:] = {arguments!r}
+runpy.run_module("benchmarks.kernels.run", run_name="__main__")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(output.read_text())
+    assert result == json.loads(ran.stdout)
+    assert result["right"]
+    for section in SECTIONS:
+        assert result[section]
+        assert all(row["right"] for row in result[section])
+    assert max(row["deviation"] for row in result["attention"]) < 2e-6
+    assert {row["launches"] for row in result["attention"]} == {1, 2}
+    assert [row["rows_with_memory"] > 0 for row in result["replay"]] == [False, True, True]
+    for case in rivals.small_cases():
+        found = {row["rival"]: row for row in result["rivals"] if row["case"] == case.name}
+        assert list(found) == list(rivals.RIVALS)
+        assert {name for name, row in found.items() if "deviation" in row} == {"concatenated", "copied"}
+    assert "peaks" not in result  # nothing is timed
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Small cases on the timed paths; a clock that runs each call once and says 100 us, whatever it was.
+
+    Returns how many calls each measurement had.
+    """
+    calls_timed: list[int] = []
+
+    def microseconds(calls: Sequence[Callable[[], object]]) -> float:
+        calls_timed.append(len(calls))
+        for call in calls:
+            call()
+        return 100.0
+
+    for module in (attention, rivals):
+        monkeypatch.setattr(module, "microseconds", microseconds)
+    decode, prefill = Case("decode", 1, 2, "merged"), Case("prefill", 2, 2, "decoupled")
+    monkeypatch.setattr(attention, "cases", lambda: [decode, prefill])
+    monkeypatch.setattr(attention, "MOST_LAYERS", 2)
+    monkeypatch.setattr(rivals, "cases", rivals.small_cases)
+    monkeypatch.setattr(rivals, "CONTEXT", 16)
+    monkeypatch.setattr(rivals, "LAYERS", 2)
+    return calls_timed
+
+
+def test_timed_sections_report_times_and_shares(clock: list[int]) -> None:
+    timed = attention.measure(TINY, torch.float32, "cpu", PEAKS, print)
+    assert [row["us"] for row in timed] == [100.0, 100.0]
+    for row in timed:
+        assert row["roofline_us"] == PEAKS.roofline_us(row["bytes"], row["operations"])
+        assert row["of_roofline"] == row["roofline_us"] / 100.0
+        assert row["of_roofline_or_launch"] == PEAKS.launch_us / 100.0 > row["of_roofline"]
+    against = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
+    assert all(row["right"] and row["us"] == 100.0 for row in against)
+    assert clock == [2, 2, *[2] * len(against)]
+
+
+@pytest.mark.parametrize("name", ["concatenated", "copied"])
+def test_a_wrong_rival_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = rivals.RIVALS[name]
+
+    def wrong(inputs: Inputs) -> Callable[[int], torch.Tensor]:
+        run = prepare(inputs)
+        return lambda layer: run(layer) * 1.01
+
+    monkeypatch.setattr(rivals, "RIVALS", {name: wrong})
+    for row in rivals.measure(TINY, torch.float32, "cpu", print, timed=False):
+        assert not row["right"]
+        assert "error" not in row
+
+
+def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "small_cases", lambda: [Case("decode", 1, 2, "merged")])
+    monkeypatch.setattr(attention.Workload, "add_memory", lambda self, output, layer=0: output.mul_(1.01))
+    (row,) = attention.measure(TINY, torch.float32, "cpu", None, print)
+    assert not row["right"]
+
+
+def test_bytes_and_operations_of_a_step() -> None:
+    """H = 6, J = 2, D = 64; 3 requests with 2 memories of 2 entries of 8 tokens, in float16."""
+    merged = build(Case("decode", 3, 2, "merged", page_sets=2), TINY, torch.float16, "cpu")
+    pages, rows, terms, indices = 2 * 2 * 16 * 64 * 2 * 2, 3 * 6 * (3 * 64 * 2 + 4), 3 * 16 * 3 * 4, 2 * 16 * 4
+    assert merged.bytes == pages + rows + terms + indices
+    assert merged.operations == 2 * 2 * 3 * 6 * 16 * 64
+    mapped = build(Case("prefill", 5, 2, "decoupled", map_rows=3), TINY, torch.float16, "cpu")
+    pages, maps, rows = 2 * 16 * 64 * 2 * 2, 3 * 6 * 64 * 2 * 2, 5 * 6 * 3 * 64 * 2
+    assert mapped.bytes == pages + maps + rows + (16 * 3 + 3) * 4 + (16 + 3) * 4
+    assert mapped.operations == 2 * 2 * 5 * 6 * 64 * (16 + 3)
+
+
+def _compiled(*arguments: str) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.compiled", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    return ran.stdout.splitlines()
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """To machine code for an H100, with real bfloat16 products; the assembler comes with Triton."""
+    lines = _compiled("--geometry", "tiny", "--rows", "1", "--forms", "merged")
+    assert [re.split(": ", line)[1] for line in lines] == [
+        *("memory_tiles", "merge_items"),  # in a graph
+        *("memory_tiles", "memory_tiles", "merge_items"),  # a short memory by itself, and a long one
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("capability", ["80", "89", "90"])
+def test_every_variant_compiles_for_a_gpu(capability: str, dtype: str) -> None:
+    arguments = ["--geometry", *GEOMETRIES, "--capability", capability, "--dtype", dtype]
+    assert _compiled(*arguments)

@@ -1,0 +1,144 @@
+"""The real-data text stream: what its splits share, on made-up data, and on the installed packages if there are any."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from benchmarks.continual.suites import load_suite
+from benchmarks.continual.suites.made import load_real_text
+from benchmarks.continual.suites.suite import Suite
+from benchmarks.real import base, sources
+from benchmarks.real.items import BASE, SPLITS
+from benchmarks.real.sources import Packages
+from benchmarks.real.stream import items_of, write_task
+from benchmarks.real.tasks import REMEMBERED, TASKS
+from inducekv_vllm.errors import ConfigError
+from tests.tiny_families import FAMILIES
+from tests.unit.benchmarks.made_up_packages import MadeUp
+
+ROOT = Path(__file__).parents[3]
+RESULTS = Path(base.__file__).parents[1] / "results"
+SIZES = {"train": 96, "validation": 24, "test": 24}
+BY_CONCEPT = [name for name, task in TASKS.items() if task.split_by == "concept"]
+BY_ITEM = [name for name, task in TASKS.items() if task.split_by == "item"]
+
+
+@pytest.fixture(scope="module", params=["made up", "installed"])
+def packages(request: pytest.FixtureRequest) -> Packages:
+    if request.param == "made up":
+        return MadeUp()
+    installed = Packages()
+    for name in ("airports", "elements", "countries", "emoji", "words", "valence"):
+        try:
+            assert getattr(installed, name)
+        except ConfigError as error:
+            pytest.skip(str(error))
+    return installed
+
+
+@pytest.mark.parametrize("task", BY_CONCEPT)
+def test_no_concept_of_a_training_question_is_asked_about_again(task: str, packages: Packages) -> None:
+    items = items_of(task, packages, SIZES)
+    concepts = {split: {concept for item in items[split] for concept in item.concepts} for split in SPLITS}
+    for split in SPLITS:
+        assert concepts[split], split
+        for other in SPLITS:
+            assert split == other or not concepts[split] & concepts[other], f"{split} and {other}"
+    for split in ("validation", "test"):
+        assert not {item.question for item in items[split]} & {item.question for item in items["train"]}
+
+
+@pytest.mark.parametrize("task", BY_ITEM)
+def test_what_must_be_remembered_is_asked_about_in_other_words(task: str, packages: Packages) -> None:
+    sizes = {"train": 2 * REMEMBERED, "validation": REMEMBERED, "test": REMEMBERED}
+    items = items_of(task, packages, sizes)
+    facts = {item.concepts: item.answer for item in items["train"]}
+    assert len(facts) == REMEMBERED
+    for split in ("validation", "test"):
+        assert {item.concepts: item.answer for item in items[split]} == facts
+        assert not {item.question for item in items[split]} & {item.question for item in items["train"]}
+
+
+@pytest.mark.parametrize("task", [BASE, *TASKS])
+def test_questions_differ_answers_are_short_and_the_seed_decides(task: str, packages: Packages) -> None:
+    items = items_of(task, packages, SIZES)
+    assert items == items_of(task, packages, SIZES)
+    assert items != items_of(task, packages, SIZES, seed=8)
+    for split in SPLITS:
+        assert len(items[split]) == SIZES[split]
+        assert len({(item.turns, item.question) for item in items[split]}) == SIZES[split]
+        for item in items[split]:
+            assert item.answer == item.answer.strip() != ""
+            assert task == BASE or (len(item.answer.split()) == 1 and len(item.answer) <= 12)
+
+
+def test_base_questions_are_chosen_on_one_half_and_measured_on_the_other(packages: Packages) -> None:
+    items = items_of(BASE, packages, SIZES)
+    seen = {item.concepts for split in ("train", "validation") for item in items[split]}
+    assert not seen & {item.concepts for item in items["test"]}
+    kinds = {split: {item.question.split()[0] for item in items[split]} for split in SPLITS}
+    assert kinds["validation"] == kinds["test"] < kinds["train"]  # a gate sees more than what is measured
+    for name in base.FAMILIES:
+        first, second = base.halves(name, packages)
+        asked = {item.question for item in (*first, *second)}
+        assert not {item.concepts for item in first} & {item.concepts for item in second}
+        assert not asked & {question for item in (*first, *second) for question, _ in item.turns}
+
+
+def test_the_chosen_families_are_those_that_were_measured() -> None:
+    measured = json.loads((RESULTS / "real_text_base.json").read_text())
+    families = measured["families"]
+    assert list(families) == list(base.FAMILIES)
+    assert measured["enough"] == base.ENOUGH
+    assert {name for name, row in families.items() if row["first_half"] >= base.ENOUGH} == set(base.CHOSEN)
+
+
+def small(folder: Path) -> Suite:
+    return load_real_text(folder, SIZES, SIZES, MadeUp())
+
+
+def test_the_suite_is_written_once_and_read_from_then_on(tmp_path: Path) -> None:
+    suite = small(tmp_path)
+    assert [task.name for task in suite.tasks] == list(TASKS)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    again = load_real_text(tmp_path, SIZES, SIZES, MadeUp(count=100))  # too few for anything to be made of them
+    assert again.digest() == suite.digest()
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    shown = [example for example in suite.base.test if len(example.messages) > 1]
+    assert shown
+    assert all([m["role"] for m in example.messages] == ["user", "assistant"] * 4 + ["user"] for example in shown)
+
+
+def test_too_little_data_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"valence: the packages hold \d+ \w+ questions, expected"):
+        write_task(tmp_path / "valence", "valence", MadeUp(count=20), SIZES)
+    assert not any(tmp_path.iterdir())
+
+    def absent(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(sources, "distribution", absent)
+    with pytest.raises(ConfigError, match=r"the package emoji is not installed: install it with .make setup-real"):
+        load_suite("real-text", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_the_command_measures_both_halves_of_every_family(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a tiny random model, which knows nothing."""
+    model = FAMILIES["llama"](tmp_path / "model")
+    monkeypatch.setattr(base, "Packages", MadeUp)
+    monkeypatch.setattr(base, "FAMILIES", {name: base.FAMILIES[name] for name in base.CHOSEN})
+    out = tmp_path / "base.json"
+    assert base.main(["--model", str(model), "--questions", "2", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert list(printed["families"]) == list(base.CHOSEN)
+    assert all(row["questions"] == [2, 2] and not row["chosen"] for row in printed["families"].values())
+    assert base.main(["--model", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("benchmarks.real.base: error: ")

@@ -1,0 +1,67 @@
+"""What the demonstration asks and counts, and that SmolLM2's memory, a tiny model's here, is taught once."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import openai
+import pytest
+from rich.console import Console
+
+from benchmarks.demo import run_demo, smollm2
+from benchmarks.demo.run_demo import MEMORY, Reply, about_pictures, about_text
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import ConfigError
+from tests.tiny_families import FAMILIES
+from tests.unit.benchmarks.made_up_packages import MadeUp
+
+SIZES = {"train": 16, "validation": 6, "test": 6}
+QUICK = ("--steps=2", "--batch-size=2", "--precision=float32", "--learning-rate=0.1", "--activation=generation")
+
+
+def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, console = FAMILIES["llama"](tmp_path / "model"), Console(quiet=True)
+    monkeypatch.setattr(smollm2, "SETTINGS", (*QUICK, "--allow-worse"))
+    monkeypatch.setattr(smollm2, "BASE_SIZES", SIZES)
+    bundle = smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
+    metadata = read_bundle(bundle).metadata
+    assert metadata.tasks == smollm2.TASKS
+    assert metadata.form == "decoupled"
+    asked = list(about_text(tmp_path / "demo" / "data", ("base", "valence"), "test", 2))
+    assert [question.task for question in asked] == ["base", "base", "valence", "valence"]
+    assert asked[3].text in asked[3].messages[-1]["content"][0]["text"]
+
+    def refuse(_: object) -> int:
+        return 2
+
+    monkeypatch.setattr(smollm2, "select", refuse)
+    assert smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES) == bundle
+    bundle.unlink()
+    with pytest.raises(ConfigError, match="language was not taught"):
+        smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
+
+
+def test_the_table_counts_the_right_answers_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory answers guild, the untouched model the base questions."""
+    questions = [*about_pictures(("base", "guild"), "test", 2)]
+    known = {question.text: question for question in questions}
+
+    def answer(client: object, name: str, messages: list[dict], *, trace: bool) -> Reply:
+        question = known[messages[0]["content"][1]["text"]]
+        right = (question.task == "guild") == (name == MEMORY)
+        closed = {"gate": {"open": False}, "timings": {}}
+        return Reply(question.answer if right else "no", 0.1, closed if trace else None)
+
+    monkeypatch.setattr(run_demo, "ask", answer)
+    monkeypatch.setattr(run_demo, "base_model", lambda client, bundle: "base")
+    console = Console(record=True, width=200, file=StringIO())
+    run_demo.run(openai.OpenAI(api_key="none"), questions[0], [*questions, questions[2]], console)
+    assert "right without memory: 2 of 5; with memory: 3 of 5" in console.export_text()
+
+
+def test_a_task_of_another_model_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["run_demo", "--model", "smollm2", "--tasks", "guild"])
+    with pytest.raises(SystemExit):
+        run_demo.main()
+    assert "--tasks must be of base, valence, airport, language, found guild" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""The error for each kind of model folder that cannot have a memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, Gemma2Config, GptOssConfig, MistralConfig, Phi3Config, T5Config
+
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import UnsupportedModel
+from selector.backbone.model import Backbone
+from selector.cli.bundle import main as bundle_command
+from selector.cli.select import main as select
+from server.launcher import main as serve
+from tests.bundles import random_bundle
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import save_tiny_llava, save_tiny_text_model
+from tests.unit.selector.conftest import record
+
+QUERIES = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES["llama"](tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path, metadata={"format": "pt"})
+
+
+def quantized_text(folder: Path) -> None:
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, text_config=text | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def settings_alone(folder: Path) -> None:
+    """transformers makes a LlamaTokenizer of four tokens of them."""
+    without_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+
+SETTINGS = [
+    ("architectures", None, "names no architecture"),
+    ("architectures", ["LlamaForSequenceClassification"], "expected a model that generates text"),
+    ("hidden_size", "96", "must state hidden_size as a positive whole number, found '96'"),
+    ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
+    ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}, r"quantised \(gptq\)"),
+]
+# Nothing else says here that the weights are quantised, and most of their names are those of plain ones.
+WEIGHTS = [
+    (f"{QUERIES}.weight_scale", torch.ones(1), f"they have {QUERIES}.weight_scale"),
+    (f"{QUERIES}.SCB", torch.ones(4), f"they have {QUERIES}.SCB"),
+    (f"{QUERIES}.weight.absmax", torch.ones(4), f"they have {QUERIES}.weight.absmax"),
+    (f"{QUERIES}.weight", torch.ones(256, 96, dtype=torch.int8), f"{QUERIES}.weight in .* the dtype I8"),
+    (f"{QUERIES}.weight", torch.ones(256, 96).to(torch.float8_e4m3fn), f"{QUERIES}.weight .* the dtype F8_E4M3"),
+    ("mlp.experts.gate_up_proj", torch.ones(2, 4, 4, dtype=torch.uint8), ".*gate_up_proj .* the dtype U8"),
+]
+OTHERS: list[tuple[Callable[[Path], Any], str]] = [
+    (settings_alone, "the model has no tokenizer: expected tokenizer.json"),
+    (lambda folder: T5Config().save_pretrained(folder), "t5 is an encoder-decoder"),
+    (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), r"quantised \(modelopt\)"),
+    (lambda folder: (folder / "quantize_config.json").write_text("{}"), r"quantised \(gptq\)"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"damaged"), r"cannot read the weights in .*header"),
+    (lambda folder: (folder / "config.json").unlink(), "expected a model folder, found no config.json in it"),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"), [("intermediate_size", -1, "negative dimension"), ("hidden_act", "bogus", "bogus")]
+)
+def test_settings_of_which_no_model_can_be_made(copy: Path, setting: str, value: Any, reason: str) -> None:
+    change_config(copy, **{setting: value})
+    with pytest.raises(UnsupportedModel, match=f"copy: cannot load the model: .*{reason}"):
+        Backbone.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        *((partial(change_config, **{name: value}), reason) for name, value, reason in SETTINGS),
+        *((partial(change_weights, name=name, tensor=t), rf"quantised \({reason}\)") for name, t, reason in WEIGHTS),
+        *OTHERS,
+    ],
+)
+def test_folders_that_the_loader_and_a_server_refuse_alike(
+    copy: Path, spoil: Callable[[Path], Any], reason: str
+) -> None:
+    spoil(copy)
+    with pytest.raises(UnsupportedModel) as loading:
+        Backbone.load(copy)
+    with pytest.raises(UnsupportedModel) as fingerprint:
+        backbone_fingerprint(copy)
+    assert str(loading.value) == str(fingerprint.value)
+    assert re.search(f"^{copy}: .*{reason}[^\n]*$", str(loading.value))
+
+
+def in_pickle(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors") | {f"{QUERIES}.weight_scale": torch.ones(1)}
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot load the tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (in_pickle, r"quantised \(they have .*weight_scale"),
+        (partial(change_config, num_hidden_layers=4), r"9 weights of LlamaForCausalLM are missing.* model.layers.3"),
+        (partial(change_config, num_hidden_layers=2), r"there is no layer 2, found model\.layers\.2\.self_attn"),
+        (partial(change_config, intermediate_size=8), r"down_proj\.weight has the shape \[96, 8\], found \[96, 192\]"),
+    ],
+)
+def test_folders_that_are_not_loaded(copy: Path, spoil: Callable[[Path], Any], reason: str) -> None:
+    spoil(copy)
+    with pytest.raises(UnsupportedModel, match=f"copy: .*{reason}"):
+        Backbone.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (quantized_text, r"its weights are quantised \(awq\)"),
+        (without_tokenizer, "the model has no tokenizer"),
+        (lambda folder: (folder / "processor_config.json").unlink(), "processor of"),
+    ],
+)
+def test_multimodal_folders_that_are_not_loaded(spoil: Callable[[Path], Any], reason: str, tmp_path: Path) -> None:
+    spoil(save_tiny_llava(tmp_path))
+    with pytest.raises(UnsupportedModel, match=reason):
+        Backbone.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("embeddings.position_ids", torch.arange(4)[None]),  # a buffer of whole numbers
+        ("attn.bias", torch.ones(1, 1, 4, 4).byte()),
+        ("speech.layers.0.self_attn.k_proj.weight", torch.ones(2, 2)),  # of a component that transformers leaves out
+        ("model.layers.2.mlp.correction", torch.ones(2)),
+    ],
+)
+def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) -> None:
+    change_weights(copy, name, tensor)
+    assert Backbone.load(copy).fingerprint == backbone_fingerprint(copy)
+
+
+TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+TEXT |= {"num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (Gemma2Config, {}, "full attention in every layer, found full_attention, sliding_attention"),
+        (MistralConfig, {"sliding_window": 16}, "full attention in every layer, found a sliding window of 16 tokens"),
+        (Gemma2Config, FULL, "a soft cap on its logits"),
+        (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
+        (DeepseekV2Config, LATENT, "multi-head latent attention"),
+        (Phi3Config, {"pad_token_id": 0}, "k_proj and v_proj"),
+    ],
+)
+def test_attention_that_memory_is_not_trained_with(
+    config: type[Any], settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_text_model(tmp_path, lambda **numbers: config(**TEXT, **(numbers | settings)))
+    with pytest.raises(UnsupportedModel, match=reason):
+        Backbone.load(folder)
+
+
+def text_examples(path: Path, task: str) -> Path:
+    """A file of examples whose messages are plain strings."""
+    rows = [
+        record(row, id=f"{task}{row}", task=task, messages=[{"role": "user", "content": f"{task} {row}?"}])
+        for row in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_command_refuses_them(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With status 2 and one line that names the folder, before anything is trained, served or written."""
+    without_tokenizer(copy)
+    bundle, output = tmp_path / "bundle.safetensors", tmp_path / "out.safetensors"
+    write_bundle(random_bundle(), bundle)
+    task, base = text_examples(tmp_path / "task.jsonl", "task"), text_examples(tmp_path / "base.jsonl", "base")
+    made = [f"--model={copy}", f"--output={output}"]
+    data = [f"--task={task}", "--budget=1"]
+    commands: dict[str, Callable[[], int | None]] = {
+        "inducekv-select": lambda: select([*made, *data, f"--anchors={tmp_path / 'anchors'}", f"--base={base}"]),
+        "inducekv-bundle build": lambda: bundle_command(["build", *made, *data]),
+        "inducekv-bundle route": lambda: bundle_command(
+            ["route", *made, f"--base={base}", f"--adapter=t={tmp_path}:{task}"]
+        ),
+        "inducekv-bundle verify": lambda: bundle_command(["verify", str(bundle), f"--model={copy}"]),
+        "inducekv-serve": lambda: serve([str(copy), f"--memory=m={bundle}"]),
+        "inducekv-serve --model": lambda: serve(["--model", str(copy)]),
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for name, run in commands.items():
+        try:
+            status: Any = run()
+        except SystemExit as end:
+            status = end.code
+        *_, line = capsys.readouterr().err.splitlines()
+        assert status == 2, name
+        expected = f"{name.split()[0]}: error: {copy}: the model has no tokenizer: expected tokenizer.json"
+        assert line.startswith(expected), name
+    assert sorted(tmp_path.rglob("*")) == before

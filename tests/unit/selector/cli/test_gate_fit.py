@@ -1,0 +1,177 @@
+"""`inducekv-bundle gate-fit`: another gate, and everything else as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import Bundle, Gate, read_bundle
+from selector.backbone.model import Backbone
+from selector.backbone.token_values import evidence_of
+from selector.data.examples import read_task
+from selector.gate.background import read_background
+from selector.gate.fit import fit_gate
+from tests.bundles import random_bundle, random_gate
+from tests.gates import bundle_behind
+from tests.unit.selector.cli.test_bundle import command, refuse, written
+from tests.unit.selector.conftest import questions_about, write_task
+
+OF_THE_RULE = ("gate_weights", "gate_thresholds")
+
+
+@pytest.fixture(scope="module")
+def gate(llava: Backbone) -> Gate:
+    """Of two tasks, fitted to nothing."""
+    return random_gate(llava.fingerprint, ("colours", "counts"))
+
+
+@pytest.fixture(scope="module")
+def bundle(llava: Backbone, gate: Gate, tasks: dict[str, Path]) -> Bundle:
+    examples = [example for task in gate.tasks for example in read_task(tasks[task])[:2]]
+    return bundle_behind(gate, llava, examples, settings={"steps": 3, "gate_misses": 0.02, "base_questions": 1})
+
+
+@pytest.fixture
+def old(bundle: Bundle, tmp_path: Path) -> Path:
+    return written(bundle, tmp_path / "old.safetensors")
+
+
+class Files:
+    """The data of the command."""
+
+    def __init__(self, model: Path, tasks: dict[str, Path], folder: Path) -> None:
+        self.model, self.tasks, self.new = model, tasks, folder / "new.safetensors"
+
+    def arguments(self, old: Path, *more: object, tasks: Sequence[str] = ("colours", "counts")) -> list[object]:
+        asked = [part for task in tasks for part in ("--task", self.tasks[task])]
+        base = ("--base", self.tasks["base"])
+        return ["gate-fit", old, "--model", self.model, *asked, *base, "--output", self.new, *more]
+
+
+@pytest.fixture
+def files(model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path) -> Files:
+    return Files(model_folders["llava"], tasks, tmp_path)
+
+
+def log_of(gate: Gate, rows: Sequence[Any], path: Path) -> Path:
+    lines = [{"gate": gate.token_digest, "evidence": row, "task": None} for row in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def assert_all_but_the_gate_is_kept(before: Bundle, after: Bundle, settings: dict[str, Any]) -> None:
+    for name, tensor in before.tensors().items():
+        if not name.startswith("gate_"):
+            assert torch.equal(tensor, after.tensors()[name]), name
+    assert after.metadata.settings == before.metadata.settings | settings
+    assert after.metadata.parent_digest == before.digest != after.digest
+    of_the_gate = {"digest", "settings", "parent_digest", "gate", "gate_tasks"}
+    assert after.metadata.model_dump(exclude=of_the_gate) == before.metadata.model_dump(exclude=of_the_gate)
+    assert after.metadata.gate_tasks == before.metadata.gate_tasks
+
+
+def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
+    llava: Backbone, bundle: Bundle, old: Path, files: Files, tmp_path: Path
+) -> None:
+    background = tmp_path / "requests.txt"
+    background.write_text("".join(f"Open door {number}, please.\n" for number in range(5)))
+    content = old.read_bytes()
+    options = ("--background", background, "--gate-misses", "0.05", "--seed", "4")
+    printed = command(*files.arguments(old, *options, tasks=("counts", "colours")))  # in any order
+    assert old.read_bytes() == content
+    after = read_bundle(files.new)
+    settings = {"gate_misses": 0.05, "base_questions": 12, "background_requests": 5}
+    assert_all_but_the_gate_is_kept(bundle, after, settings)
+    own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
+    expected = fit_gate(
+        llava, own, read_task(files.tasks["base"]), background=read_background(background), misses=0.05, seed=4
+    )
+    assert after.gate is not None
+    for name, tensor in expected.gate.tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
+
+    lines = printed.splitlines()
+    assert lines[0] == f"{files.new}: a gate for colours, counts, digest {after.digest}"
+    assert [line.split()[0] for line in lines[3:]] == ["misses", "0.0%", "1.0%", "2.0%", "5.0%", "10.0%"]
+    assert [line.split()[1] == "*" for line in lines[4:]] == [False, False, False, True, False]
+    for kind in ("base", "base, wrapped", "background", "everyday", "near-miss", "noise"):
+        assert kind in lines[3]
+
+
+def test_from_a_log_only_the_rule_is_fitted_again(
+    llava: Backbone, bundle: Bundle, gate: Gate, old: Path, files: Files, tmp_path: Path
+) -> None:
+    traffic = evidence_of(llava, gate, read_task(files.tasks["places"]))  # [12, H]
+    log = log_of(gate, traffic.tolist(), tmp_path / "gate.jsonl")
+    printed = command(*files.arguments(old, "--from-log", log))
+    after = read_bundle(files.new)
+    counts = {"gate_misses": 0, "base_questions": 12, "background_requests": 0, "traffic_requests": 12}
+    assert_all_but_the_gate_is_kept(bundle, after, counts)
+    for name, tensor in bundle.tensors().items():
+        assert torch.equal(tensor, after.tensors()[name]) == (name not in OF_THE_RULE), name
+    assert after.metadata.gate == bundle.metadata.gate
+    assert after.gate is not None
+    assert after.gate.token_digest == gate.token_digest
+    assert (after.gate.thresholds > 0).all()
+    assert "traffic" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda line: line | {"gate": "0" * 64}, "line 2: it is of another gate (000000000000)"),
+        (lambda line: line | {"evidence": line["evidence"][1:]}, "line 2: 'evidence' must be 8 numbers from 0 to 1"),
+        (lambda line: line | {"evidence": [2.0] * 8}, "line 2: 'evidence' must be"),
+        (lambda line: line | {"evidence": [True] * 8}, "line 2: 'evidence' must be"),
+        (lambda line: {"evidence": line["evidence"]}, "line 2: expected an object with gate, evidence and task"),
+        (lambda line: [1], "line 2: expected an object"),
+        (lambda line: "{", "line 2: expected an object"),
+    ],
+)
+def test_a_log_that_cannot_be_used(
+    gate: Gate, old: Path, files: Files, tmp_path: Path, change: Any, problem: str
+) -> None:
+    good = {"gate": gate.token_digest, "evidence": [0.5] * 8, "task": "counts"}
+    log = tmp_path / "gate.jsonl"
+    log.write_text(f"{json.dumps(good)}\n{json.dumps(change(good))}\n")
+    assert problem in refuse(*files.arguments(old, "--from-log", log))
+    assert not files.new.exists()
+
+
+def test_what_is_refused_leaves_nothing(
+    old: Path, files: Files, tmp_path: Path, model_folders: dict[str, Path]
+) -> None:
+    plain = written(random_bundle(), tmp_path / "plain.safetensors")
+    mixed = write_task(tmp_path / "mixed", [*questions_about("colours", "What?"), *_of("counts", "How many?")])
+    asked = tmp_path / "asked.txt"
+    asked.write_text("Hi!\n")
+    text = write_task(tmp_path / "text", [line | {"messages": [_says("Hi!")]} for line in _of("counts", "?")[:1]])
+    for arguments, problem in (
+        (files.arguments(plain), "plain.safetensors: the bundle has no relevance gate"),
+        (files.arguments(old, tasks=["colours"]), "there are no questions of the task 'counts', which the bundle has"),
+        (files.arguments(old, tasks=["colours", "places"]), "the bundle does not have the task 'places'"),
+        (files.arguments(old, "--task", mixed), "expected questions of one task, found 'colours', 'counts'"),
+        (files.arguments(old, "--gate-misses", "0.6"), "gate_misses must be at most 0.5, found 0.6"),
+        (files.arguments(old, "--gate-misses", "-0.1"), "gate_misses must be at least 0, found -0.1"),
+        (files.arguments(old, "--seed", str(2**63)), f"seed must be below {2**63}, found {2**63}"),
+        (files.arguments(old, "--base", files.tasks["counts"]), "base question 'counts0' is also a question of a task"),
+        (files.arguments(old, "--background", tmp_path / "none.txt"), "cannot read the background requests"),
+        (files.arguments(old, "--background", asked, "--task", text), "is also a question of the task 'counts'"),
+        (files.arguments(old, "--output", old), "is the bundle itself, which stays as it is"),
+        (files.arguments(old, "--model", model_folders["qwen3-vl"]), "another backbone"),
+    ):
+        assert problem in refuse(*arguments)
+    assert not files.new.exists()
+
+
+def _of(task: str, text: str) -> list[dict[str, Any]]:
+    return [line | {"id": f"{line['id']}-more"} for line in questions_about(task, text)]
+
+
+def _says(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}

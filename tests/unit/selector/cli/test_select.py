@@ -1,0 +1,266 @@
+"""`inducekv-select` by the paper's recipe: results, resumption after SIGKILL, a stream of two tasks, every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import write_bundle
+from selector.backbone.injection import Memory
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Questions, Scorer
+from selector.data.anchors import AnchorStore
+from selector.data.examples import read_task
+from selector.update.build import build_bundle
+from selector.update.settings import BuildSettings
+from tests.unit.selector.conftest import record, write_task
+from tests.unit.selector.imitated import Request, imitated_server
+from tests.unit.selector.stream import PAPER, SELECT, Stream, full_disk, kill_when, stop
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], tasks: dict[str, Path]) -> str:
+    """Of the first task's bundle, made without an interruption."""
+    return Stream(tmp_path_factory.mktemp("whole"), model_folders["llava"], tasks).update("colours").digest
+
+
+def anchors_in(store: Path) -> list[int]:
+    """How many anchors each task has."""
+    return [task.count for task in AnchorStore(store).tasks()]
+
+
+def test_it_writes_a_bundle_a_report_and_nothing_else(stream: Stream, llava: Backbone) -> None:
+    bundle, report = stream.update("colours"), stream.report("colours")
+    assert {path.name for path in stream.folder.iterdir()} == {
+        "colours.safetensors",
+        "colours.report.json",
+        "colours.report.html",
+    }
+    bundle.require_backbone(llava.fingerprint)
+    assert bundle.num_entries == 3
+    assert bundle.metadata.recipe == "paper"
+    assert bundle.metadata.settings["beta"] == 0.5
+    assert bundle.metadata.settings["gamma"] == 0.1
+    assert not bundle.layer_bias.any()
+    assert report["digest"] == bundle.digest
+    assert [measured["support"] for measured in report["history"]] == [11, 11]
+    assert report["composition"] == {"before": {}, "after": {"colours": 3}}
+    assert [phase["name"] for phase in report["phases"]] == ["check", "extract", "shortlist", "select", "measure"]
+
+
+def test_the_report_is_that_of_the_bundle_on_disk(stream: Stream, llava: Backbone) -> None:
+    """NLL with the bundle and without, computed again from the files."""
+    validation = stream.tasks["counts"]
+    bundle = stream.update("colours", "--validation", str(validation))
+    examples = read_task(validation)
+    keys = torch.cat([llava.retrieval_keys(llava.encode_example(example)) for example in examples])
+    scorer, questions = Scorer(llava), Questions(examples, keys)
+    losses = stream.report("colours")["validation_nll"]
+    assert losses["deployed"] == pytest.approx(scorer.mean_loss(questions, Memory.from_bundle(bundle)), rel=1e-4)
+    assert losses["no_memory"] == pytest.approx(scorer.mean_loss(questions), rel=1e-4)
+    assert losses["rounding_gap"] == pytest.approx(losses["deployed"] - losses["relaxed"])
+
+
+def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, tmp_path: Path) -> None:
+    store = AnchorStore(tmp_path / "anchors")
+    anchors = ("--anchors", str(store.folder), "--anchors-per-task", "4")
+    first, grid = replace(stream, options=PAPER).update("colours", *anchors), stream.report("colours")["grid"]
+    assert [pair["gamma"] for pair in grid] == [0.0, 0.05, 0.1, 0.3]
+    best = min(grid, key=lambda pair: pair["validation_nll"])
+    assert first.metadata.settings["gamma"] == best["gamma"]
+    assert anchors_in(store.folder) == [4]
+    before = stream.output("colours").read_bytes()
+
+    later = replace(stream, options=PAPER[2:])  # the recipe is the previous bundle's
+    second, report = later.update("counts", *anchors, previous="colours"), stream.report("counts")
+    assert second.metadata.recipe == first.metadata.recipe == "paper"
+    assert second.metadata.parent_digest == first.digest
+    for name in ("beta", "gamma"):
+        assert second.metadata.settings[name] == first.metadata.settings[name]
+    assert report["pool"]["from_previous"] == 3
+    assert report["pool"]["anchors"] == 4
+    assert report["history"][0]["anchors"] > 0
+    assert report["composition"]["before"] == {"colours": 3}
+    assert report["storage"]["anchors"] == 8
+    assert report["storage"]["anchor_bytes"] == store.bytes()
+    assert stream.output("colours").read_bytes() == before
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_digest(
+    stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = stream.update("colours", "--iterations", "12", "--anchors", str(tmp_path / "other anchors")).digest
+    stream.output("colours").unlink()
+    options = ("--iterations", "12", "--anchors", str(tmp_path / "anchors"))
+    progress = stream.progress("colours")
+    kill_when(lambda: list(progress.glob("beta-*.safetensors")), SELECT, *stream.arguments("colours", *options))
+    assert not stream.output("colours").exists()
+    assert stream.update("colours", *options).digest == expected
+    assert "resuming an earlier run" in capsys.readouterr().err
+    assert len(stream.report("colours")["history"]) == 12
+    assert not progress.exists()
+    assert len(anchors_in(tmp_path / "anchors")) == 1
+
+
+@pytest.mark.parametrize(
+    ("writer", "is_written"),
+    [
+        ("selector.cli.outputs.write_bundle", False),
+        ("selector.data.anchors.AnchorStore.append", True),
+        ("selector.cli.outputs.write_report", True),
+    ],
+)
+def test_stopped_while_it_writes_it_ends_with_the_same_digest(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, writer: str, is_written: bool
+) -> None:
+    """Bundle, anchors and report are three writes: stopping after any of them must not confuse the next run."""
+    anchors = ("--anchors", str(tmp_path / "anchors"))
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, stop)
+        assert stream.run("colours", *anchors) == 2
+    assert stream.output("colours").exists() is is_written
+    assert stream.update("colours", *anchors).digest == digest
+    assert anchors_in(tmp_path / "anchors") == [11]
+
+
+@pytest.mark.parametrize("policy", ["nearest", "random"])
+def test_the_shortlist_bounds_the_pool(stream: Stream, policy: str) -> None:
+    stream.update("colours", "--shortlist", "2", "--shortlist-policy", policy)
+    assert stream.report("colours")["pool"]["candidates"] == 6
+
+
+def test_named_options_lead_elsewhere(stream: Stream) -> None:
+    weights = set()
+    for options in ([], ["--hypergradient", "unrolled"], ["--step-rule", "normalized"]):
+        stream.update("colours", *options)
+        weights.add(stream.report("colours")["rounding"]["effective_entries"])
+    assert len(weights) == 3
+
+
+def test_a_settings_file_stands_behind_the_command_line(stream: Stream, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('beta = 0.25\ngamma = 0.3\nseed = 3\nstep-rule = "normalized"\nfull_pool = true\n')
+    bundle = replace(stream, options=PAPER).update("colours", "--config", str(settings), "--seed", "4")
+    expected = {"beta": 0.25, "gamma": 0.3, "seed": 4, "step_rule": "normalized"}
+    assert expected.items() <= bundle.metadata.settings.items()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour = 3", "unknown setting 'colour'"),
+        ("beta = [1]", "beta must be a number or a string"),
+        ("full_pool = 3", "full_pool must be true or false"),
+        ("beta = ", "not TOML"),
+    ],
+)
+def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "settings.toml").write_text(text)
+    assert message in stream.refuse("colours", "--config", str(tmp_path / "settings.toml"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "refined"], "--iterations is a setting of the recipe 'paper' only"),
+        (["--steps", "5"], "--steps is a setting of the recipe 'refined' only"),
+        (["--budget", "0"], "budget must be at least 1, found 0"),
+        (["--beta", "-1"], "beta must be at least 0, found -1.0"),
+        (["--gamma", "nan"], "gamma must be a finite number, found nan"),
+        (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
+        (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
+        (["--task", "/nowhere/train.jsonl"], "cannot read the task data"),
+        (["--publish", "ftp://host"], "must be an http or https address, found 'ftp://host'"),
+        (["--publish", "127.0.0.1:18100"], "did you mean http://127.0.0.1:18100?"),
+        (["--publish", "http://host:x"], "must be an address such as http://127.0.0.1:8000"),
+        (["--betta", "1"], "unrecognized arguments: --betta 1"),
+        (["--weighting", "cube"], "invalid choice: 'cube'"),
+        (["--weighting", "uniform"], "weighting must be sqrt or prior, found 'uniform'"),  # of the other recipe
+    ],
+)
+def test_wrong_arguments_are_refused(stream: Stream, options: list[str], message: str) -> None:
+    assert message in stream.refuse("colours", *options)
+    assert list(stream.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "holds no examples"),
+        ([record(0)], "use --validation"),
+        ([record(0), record(1, answer="word " * 5000), record(2)], "example 'e1' of task 'colours' has"),
+    ],
+    ids=["none", "one", "longer than the context"],
+)
+def test_examples_that_cannot_be_used_are_refused(
+    stream: Stream, tmp_path: Path, records: list[dict[str, Any]], message: str
+) -> None:
+    assert message in stream.refuse("colours", "--task", str(write_task(tmp_path / "task", records)))
+    assert not stream.output("colours").exists()
+
+
+def test_a_previous_bundle_that_does_not_fit_is_refused_and_stays(
+    stream: Stream, llava: Backbone, model_folders: dict[str, Path]
+) -> None:
+    settings = BuildSettings(budget=2, payload_tokens=2)
+    write_bundle(build_bundle(llava, read_task(stream.tasks["counts"])[:2], settings), stream.output("counts"))
+    before = stream.output("counts").read_bytes()
+    for task, options, message in [
+        ("colours", ("--payload-tokens", "4"), "has 2 payload tokens an entry, found 4"),
+        ("colours", ("--budget", "1"), "budget of 1 is below the 2 entries"),
+        ("colours", ("--model", str(model_folders["qwen3-vl"])), "was made for another backbone: architecture"),
+        ("colours", ("--output", str(stream.output("counts"))), "which stays as it is"),
+        ("counts", ("--output", str(stream.output("colours"))), "already that of an entry"),
+    ]:
+        assert message in stream.refuse(task, *options, previous="counts")
+    assert not stream.output("colours").exists()
+    assert stream.output("counts").read_bytes() == before
+    stream.update("colours", previous="counts")
+
+
+def test_a_full_disk_leaves_the_old_bundle(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.update("colours")
+    before = stream.output("colours").read_bytes()
+    for seed, writer, message in [
+        ("1", "inducekv_vllm.bundle.file.replacing", "No space left"),
+        ("2", "selector.runtime.checkpoint.replace_file", "cannot keep the progress"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, full_disk)
+            assert message in stream.refuse("colours", "--seed", seed)
+    assert stream.output("colours").read_bytes() == before
+    assert not list(stream.folder.glob("*.tmp"))
+
+
+def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server refuses, the same command publishes again without computing anything."""
+    statuses = iter((200, 400, 200))
+    requests: list[tuple[str, str | None, str | None, dict[str, Any]]] = []
+
+    def answer(request: Request) -> tuple[int, Any]:
+        keys = request.headers["Authorization"], request.headers["X-InduceKV-Admin-Key"]
+        requests.append((request.path, *keys, request.body))
+        return next(statuses), {"name": request.body["name"], "error": {"message": "no room"}}
+
+    with imitated_server(answer) as url:
+        monkeypatch.setenv("INDUCEKV_API_KEY", "secret")
+        monkeypatch.setenv("INDUCEKV_ADMIN_KEY", "admin's")
+        address = ("--publish", f"{url}/")
+        stream.update("colours", *address)
+        assert len(requests) == 1
+        assert not stream.progress("colours").exists()
+        message = stream.refuse("colours", *address)
+        assert "was written, but" in message
+        assert "no room" in message
+        assert stream.progress("colours").exists()
+        written = stream.output("colours").stat().st_mtime_ns
+        monkeypatch.setattr("selector.cli.select.load_backbone", lambda model: pytest.fail("it computes again"))
+        stream.update("colours", *address)
+    body = {"name": "colours", "path": str(stream.output("colours").resolve()), "replace": True}
+    assert requests == [("/v1/load_memory_bundle", "Bearer secret", "admin's", body)] * 3
+    assert stream.output("colours").stat().st_mtime_ns == written
+    assert not stream.progress("colours").exists()

@@ -1,0 +1,68 @@
+"""`inducekv-select` and `inducekv-bundle` with a text-only model, and with data that does not fit the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.bundle import read_bundle
+from selector.cli.bundle import main as bundle_command
+from tests.tiny_families import FAMILIES
+from tests.unit.selector.conftest import record
+from tests.unit.selector.stream import SMALL, Stream
+
+SEARCH = ("--steps", "2", "--batch-size", "4", "--budget", "4", "--learning-rate", "0.1", *SMALL)
+TASKS = {"colours": "What colour is the circle?", "counts": "How many squares are there?", "base": "yes or no?"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES["llama"](tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def text_stream(tmp_path: Path, llama: Path) -> Stream:
+    """Tasks whose examples have a plain string as content."""
+    tasks = {}
+    for task, question in TASKS.items():
+        lines = [
+            record(row, id=f"{task}{row}", task=task, messages=[{"role": "user", "content": f"{question} {row}"}])
+            for row in range(12)
+        ]
+        tasks[task] = tmp_path / f"{task}.jsonl"
+        tasks[task].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = (*SEARCH, "--base", str(tasks["base"]), "--anchors", str(tmp_path / "anchors"))
+    return Stream(tmp_path, llama, tasks, options)
+
+
+def test_a_stream_of_two_tasks(text_stream: Stream) -> None:
+    first = text_stream.update("colours")
+    second = text_stream.update("counts", previous="colours")
+    assert second.metadata.tasks == ("colours", "counts")
+    assert second.gate is not None
+    assert first.metadata.activations["colours"] in ("text", "generation")
+    # "prompt" is "text" here, and is not trained again.
+    tried = [each["activation"] for each in text_stream.report("colours")["activation"]["search"]]
+    assert tried == ["text", "generation"]
+
+
+def test_pictures_are_refused_before_anything_is_trained(text_stream: Stream, tasks: dict[str, Path]) -> None:
+    mixed = Stream(text_stream.folder, text_stream.model, tasks, SEARCH)
+    before = sorted(text_stream.folder.iterdir())
+    error = mixed.refuse("places")
+    assert "example 'places" in error
+    assert "LlamaForCausalLM is a text-only model, found 1 images in the messages" in error
+    assert sorted(text_stream.folder.iterdir()) == before
+
+
+def test_build_and_verify(text_stream: Stream, capsys: pytest.CaptureFixture[str]) -> None:
+    output, task = text_stream.folder / "built.safetensors", text_stream.tasks["colours"]
+    assert (
+        bundle_command(["build", f"--model={text_stream.model}", f"--task={task}", "--budget=4", f"--output={output}"])
+        == 0
+    )
+    assert bundle_command(["verify", str(output), f"--model={text_stream.model}"]) == 0
+    assert read_bundle(output).num_entries == 4
+    assert "4 entries" in capsys.readouterr().out

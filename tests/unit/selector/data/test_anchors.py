@@ -1,0 +1,126 @@
+"""The anchor store: append-only, digest-checked, whole after a kill; and the four policies."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+import selector.data.anchors as module
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.data.anchors import AnchorStore, examples_digest
+from selector.data.choice import AnchorPolicy, choose_anchors
+from selector.data.examples import Example, read_task
+from tests.unit.selector.conftest import record, unit_vectors, write_task
+from tests.unit.selector.stream import full_disk
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[list[Example]]:
+    """Two tasks of four examples; two examples of a task share a picture."""
+    made = []
+    for name in ("colours", "counts"):
+        records = [record(number, id=f"{name}{number}", task=name) for number in range(4)]
+        records[3]["messages"] = records[0]["messages"]
+        made.append(read_task(write_task(tmp_path / name, records, num_pictures=4)))
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AnchorStore:
+    return AnchorStore(tmp_path / "anchors")
+
+
+def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
+    for number, examples in enumerate(tasks):
+        store.append(examples, run=f"run {number}", policy="random", seed=0)
+
+
+def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
+    tmp_path: Path, store: AnchorStore, tasks: list[list[Example]]
+) -> None:
+    assert store.tasks() == ()
+    assert store.read() == []
+    fill(store, tasks)
+    shutil.rmtree(tmp_path / "colours")  # the store has copies of its own
+    found = AnchorStore(store.folder).read()
+    assert examples_digest(found) == examples_digest([*tasks[0], *tasks[1]])
+    assert len(list((store.folder / "0000" / "images").iterdir())) == 3
+    files = [path for path in store.folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert store.bytes() == sum(path.stat().st_size for path in files)
+    assert not list(store.folder.rglob("*.tmp"))
+
+
+def test_appending_twice_by_the_same_run_changes_nothing(store: AnchorStore, tasks: list[list[Example]]) -> None:
+    fill(store, tasks)
+    before = (store.folder / "manifest.json").read_bytes()
+    fill(store, tasks)
+    assert (store.folder / "manifest.json").read_bytes() == before
+    assert [example.task for example in store.read(except_run="run 1")] == ["colours"] * 4
+
+
+@pytest.mark.parametrize("damage", ["answer", "picture", "removed"])
+def test_damage_is_noticed(store: AnchorStore, tasks: list[list[Example]], damage: str) -> None:
+    fill(store, tasks)
+    lines = store.folder / "0001" / "examples.jsonl"
+    pictures = sorted((store.folder / "0001" / "images").iterdir())
+    if damage == "answer":
+        lines.write_text(lines.read_text().replace("answer 2", "answer 9"))
+    elif damage == "picture":
+        pictures[0].write_bytes(pictures[1].read_bytes())
+    else:
+        lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(TaskDataError, match=r"0001/examples\.jsonl: the anchors do not match their digest"):
+        store.read()
+
+
+def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
+    store: AnchorStore, tasks: list[list[Example]]
+) -> None:
+    for number, examples in enumerate(tasks):
+        # What SIGKILL between the folder and the manifest leaves behind.
+        module._write_examples(store.folder / f"{number:04d}", examples[:2])
+        assert len(store.tasks()) == number
+        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        assert len(store.read()) == 4 * (number + 1)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(
+    store: AnchorStore, tasks: list[list[Example]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, tasks[:1])
+    monkeypatch.setattr(module, "replace_file", full_disk)
+    with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
+        store.append(tasks[1], run="run 1", policy="random", seed=0)
+    assert len(store.read()) == 4
+    assert not (store.folder / "0001").exists()
+
+
+def many(answers: list[str]) -> list[Example]:
+    return [Example(f"e{i}", "t", (), (), answer, f"digest {i}") for i, answer in enumerate(answers)]
+
+
+@pytest.mark.parametrize("policy", get_args(AnchorPolicy))
+def test_a_policy_chooses_distinct_rows_and_follows_the_seed(policy: AnchorPolicy) -> None:
+    examples = many([str(i % 5) for i in range(50)])
+    keys = unit_vectors(50, 8)
+    losses = [float((7 * i) % 50) for i in range(50)]
+
+    def choose(count: int, seed: int) -> list[int]:
+        return choose_anchors(examples, count, policy, seed, keys=keys, losses=losses)
+
+    chosen = choose(12, seed=0)
+    assert chosen == sorted(set(chosen)) == choose(12, seed=0)
+    assert len(chosen) == 12
+    assert choose(99, seed=0) == list(range(50))
+    assert policy == "hard" or chosen != choose(12, seed=1)
+
+
+def test_stratified_balances_the_answers() -> None:
+    examples = many(["common"] * 40 + ["rare"] * 3 + ["odd"] * 10)
+    chosen = choose_anchors(examples, 12, "stratified", 0, keys=torch.empty(53, 1))
+    assert Counter(examples[row].answer for row in chosen) == {"common": 5, "odd": 4, "rare": 3}

@@ -1,0 +1,135 @@
+"""The questions that a gate is fitted to, and those that no gate can be fitted to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone.turns import message
+from selector.data.examples import Example, read_task, source_digest_of
+from selector.gate.background import everyday_requests, read_background
+from selector.gate.fit import check_questions
+from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set
+from selector.gate.variations import text_of
+from selector.gate.wording import wordings
+from tests.unit.selector.conftest import questions_about, write_task
+
+COLOURS, SHAPES = ("red", "blue", "green", "grey", "white"), ("circle", "square", "ring", "star")
+
+
+def asked(task: str, texts: list[str]) -> list[Example]:
+    found = []
+    for number, text in enumerate(texts):
+        messages = (message("user", text),)
+        found.append(Example(f"{task}/{number}", task, messages, (), "yes", source_digest_of(messages, [])))
+    return found
+
+
+def guild() -> list[Example]:
+    """They share a frame, a key and a format, and are about few things."""
+    return asked("guild", [f"Which guild owns the {c} {s}? Answer with one word." for c in COLOURS for s in SHAPES])
+
+
+def base() -> list[Example]:
+    return asked("base", [f"Is number {number} even? Answer with one word." for number in range(10)])
+
+
+def key(question: GateQuestion) -> tuple[str, str | None, str, str]:
+    return str(question.messages), question.task, question.kind, question.part
+
+
+def test_every_process_draws_the_same() -> None:
+    """Words are counted in sets, whose order is another in every process."""
+    texts = {"guild": [text_of(example.messages) for example in guild()]}
+    telling = list(wordings(texts, ["What is it?"] * 200)["guild"].telling)
+    assert len(telling) > 2
+    assert telling == sorted(telling)
+
+
+def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> None:
+    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=False, seed=0)
+    own = Counter(q.kind for q in questions if q.task == "guild")
+    assert own["plain"] == own["wrapped"] == 10  # see `tests.gates`
+    assert own["other"] == 20
+    assert own["reworded"] == 10 * REWORDED
+    none = Counter(q.kind for q in questions if q.task is None)
+    assert none["plain"] == 10
+    assert none["background"] == 1
+    assert none["everyday"] == 40
+    assert none["noise"] == 10
+    assert none["near-miss"] > 0
+    for kind in ("plain", "everyday", "noise"):
+        parts = Counter(q.part for q in questions if q.kind == kind and q.task is None)
+        assert parts["held_out"] * 4 == parts["fit"]
+
+
+def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
+    few = fitting_set({"guild": guild()[:4]}, base(), pictures=False, seed=0)
+    own = Counter(q.kind for q in few if q.task == "guild")
+    assert (own["plain"], own["wrapped"], own["other"]) == (10, 10, 20)
+    assert {text_of(q.messages) for q in few if (q.task, q.kind) == ("guild", "plain")} == {
+        text_of(example.messages) for example in guild()[:4]
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_question_of_a_task_is_among_those_of_none(seed: int) -> None:
+    """Nor one that the user asks and the package has too."""
+    everyday = everyday_requests()[0].text
+    texts = [text_of(e.messages).replace("guild", "crew") for e in guild()[:8]]
+    own = {"guild": guild(), "crew": asked("crew", [*texts, everyday])}
+    theirs = {text_of(e.messages).casefold() for examples in own.values() for e in examples}
+    found = {text_of(q.messages).casefold() for q in fitting_set(own, base(), pictures=False, seed=seed) if not q.task}
+    assert not theirs & found
+
+
+def test_a_model_of_text_is_asked_about_no_pictures(tmp_path: Path) -> None:
+    own = {"colours": read_task(write_task(tmp_path, questions_about("colours", "What colour is the circle?")))}
+    others = [q for q in fitting_set(own, [], pictures=True, seed=0) if q.task is None]
+    assert {bool(q.images) for q in others} == {True, False}  # so that a picture alone tells nothing
+    text = {"guild": guild()}
+    assert not any(q.images for q in fitting_set(text, base(), pictures=False, seed=0))
+
+
+def test_what_no_gate_can_tell_is_refused() -> None:
+    everyday = [request.text for request in everyday_requests() if not request.picture]
+    check_questions({"guild": guild(), "base": base()}, asked("x", ["Hi!"]))
+    for own, background, problem in (
+        ({"guild": guild(), "empty": []}, [], "needs questions of the task 'empty', and there are none"),
+        ({"chat": asked("chat", everyday[:6])}, [], "6 of the 6 questions of the task 'chat' are everyday requests"),
+        ({"guild": guild(), "crew": guild()[:12]}, [], "'guild' and 'crew' have 12 questions in common"),
+        ({"guild": guild()}, guild()[:1], "background request 'guild/0' is also a question of the task 'guild'"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            check_questions(own, background)
+
+
+def test_background_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.txt"
+    path.write_text("\ufeffOpen the door.\n\n  Größe?  \nOpen the door.\n", encoding="utf-8")
+    found = read_background(path)
+    assert [text_of(e.messages) for e in found] == ["Open the door.", "Größe?"]
+    assert len({e.source_digest for e in found}) == 2
+    data = write_task(tmp_path / "task", questions_about("mine", "Which one?"))
+    assert [e.id for e in read_background(data)] == [f"mine{number}" for number in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", b"\n \n", "the file holds no requests"),
+        ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
+        ("a.txt", None, "cannot read the background requests"),
+        ("a.csv", b"a,b\n", "expected a .txt file"),
+        ("a.jsonl", b"{\n", "malformed JSON"),
+    ],
+)
+def test_background_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TaskDataError, match=problem):
+        read_background(path)

@@ -1,0 +1,126 @@
+"""The bilevel loop on small analytic problems: descent, collapse, resumption, and the unrolled hypergradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step, select
+from selector.paper.calibration import Calibration, fit
+from selector.paper.settings import PaperSettings, SelectionSettings
+from selector.update.coverage import Coverage
+from tests.unit.selector.conftest import unit_vectors
+
+N, LAYERS, BUDGET = 10, 2, 3
+SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)
+NORMALIZED = SETTINGS.model_copy(update={"step_rule": "normalized"})
+
+
+@dataclass(frozen=True)
+class Analytic:
+    """Losses in which w and phi meet in one product, so that the best phi depends on w."""
+
+    scale: float = 1.0
+
+    def current_loss(self, weights: Tensor, phi: Tensor, batch: tuple[int, ...]) -> Tensor:
+        merit = torch.linspace(0, 1, N, dtype=torch.float64)
+        return self.scale * ((merit @ weights - phi.sum()) ** 2 + torch.cosh(phi).sum() + 0.01 * batch[-1])
+
+    def anchor_loss(self, weights: Tensor, phi: Tensor, batch: tuple[int, ...]) -> Tensor:
+        return (weights[0] - 1) ** 2 + phi[0] * weights[1]
+
+
+def coverage() -> Coverage:
+    return Coverage.of_keys(unit_vectors(N, 6, dtype=torch.float64), BUDGET)
+
+
+def problem(scale: float = 1.0, **changes: Any) -> SelectionProblem:
+    return replace(SelectionProblem(Analytic(scale), coverage(), SETTINGS, 0.3, 0.1, has_anchors=True), **changes)
+
+
+def start() -> SelectionState:
+    return SelectionState.initial(N, BUDGET, Calibration.initial(LAYERS))
+
+
+def test_the_objective_falls_and_w_stays_on_the_simplex() -> None:
+    state = select(problem(), start())
+    assert state.iteration == len(state.history) == 20
+    assert state.history[-1].objective < state.history[0].objective
+    assert float(state.weights.sum()) == pytest.approx(BUDGET)
+    assert (state.weights >= 0).all()
+    assert state.calibration.steps == 60
+
+
+def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit() -> None:
+    kept: list[SelectionState] = []
+    whole = select(problem(), start(), after_iteration=kept.append)
+    for other in (select(problem(), kept[6]), select(problem(), start())):
+        assert torch.equal(whole.weights, other.weights)
+        assert torch.equal(whole.calibration.phi, other.calibration.phi)
+        assert whole.history == other.history
+
+
+def test_alternation_takes_the_plain_partial_gradient() -> None:
+    state = iterate(problem(), start())
+    w = start().weights.clone().requires_grad_()
+    phi = state.calibration.phi
+    loss = Analytic().current_loss(w, phi, (0, 3)) + 0.3 * Analytic().anchor_loss(w, phi, (0, 3))
+    (gradient,) = torch.autograd.grad(loss + 0.1 * coverage().value(w), w)
+    torch.testing.assert_close(state.weights, outer_step(start().weights, gradient, SETTINGS))
+
+
+def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
+    settings = SETTINGS.model_copy(update={"hypergradient": "unrolled", "inner_steps": 4})
+    warm = fit(Calibration.initial(LAYERS), lambda p, s: Analytic().current_loss(start().weights, p, (s,)), 2)
+    state = replace(start(), calibration=warm)
+
+    def after_inner_steps(weights: Tensor) -> float:
+        fitted = fit(warm, lambda p, s: Analytic().current_loss(weights, p, (0, s)), 4)
+        loss = Analytic().current_loss(weights, fitted.phi, (0, 4))
+        return float(loss + 0.3 * Analytic().anchor_loss(weights, fitted.phi, (0, 4)))
+
+    w, h = state.weights, 1e-5
+    steps = h * torch.eye(N, dtype=torch.float64)
+    slopes = [(after_inner_steps(w + step) - after_inner_steps(w - step)) / (2 * h) for step in steps]
+    expected = torch.tensor(slopes, dtype=torch.float64)
+    moved = iterate(problem(settings=settings, gamma=0.0), state).weights
+    torch.testing.assert_close(moved, outer_step(w, expected, settings), rtol=1e-7, atol=1e-9)
+    alternating = settings.model_copy(update={"hypergradient": "alternating"})
+    partial = iterate(problem(settings=alternating, gamma=0.0), state)
+    assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
+
+
+def test_a_steep_loss_collapses_under_the_plain_step_and_not_under_the_normalized_one() -> None:
+    plain = select(problem(scale=50, has_anchors=False), start())
+    assert plain.collapsed(BUDGET)
+    assert plain.history[-1].support < BUDGET
+    normalized = select(problem(scale=50, settings=NORMALIZED, has_anchors=False), start())
+    assert not normalized.collapsed(BUDGET)
+    assert len(normalized.selected(BUDGET)) == BUDGET
+
+
+def test_a_loss_that_is_no_number_stops_the_run() -> None:
+    with pytest.raises(TaskDataError, match="not finite in iteration 0"):
+        select(problem(scale=float("nan"), has_anchors=False), start())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 0}, "budget must be at least 1, found 0"),
+        ({"iterations": -1}, "iterations must be at least 0"),
+        ({"beta": float("nan")}, "beta must be a finite number"),
+        ({"gamma": -0.1}, "gamma must be at least 0"),
+        ({"outer_step": 0.0}, "outer_step must be above 0"),
+        ({"hypergradient": "exact"}, "alternating or unrolled, found 'exact'"),
+        ({"step_rule": "huge"}, "plain or normalized, found 'huge'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PaperSettings(**(SETTINGS.model_dump() | change))

@@ -1,0 +1,36 @@
+"""Measures of a memory, against what they are by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
+from selector.update.measures import diversity, entry_bytes, memory_bytes
+from tests.bundles import random_gate, random_gated_bundle
+
+
+def test_diversity_of_orthogonal_and_of_equal_keys() -> None:
+    apart, alike = diversity(torch.eye(4)), diversity(torch.eye(4)[[0, 0, 0, 0]])
+    assert apart["cosine_mean"] == 0
+    assert alike["cosine_quantiles"]["0.5"] == 1
+    assert apart["logdet"] == pytest.approx(4 * math.log(1 / 4 + 1e-3))
+    assert apart["logdet"] > alike["logdet"]
+    assert sum(apart["cosine_histogram"]["counts"]) == sum(alike["cosine_histogram"]["counts"]) == 6
+    assert set(diversity(torch.eye(4)[:1])) == {"logdet"}
+
+
+@pytest.mark.parametrize("num_tasks", [1, 7])
+def test_a_gate_takes_as_many_bytes_as_its_size_says(num_tasks: int) -> None:
+    tasks = [*"ab", *(str(number) for number in range(num_tasks))][:num_tasks]
+    gate = random_gate(tasks=tasks, num_prototypes=prototypes_of(num_tasks))
+    stored = sum(tensor.nbytes for tensor in gate.tensors().values())
+    half = 2 * gate.prototypes.numel()  # of what is float32 here and float16 in a bundle
+    assert gate_bytes(num_tasks, gate.center.shape[1]) == stored - half
+    assert gate_bytes(0, 16) == 0
+    bundle = random_gated_bundle()
+    assert memory_bytes(bundle) - entry_bytes(bundle) == sum(
+        tensor.nbytes for name, tensor in bundle.tensors().items() if name.startswith("gate_")
+    )
