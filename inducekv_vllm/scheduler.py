@@ -1,43 +1,199 @@
-"""The prefix cache around the answer pass of a request with memory.
+"""One request for memory: it is decided when the prompt is there, and goes back to where memory begins to act.
 
-Memory may act from a later position than the first. K and V before that position are the untouched model's, so their
-blocks keep vLLM's hashes and are shared with every other request. Hashes are chained: one extra key, in the block of
-the first active position, keeps that block and all later ones, of the prompt or generated, apart from untouched ones
-and from those of any other memory.
+    undecided   the prompt runs through the untouched model, like any other; in the step that completes it, the first
+                rank's worker decides (`workers/undecided.py`) and attaches its decision to the step's output
+    closed      the sampled token stands; nothing else has happened
+    open        the token is dropped, and the next step computes the positions from A on again, with memory
+
+A is the first position that memory acts on. K and V before it are the untouched model's, so their blocks keep vLLM's
+hashes and are shared with every other request. Hashes are chained: one extra key, in A's block, keeps that block and
+all later ones, of the prompt or generated, apart from untouched ones and from those of any other memory.
+
+If A's block is not full, nobody else has it, and the request goes back in place. Otherwise vLLM's own preemption gives
+it other blocks. A prompt that the same owner has asked about before is decided at once.
 
 `--scheduler-cls inducekv_vllm.scheduler.memory_scheduler` selects it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from cachetools import LRUCache
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
-from .engine.wire import InjectionSpec, parse_spec
+from .engine.wire import DECISIONS, STARTS, DecideSpec, Decision, InjectionSpec, Start, TaskAdapter, parse_spec
+from .host.config import InduceKVConfig
+
+NEVER = 1 << 60  # a step
 
 
 def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
-    """The scheduler of an engine with memory: vLLM's own choice of two, with the prefix cache as described above."""
+    """The scheduler of an engine with memory: vLLM's own choice of two, with the steps described above."""
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (_MemoryAsyncScheduler if asynchronous else _MemoryScheduler)(vllm_config=vllm_config, **options)
 
 
 class _MemoryRequests(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
+        self.undecided: dict[str, DecideSpec] = {}  # by request id, as the next three
+        self.untold: dict[str, Decision] = {}  # decided; no output of the request has told the API process
+        self.starts: dict[str, Start] = {}  # for the workers, with the request's next step
+        self.prompt_logprobs: dict[str, Any] = {}  # came with the token that was dropped
+        self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
+        self.rewound: Counter[str] = Counter()  # how requests went back
+
+    # ---- the steps of a request, in their order ------------------------------------------------------------------
+
     def add_request(self, request: Request) -> None:
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        # Without a hasher there is no prefix cache.
-        if isinstance(spec, InjectionSpec) and spec.start > 0 and request._block_hasher is not None:
-            hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-            request._block_hasher = block_hasher(self.hash_block_size, hash_fn, spec)
-            del request.block_hashes[spec.start // self.hash_block_size :]  # vLLM's, made with the request
-            request.update_block_hashes()
+        if isinstance(spec, InjectionSpec):
+            self._keep_apart(request, spec)
+        elif spec is not None and request.request_id not in self.requests:
+            known = self.known.get(_identity(request, spec))
+            if known is not None and (known.valid_until is None or time.time() < known.valid_until):
+                decision = replace(known, source="cached", seconds=0.0)
+                self._settle(request, spec, decision)
+            else:
+                self.undecided[request.request_id] = spec
+                request.skip_reading_prefix_cache |= spec.retrieval  # until it is decided
         super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        for state in (self.undecided, self.untold, self.starts, self.prompt_logprobs):
+            for request_id in [each for each in state if each not in self.requests]:  # aborted
+                del state[request_id]
+        starts = {each: self.starts.pop(each) for each in list(self.starts) if each in output.num_scheduled_tokens}
+        if starts:
+            setattr(output, STARTS, starts)
+        return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id in self.undecided.keys() & scheduler_output.num_scheduled_tokens.keys():
+            request = self.requests[request_id]
+            if not request.is_prefill_chunk:  # asynchronous scheduling must not run ahead of the decision
+                request.next_decode_eligible_step = NEVER
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        decisions: Mapping[str, Decision] = getattr(model_runner_output, DECISIONS, {})
+        rewinding = [each for each in decisions.items() if self._decided(*each, model_runner_output)]
+        self._return_prompt_logprobs(model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for request_id, decision in rewinding:
+            if (request := self.requests.get(request_id)) is not None and not request.is_finished():
+                self._rewind(request, decision)
+        self._tell(outputs)
+        return outputs
+
+    # ---- decisions -----------------------------------------------------------------------------------------------
+
+    def _decided(self, request_id: str, decision: Decision, output: ModelRunnerOutput) -> bool:
+        """Take a decision; whether the request goes back, and its token is dropped."""
+        spec, request = self.undecided.pop(request_id, None), self.requests.get(request_id)
+        if spec is None or request is None or request.is_finished():
+            return False
+        request.next_decode_eligible_step = 0
+        request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
+        self.untold[request_id] = decision
+        if decision.error is None:
+            self.known[_identity(request, spec)] = decision
+            adapter = dict(spec.adapters).get(decision.task or "")
+            if decision.injection is None and adapter is None:
+                return False
+            self.starts[request_id] = Start(decision.injection, adapter)
+        # Dropped: no output, no check for a stop, no step of a grammar.
+        index = output.req_id_to_index[request_id]
+        output.sampled_token_ids[index] = []
+        if (held := output.prompt_logprobs_dict.pop(request_id, None)) is not None:
+            self.prompt_logprobs[request_id] = held
+        if decision.error is not None:
+            self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
+            return False
+        return True
+
+    def _settle(self, request: Request, spec: DecideSpec, decision: Decision) -> None:
+        """A request that does not have to be decided; it has not been added."""
+        adapter = dict(spec.adapters).get(decision.task or "")
+        self.untold[request.request_id] = decision
+        self.starts[request.request_id] = Start(decision.injection, adapter)
+        if decision.injection is not None:
+            self._keep_apart(request, decision.injection)
+        elif adapter is not None:
+            _switch_adapter(request, adapter)
+
+    def _rewind(self, request: Request, decision: Decision) -> None:
+        """Let the request compute the positions from A on again, in blocks of its own; with LoRA, all of them."""
+        num_full, first = len(request.block_hashes), 0
+        if (injection := decision.injection) is not None:
+            first = injection.start
+            self._keep_apart(request, injection)
+        elif (adapter := self.starts[request.request_id].adapter) is not None:
+            _switch_adapter(request, adapter)
+        if request.status != RequestStatus.RUNNING:  # preempted meanwhile, in asynchronous scheduling
+            request.drop_stale_output = True
+            self.rewound["preempted"] += 1
+        elif (
+            injection is not None
+            and len(self.kv_cache_config.kv_cache_groups) == 1
+            and first // self.hash_block_size >= num_full
+        ):
+            request.num_computed_tokens = first
+            request.num_output_placeholders = 0  # asynchronous scheduling: the dropped token's
+            self.rewound["in place"] += 1
+        else:
+            events = len(request.events)
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            del request.events[events:]  # to vLLM's metrics it is no preemption
+            self.rewound["other blocks"] += 1
+
+    def _keep_apart(self, request: Request, injection: InjectionSpec) -> None:
+        """From A's block on, the request's blocks are its memory's."""
+        if request._block_hasher is None:  # without a hasher there is no prefix cache
+            return
+        hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        request._block_hasher = block_hasher(self.hash_block_size, hash_fn, injection)
+        del request.block_hashes[injection.start // self.hash_block_size :]  # vLLM's
+        request.update_block_hashes()
+
+    # ---- outputs -------------------------------------------------------------------------------------------------
+
+    def _return_prompt_logprobs(self, output: ModelRunnerOutput) -> None:
+        """Those that came with a dropped token come with the next one."""
+        for request_id in list(self.prompt_logprobs):
+            index = output.req_id_to_index.get(request_id)
+            if index is not None and output.sampled_token_ids[index]:
+                output.prompt_logprobs_dict[request_id] = self.prompt_logprobs.pop(request_id)
+
+    def _tell(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Attach decisions to the requests' first outputs, and to their last: not every client sees the first."""
+        for client in outputs.values():
+            for output in client.outputs:
+                if (decision := self.untold.get(output.request_id)) is None:
+                    continue
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": decision.to_json()}
+                if output.finished:
+                    del self.untold[output.request_id]
 
 
 class _MemoryScheduler(_MemoryRequests, Scheduler):
@@ -46,6 +202,26 @@ class _MemoryScheduler(_MemoryRequests, Scheduler):
 
 class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
+
+
+def _switch_adapter(request: Request, adapter: TaskAdapter) -> None:
+    """All of the request's blocks are the adapter's."""
+    request.lora_request = LoRARequest(adapter.name, adapter.number, adapter.path)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _identity(request: Request, spec: DecideSpec) -> bytes:
+    """A digest that two requests share only if they have one owner and their decisions would be the same.
+
+    It includes the user's cache salt: users who must not share prefix blocks must not share decisions either.
+    """
+    sha = hashlib.sha256(array("q", request.prompt_token_ids or ()).tobytes())
+    for feature in request.mm_features:
+        sha.update(f"\n{feature.modality} {feature.mm_position.offset} {feature.identifier}".encode())
+    adapter = request.lora_request.lora_name if request.lora_request is not None else None
+    sha.update(repr((adapter, request.cache_salt, spec)).encode())
+    return sha.digest()
 
 
 def block_hasher(

@@ -1,7 +1,7 @@
 """The memory of each running request.
 
-The worker follows the schedule with `start`, `resume`, `pause` and `finish`, and looks up a step's requests by the ids
-in the runner's own batch, which are in the order of the step's rows.
+The worker follows the schedule with `start`, `resume`, `preempt` and `finish`, and looks up a step's requests by the
+ids in the runner's own batch, which are in the order of the step's rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MemoryOfRequests:
                 self._fill(memory)
                 self._memory_of_slot[slot] = memory
 
-    def pause(self, request_ids: Iterable[str]) -> None:
+    def preempt(self, request_ids: Iterable[str]) -> None:
         """Release the slots of preempted requests; they keep their memory."""
         for request_id in request_ids:
             slot = self.slots.release(request_id)
@@ -94,6 +94,6 @@ class MemoryOfRequests:
     def finish(self, request_ids: Iterable[str]) -> None:
         """Remove requests that have ended; the last one that has an unloaded bundle releases its region."""
         for request_id in request_ids:
-            self.pause([request_id])
+            self.preempt([request_id])
             if (injection := self._injections.pop(request_id, None)) is not None:
                 self._release(injection.bundle.region)

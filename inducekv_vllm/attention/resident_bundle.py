@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..bundle.lookup import MemoryIndex
 from ..errors import UnsupportedModel
 from ..retrieval.page_terms import FloatArray, Form, IntArray, PageTerms, Weighting
 from .ranges import Region
@@ -47,6 +48,7 @@ class ResidentBundle:
     nbytes: int  # of the region
     first_token: int  # place in the pool
     first_map_row: int  # place among the rows of maps
+    index: MemoryIndex  # on the host
     gate: ResidentGate | None = None  # beside the pool
 
 

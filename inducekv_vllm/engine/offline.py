@@ -1,4 +1,4 @@
-"""Memory for `vllm.LLM`: two batched passes over the offline engine.
+"""Memory for `vllm.LLM`.
 
     llm = LLM(
         MODEL,
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,39 +32,27 @@ from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..bundle import read_bundle, read_public_key, require_signature
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from ..gate import GateDecision
 from ..host.config import InduceKVConfig
-from ..retrieval.page_terms import Retrieval
-from .gate_log import GateLog
-from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
-from .passes import (
-    answer_pass_params,
-    answer_pass_prompt,
-    decode_features,
-    key_pass_params,
-    make_injection_spec,
-    require_rendered,
-)
-from .wire import InjectionSpec, poll_delays
+from .memory import Memory, undisputed
+from .options import prompt_token_ids, read_options, require_rendered, with_spec
+from .wire import DecideSpec, Decision, InjectionSpec, poll_delays
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class MemoryAnswer:
-    """One prompt's answer. The other fields are None for a prompt without memory."""
+    """One prompt's answer, and why it is that; None for a prompt without memory."""
 
     output: RequestOutput
-    query: QueryFeatures | None
-    retrieval: Retrieval | None  # k entries and weights; None if the gate is closed
-    gate_decision: GateDecision | None  # None for a memory without a gate
+    decision: Decision | None
 
 
 class MemoryLLM:
     """An `LLM` with memories. Bundles stay loaded until `unload_bundle` or the end of the engine."""
 
     def __init__(self, llm: LLM) -> None:
-        """Open the gate log, if there is one, and read the public keys.
+        """Read the public keys.
 
         Raises:
             UnsupportedModel: the engine was started without the memory worker.
@@ -84,10 +71,9 @@ class MemoryLLM:
         self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
-        self._gate_log = GateLog.of(self.config)
-        self._loaded: dict[str, MemoryIndex] = {}  # by digest
+        self._loaded: dict[str, Memory] = {}  # by digest
 
-    def load_bundle(self, path: str | os.PathLike[str]) -> MemoryIndex:
+    def load_bundle(self, path: str | os.PathLike[str]) -> Memory:
         """Check a bundle and make it resident on every rank.
 
         Raises:
@@ -110,10 +96,10 @@ class MemoryLLM:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")
         if bundle.digest not in self._loaded:
-            self._loaded[bundle.digest] = MemoryIndex.from_bundle(bundle, absolute)
+            self._loaded[bundle.digest] = Memory.from_bundle(bundle, absolute)
         return self._loaded[bundle.digest]
 
-    def unload_bundle(self, memory: MemoryIndex) -> None:
+    def unload_bundle(self, memory: Memory) -> None:
         """Drop `memory` here and in the workers. Raises UnknownBundle if it is not loaded."""
         if self._loaded.pop(memory.digest, None) is None:
             raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
@@ -124,7 +110,7 @@ class MemoryLLM:
         conversations: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: MemoryIndex | Sequence[MemoryIndex | None] | None = None,
+        memory: Memory | Sequence[Memory | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         adapter: LoRARequest | None = None,
@@ -150,7 +136,7 @@ class MemoryLLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: MemoryIndex | Sequence[MemoryIndex | None] | None = None,
+        memory: Memory | Sequence[Memory | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         adapter: LoRARequest | None = None,
@@ -163,66 +149,34 @@ class MemoryLLM:
         self,
         renders: Sequence[Callable[[], EngineInput]],
         params: SamplingParams | Sequence[SamplingParams],
-        memory: MemoryIndex | Sequence[MemoryIndex | None] | None,
+        memory: Memory | Sequence[Memory | None] | None,
         top_k: int | None,
         remainder: bool | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
         memories = _one_each(memory, len(renders), "memory")
-        for memory_index in memories:
-            self._check(memory_index, adapter)
-        if remainder is None:
-            remainder = self.config.remainder
-
-        passes = self._key_passes(renders, memories, adapter)
-        lookups = [MemoryLookup(None, None)] * len(renders)
-        specs: list[InjectionSpec | None] = [None] * len(renders)
-        for i, memory_index in enumerate(memories):
-            if memory_index is not None:
-                query, token_ids = passes[i]
-                lookups[i] = memory_index.lookup(query, top_k or self.config.top_k)
-                self._gate_log.note(memory_index, query, lookups[i])
-                specs[i] = make_injection_spec(memory_index, lookups[i], remainder, token_ids, self._placeholders)
-
-        # Render again: vLLM's two caches of processed images stay in step because they see the same sequence.
-        outputs = self._run(
-            (answer_pass_prompt(render(), spec) for render, spec in zip(renders, specs, strict=True)),
-            [answer_pass_params(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)],
-            adapter,
-        )
+        for each, user_params in zip(memories, all_params, strict=True):
+            self._check(each, adapter)
+            if each is not None:
+                read_options(user_params, each)
+        prompts = [require_rendered(render()) for render in renders]
+        specs = [
+            None if each is None else self._spec(each, prompt, top_k, remainder)
+            for prompt, each in zip(prompts, memories, strict=True)
+        ]
+        all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
+        outputs = self._run(prompts, all_params, adapter)
         return [
-            MemoryAnswer(output, passes[i][0] if i in passes else None, lookups[i].retrieval, lookups[i].gate_decision)
-            for i, output in enumerate(outputs)
+            MemoryAnswer(output, None if each is None else decision_of(output, spec))
+            for output, each, spec in zip(outputs, memories, specs, strict=True)
         ]
 
-    def _key_passes(
-        self,
-        renders: Sequence[Callable[[], EngineInput]],
-        memories: Sequence[MemoryIndex | None],
-        adapter: LoRARequest | None,
-    ) -> dict[int, tuple[QueryFeatures, Sequence[int]]]:
-        """Pass one, for each of the N prompts with memory: what it finds, and the prompt's token ids."""
-        asked = {i: (memory, uuid.uuid4().hex) for i, memory in enumerate(memories) if memory is not None}
-        try:
-            prompts = (require_rendered(renders[i]()) for i in asked)
-            outputs = self._run(
-                prompts, [key_pass_params(key_id, memory) for memory, key_id in asked.values()], adapter
-            )
-            return {
-                i: (self._fetch(memory, key_id), output.prompt_token_ids)
-                for (i, (memory, key_id)), output in zip(asked.items(), outputs, strict=True)
-                if output.prompt_token_ids is not None  # prompt embeddings are refused at start
-            }
-        except BaseException:
-            for _, key_id in asked.values():
-                self.llm.collective_rpc("inducekv_drop_key", args=(key_id,))
-            raise
-
-    def _fetch(self, memory: MemoryIndex, key_id: str) -> QueryFeatures:
-        if not memory.needs_key_pass:  # it only told the prompt's tokens
-            return QueryFeatures()
-        return decode_features(self.llm.collective_rpc("inducekv_pop_key", args=(key_id,)))
+    def _spec(
+        self, memory: Memory, prompt: EngineInput, top_k: int | None, remainder: bool | None
+    ) -> DecideSpec | InjectionSpec | None:
+        remainder = self.config.remainder if remainder is None else remainder
+        return memory.spec(top_k or self.config.top_k, remainder, prompt_token_ids(prompt), self._placeholders)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None
@@ -236,7 +190,7 @@ class MemoryLLM:
         )
         return outputs
 
-    def _check(self, memory: MemoryIndex | None, adapter: LoRARequest | None) -> None:
+    def _check(self, memory: Memory | None, adapter: LoRARequest | None) -> None:
         if memory is None:
             return
         if memory.digest not in self._loaded:
@@ -244,6 +198,19 @@ class MemoryLLM:
         name = adapter.lora_name if adapter is not None else None
         if memory.adapter != name:
             raise UnsupportedModel(f"{memory.path} was made with the LoRA adapter {memory.adapter}, found {name}")
+
+
+def decision_of(output: RequestOutput, spec: DecideSpec | InjectionSpec | None) -> Decision | None:
+    """What a request was answered with, from its first output or its last; None if that does not tell.
+
+    It takes the message out of vLLM's field.
+    """
+    if (decided := undisputed(spec)) is not None:
+        return decided
+    told = dict(output.kv_transfer_params or {})
+    raw = told.pop("inducekv", None)
+    output.kv_transfer_params = told or None
+    return None if raw is None else Decision.parse(raw)
 
 
 def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:

@@ -1,4 +1,12 @@
-"""What the API process tells the scheduler and the worker about one request, in `SamplingParams.extra_args`."""
+"""What the API process, the scheduler and the workers tell each other about one request.
+
+    DecideSpec      API process -> scheduler, worker: the worker shall decide once it knows the prompt
+    InjectionSpec   API process -> scheduler, worker: nothing needs to be decided
+    Decision        worker -> scheduler -> API process, with the request's first output
+    Start           scheduler -> worker, with the request's next step: what was decided
+
+The first two travel in `SamplingParams.extra_args`, the others as attributes of vLLM's step outputs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,16 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
+DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decision}
+STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
 LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
+Source = Literal["computed", "cached", "none"]
 
 
 def poll_delays() -> Iterator[float]:
@@ -24,20 +37,8 @@ def poll_delays() -> Iterator[float]:
 
 
 @dataclass(frozen=True)
-class KeyPassSpec:
-    """First pass: the worker keeps what it finds under this id."""
-
-    key_id: str
-    gate: str | None  # digest of the bundle whose gate is asked for its evidence
-    retrieval: bool  # whether the query key for the retrieval is needed; the pass then computes the whole prompt
-
-    def to_extra_args(self) -> dict[str, Any]:
-        return {"key_id": self.key_id, "gate": self.gate, "retrieval": self.retrieval}
-
-
-@dataclass(frozen=True)
 class InjectionSpec:
-    """Second pass: the worker injects k entries of a bundle."""
+    """The worker injects k entries of a bundle."""
 
     bundle: str  # its digest
     entries: tuple[int, ...]  # [k]
@@ -53,17 +54,47 @@ class InjectionSpec:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def to_extra_args(self) -> dict[str, Any]:
-        return {
-            "bundle": self.bundle,
-            "entries": list(self.entries),
-            "weights": list(self.weights),
-            "remainder": self.remainder,
-            "start": self.start,
-            "expired": self.expired,
-        }
+        return {**asdict(self), "entries": list(self.entries), "weights": list(self.weights)}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> InjectionSpec:
+        entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
+        return cls(str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]), int(raw["expired"]))
 
 
-def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionSpec | None:
+@dataclass(frozen=True)
+class TaskAdapter:
+    """A LoRA adapter that vLLM can run a request with."""
+
+    name: str
+    number: int
+    path: str
+
+
+@dataclass(frozen=True)
+class DecideSpec:
+    """The worker asks a bundle's gate and index when it knows what the prompt tells them."""
+
+    bundle: str  # its digest
+    retrieval: bool  # whether the query key for the retrieval is needed; the prompt is computed as a whole then
+    top_k: int | None
+    remainder: bool
+    owner: str = ""  # who may share the decision
+    adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
+
+    def to_extra_args(self) -> dict[str, Any]:
+        return {**asdict(self), "adapters": [[task, asdict(adapter)] for task, adapter in self.adapters]}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> DecideSpec:
+        adapters = tuple((str(task), TaskAdapter(**adapter)) for task, adapter in raw["adapters"])
+        top_k = None if raw["top_k"] is None else int(raw["top_k"])
+        return cls(
+            str(raw["bundle"]), bool(raw["retrieval"]), top_k, bool(raw["remainder"]), str(raw["owner"]), adapters
+        )
+
+
+def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSpec | None:
     """Parse the output of `to_extra_args` under `EXTRA_ARGS_KEY`; None for a request without memory.
 
     Raises:
@@ -72,12 +103,44 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> KeyPassSpec | InjectionS
     raw = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if raw is None:
         return None
-    if isinstance(raw, Mapping) and raw.keys() == {"key_id", "gate", "retrieval"}:
-        gate = raw["gate"]
-        return KeyPassSpec(str(raw["key_id"]), None if gate is None else str(gate), bool(raw["retrieval"]))
-    if isinstance(raw, Mapping) and raw.keys() == {"bundle", "entries", "weights", "remainder", "start", "expired"}:
-        entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return InjectionSpec(
-            str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]), int(raw["expired"])
+    for spec in (DecideSpec, InjectionSpec):
+        if isinstance(raw, Mapping) and raw.keys() == set(spec.__dataclass_fields__):
+            return spec.parse(raw)
+    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither of the two specs: {raw!r}")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a request is answered with, and why. Metrics, spans, traces and the audit log read it."""
+
+    injection: InjectionSpec | None  # None: nothing is injected
+    source: Source = "computed"
+    task: str | None = None  # the gate's; None if it is closed, or there is none
+    margins: tuple[float, ...] | None = None  # of the gate's tasks, in their order; None without a gate
+    closed: Closed | None = None  # why the gate is closed
+    similarity: float | None = None  # inner product of the query and the closest entry's key, if they were compared
+    seconds: float = 0.0  # the time that gate and index took
+    valid_until: float | None = None  # in seconds since the epoch: an entry expires then
+    error: str | None = None  # why nothing could be decided
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "injection": self.injection and self.injection.to_extra_args()}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Decision:
+        injection, margins = raw["injection"], raw["margins"]
+        return cls(
+            **{
+                **raw,
+                "injection": None if injection is None else InjectionSpec.parse(injection),
+                "margins": None if margins is None else tuple(margins),
+            }
         )
-    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither a key-pass spec nor an injection spec: {raw!r}")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A request's memory, or the adapter that it goes on with, from its next step on; neither if its gate is closed."""
+
+    injection: InjectionSpec | None = None
+    adapter: TaskAdapter | None = None

@@ -33,7 +33,7 @@ class InduceKVConfig(BaseModel):
     memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
     memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
-    key_cache_entries: int = Field(default=4096, ge=0)  # query keys cached by prompt; 0 disables the cache
+    decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
     state: str | None = None  # a folder for copies of what is loaded, and for its registry; None keeps neither

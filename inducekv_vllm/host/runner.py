@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from vllm.config import CUDAGraphMode
+from vllm.lora.request import LoRARequest
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class RunnerTables(Protocol):
         """
         ...
 
+    def take_back(self, request_id: str, position: int) -> None:
+        """Forget the one token that was sampled for a request that stays in the batch: it goes back to a position of
+        its prompt. Call it before the step that does.
+        """
+        ...
+
+    def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
+        """A request that was preempted resumes with this adapter. Call it before that step."""
+        ...
+
 
 def follow_runner(runner: Any, is_v2: bool, on_rows: Callable[[StepRows], None]) -> RunnerTables:
     """Call `on_rows` in every step of this runner as soon as its rows are known.
@@ -69,6 +80,20 @@ class _V2Tables:
     def final_hidden(self, num_rows: int) -> Tensor | None:
         return _final_hidden(self._runner, num_rows)
 
+    def take_back(self, request_id: str, position: int) -> None:
+        """Its tables are on the device: it counts tokens itself."""
+        states = self._runner.req_states
+        at = states.req_id_to_index[request_id]
+        penalties = self._runner.sampler.penalties_state
+        if penalties.use_penalty[at]:
+            penalties.output_bin_counts[at].zero_()
+        states.num_computed_tokens.stage_write_elem(at, position)
+        states.total_len.stage_write_elem(at, int(states.prompt_len.np[at]))
+        states.apply_staged_writes()
+
+    def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
+        """A request that resumes comes as a new one, with its adapter."""
+
 
 class _V1Tables:
     def __init__(self, runner: Any, on_rows: Callable[[StepRows], None]) -> None:
@@ -94,6 +119,15 @@ class _V1Tables:
 
     def final_hidden(self, num_rows: int) -> Tensor | None:
         return _final_hidden(self._runner, num_rows)
+
+    def take_back(self, request_id: str, position: int) -> None:
+        """vLLM's own update drops the token, as for KV loads that failed; but a seeded generator has drawn for it."""
+        state = self._runner.requests[request_id]
+        if state.generator is not None:
+            state.generator.manual_seed(state.sampling_params.seed)
+
+    def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
+        self._runner.requests[request_id].lora_request = adapter
 
 
 def _final_hidden(runner: Any, num_rows: int) -> Tensor | None:

@@ -1,7 +1,6 @@
-"""What the workers of all platforms share: resident bundles, the memory of running requests, and their key passes.
+"""What the workers of all platforms share: resident bundles, decisions, and the memory of running requests.
 
-The API process talks to a worker through the RPC methods `inducekv_*` and through
-`SamplingParams.extra_args["inducekv"]` of each request (see `engine/wire.py`).
+The API process talks to a worker through the RPC methods `inducekv_*`; `engine/wire.py` has what a request carries.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -31,7 +31,7 @@ from ..attention.resident_gate import ResidentGate
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
-from ..engine.wire import InjectionSpec, KeyPassSpec, parse_spec
+from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError
 from ..host.config import CONFIG_KEY, InduceKVConfig
 from ..host.device import Device, device_of
@@ -40,9 +40,9 @@ from ..host.requirements import check_engine, check_late_activation, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
 from ..retrieval.page_terms import PageTerms, Retrieval, page_terms
 from .cached_values import CachedValues
-from .gate_passes import GatePasses
-from .query_keys import QueryKeyAccumulator
+from .deciding import Deciding
 from .resident import ResidentBundles
+from .undecided import Undecided, UndecidedRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -67,13 +67,13 @@ class MemoryWorker(Worker):
         self._last_step = -math.inf  # when it began or ended
         self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
+        self._completed: list[tuple[str, Undecided]] = []  # in the running step
         # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: MemoryPool
         self.memory_of_requests: MemoryOfRequests
-        self.query_keys: QueryKeyAccumulator
         self.attention: MemoryAttention
         self.cached_values: CachedValues
-        self.gate_passes: GatePasses
+        self.undecided: UndecidedRequests
         self._device: Device
         self._runner: RunnerTables
 
@@ -87,7 +87,6 @@ class MemoryWorker(Worker):
         super().load_model(*args, **kwargs)
         assert self.device is not None  # set before the model is loaded
         self._device = device_of(self.device)
-        self.query_keys = QueryKeyAccumulator(self._device)
         self._allocate_memory()
         self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._begin_step)
         logger.info("memory follows vLLM's %s model runner", "V2" if self.use_v2_model_runner else "V1")
@@ -126,7 +125,9 @@ class MemoryWorker(Worker):
         self.attention.attach(kv_cache_config, layers, builders)
         self.cached_values = CachedValues(kv_cache_config, layers, self.attention.cached_values, self._device)
         placeholders = placeholder_ids(self.model_config.hf_config)
-        self.gate_passes = GatePasses(self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._device)
+        add_up = tensor_model_parallel_all_reduce
+        self.undecided = UndecidedRequests(self.cached_values, placeholders, add_up, self._device)
+        self.deciding = Deciding(placeholders)
 
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
@@ -141,13 +142,20 @@ class MemoryWorker(Worker):
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:
-                self._sum_query_keys(self._rows)
-                self.gate_passes.complete(self._rows)
+                self._completed += self.undecided.complete(self._rows, self._runner.final_hidden)
             return output
         finally:
             self._rows = None
             self.attention.end_step()
             self._last_step = time.monotonic()
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The step's tokens, with the first rank's decisions about the prompts that the step has completed."""
+        output = super().sample_tokens(grammar_output)
+        completed, self._completed = self._completed, []
+        if not completed or get_tensor_model_parallel_rank() > 0:
+            return output
+        return self.deciding.attached(output, completed)
 
     def _is_stepping(self) -> bool:
         return time.monotonic() - self._last_step < STEPPING_S
@@ -155,9 +163,11 @@ class MemoryWorker(Worker):
     def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
         """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
         self.memory_of_requests.finish(list(scheduled.finished_req_ids))
-        self.query_keys.finish(scheduled.finished_req_ids)
-        self.gate_passes.finish(scheduled.finished_req_ids)
-        self.memory_of_requests.pause(list(scheduled.preempted_req_ids or ()))
+        self.undecided.finish(scheduled.finished_req_ids)
+        self.memory_of_requests.preempt(list(scheduled.preempted_req_ids or ()))
+        starts: dict[str, Start] = getattr(scheduled, STARTS, {})
+        for request_id in starts:
+            self.undecided.settle(request_id)
         for request in scheduled.scheduled_new_reqs:
             self._start_request(request)
         cached = scheduled.scheduled_cached_reqs
@@ -165,11 +175,12 @@ class MemoryWorker(Worker):
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 self.memory_of_requests.resume(request_id)
-                self.query_keys.restart(request_id)
                 assert blocks is not None
-                self.gate_passes.move(request_id, blocks)
+                self.undecided.restart(request_id, blocks)
             elif blocks is not None:
-                self.gate_passes.extend(request_id, blocks)
+                self.undecided.extend(request_id, blocks)
+        for request_id, start in starts.items():
+            self._start_decided(scheduled, request_id, start)
 
     def _start_request(self, request: NewRequestData) -> None:
         """Start a request, or resume one: to the V2 runner resumed requests come back as new.
@@ -180,37 +191,31 @@ class MemoryWorker(Worker):
         if request.req_id in self.memory_of_requests:
             self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
         elif isinstance(spec, InjectionSpec):
-            bundle = self.resident[spec.bundle]
-            self.memory_of_requests.start(request.req_id, spec.content, bundle, _terms(spec, bundle), spec.start)
-        elif isinstance(spec, KeyPassSpec):
-            self._start_key_pass(request, spec)
+            self._inject(request.req_id, spec)
+        elif spec is not None and self.undecided.knows(request.req_id):
+            self.undecided.restart(request.req_id, request.block_ids)
+        elif spec is not None:
+            bundle, token_ids = self.resident[spec.bundle], request.prompt_token_ids
+            assert token_ids is not None  # prompt embeddings are refused at start
+            self.undecided.start(request.req_id, spec, bundle, token_ids, request.block_ids)
 
-    def _start_key_pass(self, request: NewRequestData, spec: KeyPassSpec) -> None:
-        token_ids = request.prompt_token_ids
-        assert token_ids is not None  # prompt embeddings are refused at start
-        if spec.retrieval:
-            self.query_keys.start(request.req_id, spec.key_id, len(token_ids))
-        if self.gate_passes.is_running(request.req_id):
-            self.gate_passes.move(request.req_id, request.block_ids)
-        elif spec.gate is not None:
-            gate = self.resident[spec.gate].gate
-            assert gate is not None
-            self.gate_passes.start(request.req_id, spec.key_id, gate, token_ids, request.block_ids)
+    def _start_decided(self, scheduled: SchedulerOutput, request_id: str, start: Start) -> None:
+        """A request goes on as it was decided; a token that was sampled before is taken back."""
+        if start.injection is not None:
+            self._inject(request_id, start.injection)
+            if request_id in scheduled.scheduled_cached_reqs.req_ids:
+                self._runner.take_back(request_id, start.injection.start)
+        if start.adapter is not None:
+            adapter = start.adapter
+            self._runner.switch_adapter(request_id, LoRARequest(adapter.name, adapter.number, adapter.path))
+
+    def _inject(self, request_id: str, spec: InjectionSpec) -> None:
+        bundle = self.resident[spec.bundle]
+        self.memory_of_requests.start(request_id, spec.content, bundle, _terms(spec, bundle), spec.start)
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
         self.attention.begin_step(rows)
-
-    def _sum_query_keys(self, rows: StepRows) -> None:
-        """Add the step's final hidden states to the sums of its key passes."""
-        if not self.query_keys.any_running:
-            return
-        starts = rows.starts
-        if (hidden := self._runner.final_hidden(starts[-1])) is None:
-            return
-        for request_id, (first, end) in zip(rows.request_ids, itertools.pairwise(starts), strict=True):
-            if self.query_keys.is_running(request_id):
-                self.query_keys.add(request_id, hidden[first:end])
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
@@ -278,23 +283,6 @@ class MemoryWorker(Worker):
         """Whether the memory of an unloaded bundle is overwritten. It is once no running request reads it."""
         return self.resident.is_erased(digest)
 
-    def inducekv_pop_key(self, key_id: str) -> dict[str, Any]:
-        """Return what a finished key pass has found, and drop it here."""
-        key, evidence = self.query_keys.pop(key_id), self.gate_passes.pop(key_id)
-        found = key or evidence
-        if found is None:
-            return {"error": f"no query key {key_id}: its pass did not run to the end of the prompt"}
-        return {
-            "key": key and key.to_bytes(),
-            "evidence": evidence and evidence.to_bytes(),
-            "tokens": found.num_tokens,
-        }
-
-    def inducekv_drop_key(self, key_id: str) -> None:
-        """Drop what the key pass of an aborted request has found, if there is anything."""
-        self.query_keys.pop(key_id)
-        self.gate_passes.pop(key_id)
-
     def inducekv_stats(self) -> dict[str, Any]:
         """Report what this worker holds; tests use it to check that nothing leaks."""
         slots = self.memory_of_requests.slots
@@ -305,7 +293,7 @@ class MemoryWorker(Worker):
             "pool_tokens_free": self.pool.num_free_tokens,
             "slots_used": slots.used,
             "slots": slots.capacity,
-            "keys_pending": max(self.query_keys.pending, self.gate_passes.pending),
+            "requests_known": len(self.undecided),
         }
 
     def shutdown(self) -> None:

@@ -24,8 +24,9 @@ from torch.nn.functional import normalize
 from vllm import LLM, SamplingParams
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
-from inducekv_vllm.engine.memory_index import QueryFeatures
+from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.engine.wire import Decision
 from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.retrieval.page_terms import Weighting
 from selector.backbone.extraction import extract
@@ -269,23 +270,32 @@ class MemoryEngine:
                 assert len(completion.token_ids) >= NEW_TOKENS
                 difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
                 assert difference <= TOLERANCE
-            if answer.query is not None:
-                self.check_query(prompt, answer.query, self.bundles[str(name)])
+            if answer.decision is not None:
+                self.check_decision(prompt, answer.decision, self.bundles[str(name)], top_k)
         return answers
 
-    def check_query(self, prompt: Prompt, query: QueryFeatures, bundle: Bundle) -> None:
-        """Against the untouched model in transformers."""
+    def check_decision(
+        self, prompt: Prompt, decision: Decision, bundle: Bundle, top_k: int | None = None
+    ) -> None:
+        """Against gate and index with what the untouched model in transformers tells."""
         backbone, gate = self.world.backbone, bundle.gate
         inputs = backbone.encode(prompt.chat_messages, prompt.images)
-        assert (query.key is None) == (bundle.metadata.weighting == "uniform")
-        if query.key is not None:
-            key = backbone.retrieval_keys(inputs)[0]
-            torch.testing.assert_close(torch.tensor(query.key), key, rtol=0, atol=1e-5)
-        assert (query.evidence is None) == (gate is None)
-        if gate is not None:
-            expected = reference_evidence(backbone, gate, inputs)  # [H]
-            assert expected.max() > 0
-            torch.testing.assert_close(torch.tensor(query.evidence), expected, rtol=0, atol=TOLERANCE)
+        evidence = None if gate is None else reference_evidence(backbone, gate, inputs)  # [H]
+        key = None if bundle.metadata.weighting == "uniform" else backbone.retrieval_keys(inputs)[0].numpy()  # [d]
+        features = QueryFeatures(key, None if evidence is None else evidence.numpy())
+        expected = MemoryIndex.from_bundle(bundle).lookup(features, top_k)
+        assert (decision.margins is None) == (gate is None)
+        if decision.margins is not None and expected.gate_decision is not None:
+            assert evidence is not None
+            assert evidence.max() > 0
+            assert (decision.task, decision.closed) == (expected.gate_decision.task, expected.gate_decision.closed)
+            np.testing.assert_allclose(decision.margins, expected.gate_decision.margins, rtol=0, atol=10 * TOLERANCE)
+        assert (decision.injection is None) == (expected.retrieval is None)
+        if decision.injection is not None and expected.retrieval is not None:
+            weights = dict(zip(decision.injection.entries, decision.injection.weights, strict=True))
+            reference = dict(zip(expected.retrieval.entries.tolist(), expected.retrieval.weights.tolist(), strict=True))
+            assert weights.keys() == reference.keys()
+            np.testing.assert_allclose(list(weights.values()), [reference[i] for i in weights], rtol=0, atol=TOLERANCE)
 
     @contextmanager
     def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Iterator[None]:

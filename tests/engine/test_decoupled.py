@@ -107,7 +107,7 @@ def test_blocks_before_the_first_active_position_are_shared_and_no_others(served
         after_media = max(at for at, token in enumerate(inputs["input_ids"][0].tolist()) if token in placeholders) + 1
         whole, before_text = (length - 1) // BLOCK * BLOCK, after_media // BLOCK * BLOCK
         assert 0 < before_text < whole
-        # The key pass of each request fills the untouched blocks, which its own answer then reads.
+        assert cached(served, question, None) == 0
         assert cached(served, question, "generation-uniform") == whole
         assert cached(served, question, "generation-other") == whole
         assert cached(served, question, "text-uniform") == before_text
@@ -131,15 +131,15 @@ UNIFORM: dict[str, Any] = {
 
 
 def ask(served: MemoryEngine, question: Prompt, name: str) -> MemoryAnswer:
-    """One question whose key pass is compared with transformers."""
+    """One question whose decision is compared with transformers."""
     (answer,) = served.chat([question], [name], greedy(max_tokens=1))
-    assert answer.query is not None
-    served.check_query(question, answer.query, served.bundles[name])
+    assert answer.decision is not None
+    served.check_decision(question, answer.decision, served.bundles[name])
     return answer
 
 
-def test_a_gate_reads_the_prefix_cache_and_its_evidence_is_that_of_the_whole_prompt(served: MemoryEngine) -> None:
-    """A key for the retrieval is a mean over all tokens, so its pass computes them all."""
+def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served: MemoryEngine) -> None:
+    """A prompt that is asked again is decided at once. A key for the retrieval is a mean over all tokens."""
     questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
     tasks: list[str | None] = ["a", "b", "a"]
     with served.gated(questions, tasks, **UNIFORM):
@@ -147,29 +147,37 @@ def test_a_gate_reads_the_prefix_cache_and_its_evidence_is_that_of_the_whole_pro
             for is_again in (False, True):
                 before = prefix_hits(served)
                 answer = ask(served, question, "gated")
-                assert answer.gate_decision is not None
-                assert answer.gate_decision.task == task
-                assert answer.retrieval is not None
-                assert answer.retrieval.similarity is None
-                # The answer pass of a memory that acts from the start on shares blocks with the same memory alone.
+                assert answer.decision is not None
+                assert (answer.decision.task, answer.decision.similarity) == (task, None)
+                assert answer.decision.source == ("cached" if is_again else "computed")
+                # Memory that acts from the start on shares blocks with the same memory alone.
                 whole = (len(answer.output.prompt_token_ids or ()) - 1) // BLOCK * BLOCK
                 assert answer.output.num_cached_tokens == is_again * whole
-                assert prefix_hits(served) - before == is_again * 2 * whole
+                assert prefix_hits(served) - before == is_again * whole
+    questions = [p for p in prompts(15, seed=19) if len(p.question) > 80]
+    with served.gated(questions, ["a", None, "a"], **UNIFORM):
+        for question in questions:
+            cached(served, question, None)
+            before = prefix_hits(served)
+            ask(served, question, "gated")
+            assert prefix_hits(served) > before
     with served.gated(questions, tasks):  # its weights depend on the request
         before = prefix_hits(served)
-        assert ask(served, questions[0], "gated").query.key is not None  # type: ignore[union-attr]
+        answer = ask(served, questions[0], "gated")
+        assert answer.decision is not None
+        assert answer.decision.similarity is not None
         assert prefix_hits(served) == before
 
 
 def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    """Key passes are preempted too: there are more prompts than blocks."""
+    """Undecided requests are preempted too: there are more prompts than blocks."""
     questions = prompts(20, seed=16)
     tasks = [("a", None, "b")[i % 3] for i in range(20)]
     before = preemptions(served)
     with served.gated(questions, tasks, **UNIFORM):
         for _ in range(2):  # the second time prompts are in the cache, in part
             answers = served.check(questions, ["gated"] * 20, greedy(max_tokens=40))
-            assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+            assert [answer.decision and answer.decision.task for answer in answers] == tasks
     assert preemptions(served) > before
 
 

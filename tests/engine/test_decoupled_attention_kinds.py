@@ -175,7 +175,7 @@ def check_gates(case: Case, offline: MemoryLLM, path: Path) -> None:
     answers = offline.generate(prompts, greedy(max_tokens=1), memory=offline.load_bundle(path))
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32, attn_implementation="eager")
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.query is not None
+        assert answer.decision is not None
         values: list[Tensor] = []
         hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *each, v=values: v.append(each[2]))
         with torch.no_grad():

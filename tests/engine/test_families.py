@@ -67,4 +67,4 @@ def test_parity(family: str, tmp_path: Path) -> None:
         tasks = ["a", None, "b", None]
         with served.gated(questions, tasks):
             answers = served.check(questions, ["gated"] * len(questions))
-        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+        assert [answer.decision and answer.decision.task for answer in answers] == tasks

@@ -146,13 +146,13 @@ class TestCompiled:
             for top_k, params in ((None, greedy(max_tokens=40)), (2, greedy(n=2, temperature=2.0))):
                 answers = compiled.check(questions, names, params, top_k=top_k)
                 for answer, task in zip(answers[:16], tasks, strict=False):
-                    assert answer.gate_decision is not None
-                    assert answer.gate_decision.task == task
-                    assert (answer.retrieval is None) == (task is None)
-                    if answer.retrieval is not None:
-                        assert {entries[i].task for i in answer.retrieval.entries} == {task}
-                        assert len(answer.retrieval.entries) == (top_k or 6)
-                assert all(answer.gate_decision is None for answer in answers[16:])
+                    assert answer.decision is not None
+                    assert answer.decision.task == task
+                    assert ((injection := answer.decision.injection) is None) == (task is None)
+                    if injection is not None:
+                        assert {entries[i].task for i in injection.entries} == {task}
+                        assert len(injection.entries) == (top_k or 6)
+                assert all(answer.decision is None or answer.decision.margins is None for answer in answers[16:])
 
     def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: MemoryEngine) -> None:
         questions = [p for p in prompts(10, seed=12) if len(p.question) > 80]
@@ -168,7 +168,7 @@ class TestCompiled:
             compiled.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
         stats = compiled.offline.llm.collective_rpc("inducekv_stats")[0]
         assert stats["slots_used"] == 0
-        assert stats["keys_pending"] == 0
+        assert stats["requests_known"] == 0
         assert stats["resident"].keys() == {b.digest for b in compiled.world.bundles.values()}
 
 
@@ -176,7 +176,7 @@ def test_gates_of_qwen(eager_qwen: MemoryEngine) -> None:
     questions, tasks = prompts(5, seed=14), [None, "a", "b", None, "b"]
     with eager_qwen.gated(questions, tasks):
         answers = eager_qwen.check(questions, ["gated"] * 5)
-    assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+    assert [answer.decision and answer.decision.task for answer in answers] == tasks
 
 
 def test_no_memory_is_vllm_to_the_bit(eager_qwen: MemoryEngine, plain_qwen: LLM) -> None:
@@ -191,7 +191,7 @@ def test_a_closed_gate_is_vllm_to_the_bit(eager_qwen: MemoryEngine, plain_qwen: 
     questions = prompts(5, seed=13)
     with eager_qwen.gated(questions, [None] * 4 + ["a"]):
         answers = [eager_qwen.check([each], ["gated"])[0] for each in questions]
-    assert [answer.retrieval is None for answer in answers] == [True] * 4 + [False]
+    assert [answer.decision and answer.decision.injection is None for answer in answers] == [True] * 4 + [False]
     outputs = []
     for each in questions:
         _, second = (plain_qwen.chat([each.messages], greedy(), use_tqdm=False)[0] for _ in range(2))
@@ -237,4 +237,4 @@ def test_two_tensor_parallel_ranks(world: World) -> None:
         questions, tasks = prompts(4, seed=17), ["a", None, "b", "a"]
         with two_ranks.gated(questions, tasks):
             answers = two_ranks.check(questions, ["gated"] * 4)
-        assert [answer.gate_decision and answer.gate_decision.task for answer in answers] == tasks
+        assert [answer.decision and answer.decision.task for answer in answers] == tasks

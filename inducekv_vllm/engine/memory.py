@@ -1,0 +1,100 @@
+"""The API process's part of a bundle: its metadata, and what it asks the workers for. They have the rest.
+
+Shapes: B entries, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.lora.request import LoRARequest
+
+from ..bundle import Bundle, BundleMetadata, EntryRecord
+from ..bundle.activation import first_active_position
+from ..bundle.lookup import alive_entries
+from ..retrieval.page_terms import Weighting
+from .wire import DecideSpec, Decision, InjectionSpec, TaskAdapter
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One version of a memory. A changed file is another version with another digest."""
+
+    metadata: BundleMetadata
+    path: str  # the workers read the same file
+    file_bytes: int
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle, path: str) -> Memory:
+        """Raises OSError if the file at `path` has been removed."""
+        return cls(bundle.metadata, path, os.path.getsize(path))
+
+    @property
+    def digest(self) -> str:
+        return self.metadata.digest
+
+    @property
+    def weighting(self) -> Weighting:
+        return self.metadata.weighting
+
+    @property
+    def entries(self) -> tuple[EntryRecord, ...]:
+        """[B]"""
+        return self.metadata.entries
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.entries)
+
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that its requests run with, whether the gate is open or closed."""
+        return self.metadata.adapter
+
+    @property
+    def needs_decision(self) -> bool:
+        """Whether entries or weights depend on the prompt."""
+        return self.metadata.gate is not None or self.weighting != "uniform"
+
+    @property
+    def acts_on_prompt(self) -> bool:
+        """Whether some prompt position before the last one may be computed with memory."""
+        return self.metadata.form == "merged" or set(self.metadata.activations.values()) - {"generation"} != set()
+
+    def spec(
+        self,
+        top_k: int | None,
+        remainder: bool,
+        token_ids: Sequence[int],
+        placeholders: Collection[int],
+        owner: str = "",
+        task_adapters: Mapping[str, LoRARequest] | None = None,
+    ) -> DecideSpec | InjectionSpec | None:
+        """What the workers shall do for a prompt [T]; None if there is nothing to inject: every entry has expired.
+
+        Args:
+            top_k: entries retrieved; None for all.
+            remainder: weighting "sqrt" with `top_k`: entries not retrieved stay in the softmax with alpha = 0.
+            placeholders: the ids of tokens that stand for media.
+            owner: who may share a decision.
+            task_adapters: adapters by task, of tasks that have one instead of entries.
+        """
+        if self.needs_decision:
+            adapters = tuple(
+                (task, TaskAdapter(each.lora_name, each.lora_int_id, each.lora_path))
+                for task, each in sorted((task_adapters or {}).items())
+            )
+            return DecideSpec(self.digest, self.weighting != "uniform", top_k, remainder, owner, adapters)
+        alive = alive_entries(self.metadata)
+        if not alive:
+            return None
+        start = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
+        expired = self.num_entries - len(alive)
+        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, start, expired)
+
+
+def undisputed(spec: DecideSpec | InjectionSpec | None) -> Decision | None:
+    """The decision about a request that the workers do not have to decide."""
+    return None if isinstance(spec, DecideSpec) else Decision(spec, source="none")

@@ -1,0 +1,116 @@
+"""A request's options for its memory, and its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.multimodal.utils import argsort_mm_positions
+from vllm.sampling_params import SamplingParams
+
+from .memory import Memory
+from .wire import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec
+
+OPTION_PREFIX = "inducekv_"
+TRACE_OPTION = "inducekv_trace"
+TOP_K_OPTION = "inducekv_top_k"
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """A request's options for its memory, from the extra body field `vllm_xargs`."""
+
+    trace: bool = False
+    top_k: int | None = None  # None for the server's setting
+
+
+def read_options(params: SamplingParams, memory: Memory) -> MemoryOptions:
+    """Read and check the options of a request to a memory.
+
+    Raises:
+        VLLMValidationError: an option is unknown or out of range, the worker's reserved key is used, or the request
+            asks for log-probabilities of a prompt that is computed with memory only after its decision.
+    """
+    num_entries = memory.num_entries
+    options = _own_arguments(params)
+    supported = {TRACE_OPTION, TOP_K_OPTION}
+    if unknown := sorted(options.keys() - supported):
+        raise VLLMValidationError(
+            f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(supported))}",
+            parameter="vllm_xargs",
+        )
+    trace, top_k = options.get(TRACE_OPTION, 0), options.get(TOP_K_OPTION)
+    if not isinstance(trace, int) or trace not in (0, 1):
+        raise VLLMValidationError(f"{TRACE_OPTION} must be 0 or 1, found {trace!r}", parameter="vllm_xargs")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_entries):
+        raise VLLMValidationError(
+            f"{TOP_K_OPTION} must be a whole number from 1 to {num_entries}, the memory's entries; found {top_k!r}",
+            parameter="vllm_xargs",
+        )
+    if params.prompt_logprobs is not None and memory.needs_decision and memory.acts_on_prompt:
+        raise VLLMValidationError(
+            "log-probabilities of the prompt cannot be had from a memory that acts on the prompt once it is decided",
+            parameter="prompt_logprobs",
+        )
+    return MemoryOptions(trace=bool(trace), top_k=top_k)
+
+
+def refuse_options(params: object) -> None:
+    """Raise VLLMValidationError if a request without memory has options for one."""
+    if isinstance(params, SamplingParams) and (options := _own_arguments(params)):
+        raise VLLMValidationError(
+            f"{min(options)!r} in vllm_xargs is an argument for a memory bundle, but the request's model has no memory",
+            parameter="vllm_xargs",
+        )
+
+
+def _own_arguments(params: SamplingParams) -> dict[str, Any]:
+    arguments = params.extra_args or {}
+    if EXTRA_ARGS_KEY in arguments:
+        raise VLLMValidationError(f"the argument {EXTRA_ARGS_KEY!r} is reserved", parameter="vllm_xargs")
+    return {name: value for name, value in arguments.items() if name.startswith(OPTION_PREFIX)}
+
+
+def with_spec(params: SamplingParams, spec: DecideSpec | InjectionSpec | None) -> SamplingParams:
+    """A copy of the user's parameters, with the spec instead of our options."""
+    own = params.clone()
+    extra = {name: value for name, value in (params.extra_args or {}).items() if not name.startswith(OPTION_PREFIX)}
+    if spec is not None:
+        extra[EXTRA_ARGS_KEY] = spec.to_extra_args()
+    own.extra_args = extra or None
+    return own
+
+
+def require_rendered(prompt: object) -> EngineInput:
+    """Check that the prompt has been rendered by vLLM.
+
+    Raises:
+        VLLMValidationError: the prompt is raw, streamed, or consists of anything but tokens and media.
+    """
+    if not isinstance(prompt, dict) or "type" not in prompt:
+        raise VLLMValidationError(
+            f"a memory bundle needs a rendered prompt, found {type(prompt).__name__}; streamed input is not supported"
+        )
+    if prompt["type"] not in ("token", "multimodal"):
+        raise VLLMValidationError(f"a memory bundle cannot be used with a prompt of type {prompt['type']!r}")
+    return cast(EngineInput, prompt)
+
+
+def cache_salt_of(prompt: EngineInput) -> str | None:
+    """The salt that the user gave with a rendered prompt."""
+    return cast(str | None, cast(Mapping[str, Any], prompt).get("cache_salt"))
+
+
+def prompt_token_ids(prompt: EngineInput) -> Sequence[int]:
+    """The token ids [T] of a rendered prompt."""
+    return cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])
+
+
+def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
+    """List (modality, index) of every multimodal item in the order in which vLLM sends them to the engine."""
+    if prompt["type"] != "multimodal":
+        return []
+    return argsort_mm_positions(prompt["mm_placeholders"])

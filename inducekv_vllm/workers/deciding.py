@@ -1,0 +1,91 @@
+"""Decisions: what a bundle's gate and index say about a prompt, attached to the step that has completed it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ..bundle.activation import first_active_position
+from ..bundle.lookup import MemoryIndex, MemoryLookup
+from ..engine.wire import DECISIONS, DecideSpec, Decision, InjectionSpec
+from ..errors import InduceKVError
+from .undecided import Undecided
+
+Completed = Sequence[tuple[str, Undecided]]
+
+
+class Deciding:
+    """Decides on the first rank: ranks cannot disagree."""
+
+    def __init__(self, placeholders: Collection[int]) -> None:
+        """`placeholders` are the ids of tokens that stand for media."""
+        self._placeholders = placeholders
+
+    def attached(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput, completed: Completed
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """A step's output, with decisions about the prompts that it has completed."""
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _DecidedLater(output, lambda: self._decide_all(completed))
+        return _attach(output, self._decide_all(completed))
+
+    def _decide_all(self, completed: Completed) -> dict[str, Decision]:
+        return {request_id: self._decide(request) for request_id, request in completed}
+
+    def _decide(self, request: Undecided) -> Decision:
+        began, index = time.perf_counter(), request.bundle.index
+        try:
+            features = request.features()
+            lookup = index.lookup(features, request.spec.top_k)
+        except InduceKVError as error:
+            return Decision(None, error=str(error))
+        gate, retrieval = lookup.gate_decision, lookup.retrieval
+        expiry = index.next_expiry()
+        return Decision(
+            injection=injection_of(index, request.spec, lookup, request.token_ids, self._placeholders),
+            task=gate.task if gate is not None else None,
+            margins=tuple(gate.margins.tolist()) if gate is not None else None,
+            closed=gate.closed if gate is not None else None,
+            similarity=retrieval.similarity if retrieval is not None else None,
+            seconds=time.perf_counter() - began,
+            valid_until=expiry.timestamp() if expiry is not None else None,
+        )
+
+
+def injection_of(
+    index: MemoryIndex, spec: DecideSpec, lookup: MemoryLookup, token_ids: Sequence[int], placeholders: Collection[int]
+) -> InjectionSpec | None:
+    """What is injected; None if the gate is closed or sends the request to a task that has an adapter.
+
+    With `spec.remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
+    weighting "prior", in which alpha = 0 removes an entry.
+    """
+    if (retrieval := lookup.retrieval) is None:
+        return None
+    activation = index.metadata.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
+    return InjectionSpec(
+        bundle=index.metadata.digest,
+        entries=tuple(retrieval.entries.tolist()),
+        weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
+        remainder=spec.remainder and index.metadata.weighting == "sqrt",
+        start=first_active_position(activation, token_ids, placeholders),
+        expired=lookup.num_expired,
+    )
+
+
+class _DecidedLater(AsyncModelRunnerOutput):
+    """Decides when vLLM waits for the step's tokens anyway."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, decide: Callable[[], dict[str, Decision]]) -> None:
+        self._output, self._decide = output, decide
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _attach(self._output.get_output(), self._decide())
+
+
+def _attach(output: Any, decisions: dict[str, Decision]) -> ModelRunnerOutput:
+    setattr(output, DECISIONS, decisions)
+    return output  # type: ignore[no-any-return]

@@ -1,0 +1,143 @@
+"""Requests whose memory is not decided yet: what their prompts tell a bundle's index and gate.
+
+The query key is the mean of the final hidden states over the whole prompt (paper, Eq. key_rewrite); a step only adds to
+it on the device. A gate's evidence is read from the KV cache, once all of the prompt is there, whoever has computed it.
+Both are on their way to the host then; nobody but the first rank waits for them.
+
+Shapes: T prompt tokens of a request, t of them deciding, d hidden size, H evidence of a gate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..attention.resident_bundle import ResidentBundle
+from ..bundle.lookup import QueryFeatures
+from ..engine.wire import DecideSpec
+from ..errors import InduceKVError
+from ..gate import deciding_tokens, last_averaged
+from ..host.device import Device, HostCopy
+from ..host.runner import StepRows
+from .cached_values import CachedValues
+
+Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
+
+
+@dataclass
+class Undecided:
+    """One request."""
+
+    spec: DecideSpec
+    bundle: ResidentBundle
+    token_ids: Sequence[int]  # [T]
+    blocks: list[list[int]]
+    seen: int = 0  # tokens whose hidden states are in `total`
+    total: Tensor | float = 0.0  # [d] float32, once a row has been seen
+    key: HostCopy | None = field(default=None)  # [d]
+    evidence: HostCopy | None = field(default=None)  # [H]
+
+    def features(self) -> QueryFeatures:
+        """Wait for what the prompt tells. Raises InduceKVError: it is not finite, because the model overflowed."""
+        found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence)]
+        if any(each is not None and not bool(each.isfinite().all()) for each in found):
+            raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
+        key, evidence = (None if each is None else each.numpy() for each in found)
+        return QueryFeatures(key=key, evidence=evidence)
+
+
+class UndecidedRequests:
+    """The requests of a worker; it calls every method in the order of its steps."""
+
+    def __init__(
+        self, values: CachedValues, placeholders: Collection[int], add_up: Callable[[Tensor], Tensor], device: Device
+    ) -> None:
+        """
+        Args:
+            placeholders: the ids of tokens that stand for media.
+            add_up: the sum of a tensor over the ranks.
+        """
+        self._values, self._placeholders, self._add_up, self._device = values, placeholders, add_up, device
+        self._requests: dict[str, Undecided] = {}
+        self._decided: set[str] = set()  # running requests, which may come as new ones after a preemption
+
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._decided)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request is undecided, or has been."""
+        return request_id in self._requests or request_id in self._decided
+
+    def start(
+        self, request_id: str, spec: DecideSpec, bundle: ResidentBundle, token_ids: Sequence[int], blocks: Blocks
+    ) -> None:
+        self._requests[request_id] = Undecided(spec, bundle, token_ids, [list(each) for each in blocks])
+
+    def settle(self, request_id: str) -> None:
+        """A request, perhaps a new one, is decided."""
+        self._requests.pop(request_id, None)
+        self._decided.add(request_id)
+
+    def extend(self, request_id: str, blocks: Blocks) -> None:
+        """A request, perhaps one of these, has got more blocks."""
+        if (request := self._requests.get(request_id)) is not None:
+            for own, new in zip(request.blocks, blocks, strict=True):
+                own.extend(new)
+
+    def restart(self, request_id: str, blocks: Blocks) -> None:
+        """A request, perhaps one of these, was preempted and goes on with these blocks alone."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.blocks = [list(each) for each in blocks]
+            request.seen, request.total = 0, 0.0
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+            self._decided.discard(request_id)
+
+    def complete(self, rows: StepRows, final_hidden: Callable[[int], Tensor | None]) -> list[tuple[str, Undecided]]:
+        """The requests whose last prompt token is in this step, whose forward pass is queued: they are decided.
+
+        Args:
+            final_hidden: the step's final hidden states [rows, d] by their number.
+        """
+        completed: list[tuple[str, Undecided]] = []
+        if not self._requests:
+            return completed
+        hidden: Tensor | None = None
+        for number, (request_id, computed, scheduled) in enumerate(
+            zip(rows.request_ids, rows.num_computed, rows.num_scheduled, strict=True)
+        ):
+            if (request := self._requests.get(request_id)) is None:
+                continue
+            if request.spec.retrieval:
+                hidden = final_hidden(rows.starts[-1]) if hidden is None else hidden
+                first, end = next(itertools.islice(itertools.pairwise(rows.starts), number, None))
+                assert hidden is not None
+                self._add(request, hidden[first:end])
+            if computed + scheduled >= len(request.token_ids):
+                self._find(request)
+                self.settle(request_id)
+                completed.append((request_id, request))
+        return completed
+
+    def _add(self, request: Undecided, hidden: Tensor) -> None:
+        """Add the final hidden states [rows, d] of the request's next rows, in order."""
+        request.total = request.total + hidden.float().sum(0)
+        request.seen += len(hidden)
+
+    def _find(self, request: Undecided) -> None:
+        if request.spec.retrieval:
+            T = len(request.token_ids)
+            assert request.seen == T, f"the key of {T} tokens has seen {request.seen}"
+            assert isinstance(request.total, Tensor)
+            request.key = self._device.to_host(normalize(request.total / T, dim=0))
+        if (gate := request.bundle.gate) is not None:
+            text, media = deciding_tokens(request.token_ids, gate.marks, self._placeholders)
+            values = self._values.read(gate.layers, request.blocks, text + media)  # [t, S, F of this rank]
+            evidence = gate.scores.evidence(last_averaged(values, len(text)), self._add_up)  # [H]
+            request.evidence = self._device.to_host(evidence)
