@@ -1,4 +1,4 @@
-"""The endpoint plugin: routes for bundles, and the two-pass engine client under every OpenAI route."""
+"""The endpoint plugin: routes for bundles, and the engine client with memory under every OpenAI route."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.engine.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.stopping import EngineStop
-from inducekv_vllm.engine.two_pass import MemoryRequest, TwoPassEngine
 from inducekv_vllm.errors import (
     InduceKVError,
     UnsupportedModel,
@@ -75,7 +75,7 @@ class InduceKVEndpoint:
             app.add_exception_handler(kind, unreadable_media)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Check the engine, load the configured bundles and install the two-pass client.
+        """Check the engine, load the configured bundles and install the engine client with memory.
 
         Raises:
             InduceKVError: the server cannot serve memory. The server then does not start.
@@ -102,7 +102,7 @@ class InduceKVEndpoint:
         else:
             registry = audit = PeerRegistry(engine_client, models, backbone, parallel._api_process_rank, config, stop)
             await registry.start()
-        engine = TwoPassEngine(engine_client, registry, config, stop, audit.answer if config.audit_answers else None)
+        engine = MemoryEngine(engine_client, registry, config, stop, audit.answer if config.audit_answers else None)
         registry.on_gone, registry.own_traces = engine.forget, engine.traces.of_response
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
@@ -156,7 +156,7 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry | PeerR
     models.unload_lora_adapter = guarded(models.unload_lora_adapter)  # type: ignore[method-assign]
 
 
-def refuse_beam_search(state: State, engine: TwoPassEngine) -> None:
+def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
     """Make beam search refuse memory: it sends a new prompt for every token, each with a different query key."""
 
     def guarded(search: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.two_pass import Lease, MemoryRequest
+from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.errors import UnknownBundle, UnsupportedModel
 
 from .metrics import RegistryMetrics

@@ -17,9 +17,9 @@ from vllm.exceptions import RetryableRequestError
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import BackboneFingerprint, read_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.memory_engine import Lease
 from inducekv_vllm.engine.stopping import EngineStop
-from inducekv_vllm.engine.two_pass import Lease
 from inducekv_vllm.errors import BundleError, ConfigError
 from inducekv_vllm.host.config import InduceKVConfig
 
@@ -98,11 +98,11 @@ class PeerRegistry:
         # It may be there already: given up, and asked for again before it was read.
         self._names.versions.setdefault(digest, Version(memory, resident_bytes, requests))
 
-    def _read(self, name: str, path: str) -> MemoryIndex:
+    def _read(self, name: str, path: str) -> Memory:
         """Runs in a thread. The first process has checked all but what the file is now."""
         bundle = read_bundle(path, backbone=self._backbone, name=f"bundle {name!r} ({path})")
         try:
-            return MemoryIndex.from_bundle(bundle, path)
+            return Memory.from_bundle(bundle, path)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
 

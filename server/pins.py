@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.two_pass import MemoryRequest
+from inducekv_vllm.engine.memory_engine import MemoryRequest
 
 PIN = re.compile(r"(?P<name>.+)@(?P<digest>[0-9a-f]{12,64})")  # a digest, or how it begins
 

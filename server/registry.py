@@ -24,9 +24,9 @@ from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle, read_public_key, require_signature
 from inducekv_vllm.bundle.adapters import read_adapter
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.memory_engine import Lease
 from inducekv_vllm.engine.stopping import EngineStop
-from inducekv_vllm.engine.two_pass import Lease
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -236,7 +236,7 @@ class BundleRegistry:
             await self._serve(name, memory, record.source, False, START, "restored", began)
 
     async def _serve(
-        self, name: str, memory: MemoryIndex, source: str, replace: bool, who: str, done: str, began: float
+        self, name: str, memory: Memory, source: str, replace: bool, who: str, done: str, began: float
     ) -> MemoryBundleCard:
         """Make a checked memory resident, record it, point `name` to it and log it."""
         version = await self._resident(name, memory)
@@ -280,7 +280,7 @@ class BundleRegistry:
         self._drop_what_is_gone()
         return self._card(name, is_admin=True)
 
-    async def _resident(self, name: str, memory: MemoryIndex) -> Version:
+    async def _resident(self, name: str, memory: Memory) -> Version:
         """The version of this content, made resident if it is not."""
         self._check_adapter(name, memory)
         version = self._names.versions.get(memory.digest)
@@ -301,7 +301,7 @@ class BundleRegistry:
             self._limit.reschedule(None)
             yield
 
-    async def _record_change(self, name: str, memory: MemoryIndex, source: str, who: str, done: str) -> None:
+    async def _record_change(self, name: str, memory: Memory, source: str, who: str, done: str) -> None:
         before = self._names.of(name).memory.digest if name in self._names else None
         await self._audit.change(
             _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
@@ -419,7 +419,7 @@ class BundleRegistry:
             finally:
                 self._waiting -= 1
 
-    def _read_version(self, name: str, record: VersionRecord) -> MemoryIndex:
+    def _read_version(self, name: str, record: VersionRecord) -> Memory:
         """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
         path = str(self._history.path(record))
         memory = self._read_checked(name, path, None)
@@ -430,12 +430,12 @@ class BundleRegistry:
             )
         return memory
 
-    def _read(self, name: str, path: str, access: Access | None) -> MemoryIndex:
+    def _read(self, name: str, path: str, access: Access | None) -> Memory:
         """Read and check a file; runs in a thread. With `access`, `path` is what it has found inside."""
         with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
             return self._read_opened(name, path, file)
 
-    def _read_opened(self, name: str, path: str, file: str) -> MemoryIndex:
+    def _read_opened(self, name: str, path: str, file: str) -> Memory:
         """`file` is what leads to the bundle now, `path` what will later."""
         source = f"bundle {name!r} ({path})"
         bundle = read_bundle(
@@ -449,11 +449,11 @@ class BundleRegistry:
                 # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
                 require_signature(bundle.signature, bundle.digest, self._signers, source)
             kept = self._history.store(bundle, path)
-            return dataclasses.replace(MemoryIndex.from_bundle(bundle, file), path=kept)
+            return dataclasses.replace(Memory.from_bundle(bundle, file), path=kept)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
 
-    def _read_checked(self, name: str, path: str, access: Access | None) -> MemoryIndex:
+    def _read_checked(self, name: str, path: str, access: Access | None) -> Memory:
         """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
         memory = self._read(name, path, access)
         for record in memory.metadata.task_adapters:
@@ -486,7 +486,7 @@ class BundleRegistry:
         if expected is not None and found != expected:
             raise VersionConflict(f"memory bundle {name!r}: expected digest {expected:.100}, found {found}")
 
-    def _check_adapter(self, name: str, memory: MemoryIndex) -> None:
+    def _check_adapter(self, name: str, memory: Memory) -> None:
         lora_on = self._client.vllm_config.lora_config is not None
         if memory.metadata.task_adapters:
             self._check_task_adapters(name, memory)
@@ -498,7 +498,7 @@ class BundleRegistry:
         if memory.adapter is not None:
             self._names.adapter(name, memory.adapter)
 
-    def _check_task_adapters(self, name: str, memory: MemoryIndex) -> None:
+    def _check_task_adapters(self, name: str, memory: Memory) -> None:
         config = self._client.vllm_config.lora_config
         if config is None:
             raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
 from inducekv_vllm.host.logs import logger_of
@@ -21,7 +21,7 @@ from inducekv_vllm.host.logs import logger_of
 logger = logger_of(__name__)
 
 
-def adapter_folder(memory: MemoryIndex, record: AdapterRecord) -> Path:
+def adapter_folder(memory: Memory, record: AdapterRecord) -> Path:
     """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
     return Path(memory.path).parent / record.path
 
@@ -34,7 +34,7 @@ class EngineMemory:
         self._models = models
         self.background: set[asyncio.Task[Any]] = set()
 
-    async def load(self, memory: MemoryIndex) -> int:
+    async def load(self, memory: Memory) -> int:
         """Load on every rank, while requests run; return its bytes in the pool of the first one.
 
         If a rank fails, unload on all and raise CapacityError, or BundleError if it lacks no room.
@@ -54,7 +54,7 @@ class EngineMemory:
             raise kind(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
         return int(answers[0]["resident_bytes"])
 
-    async def load_adapters(self, name: str, memory: MemoryIndex) -> dict[str, LoRARequest]:
+    async def load_adapters(self, name: str, memory: Memory) -> dict[str, LoRARequest]:
         """Load the tasks' adapters into the engine. If one fails, unload what was loaded and raise UnsupportedModel."""
         adapters: dict[str, LoRARequest] = {}
         try:

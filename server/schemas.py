@@ -202,10 +202,9 @@ class MemoryTrace(BaseModel):
                     "remainder": False,
                     "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
                     "timings": {
-                        "key_pass_ms": 41.8,
-                        "key_source": "computed",
-                        "retrieval_ms": 0.2,
-                        "answer_pass_ms": 93.1,
+                        "decision_source": "computed",
+                        "decision_ms": 0.2,
+                        "request_ms": 93.1,
                     },
                 }
             ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.memory import Memory
 
 from .history import VersionRecord
 from .schemas import MemoryBundleCard, MemoryVersion
@@ -19,7 +19,7 @@ from .schemas import MemoryBundleCard, MemoryVersion
 class Version:
     """A version that is resident on the workers."""
 
-    memory: MemoryIndex
+    memory: Memory
     resident_bytes: int  # in the pool of one worker rank
     task_adapters: dict[str, LoRARequest]  # by task
     names: dict[str, str] = field(default_factory=dict)  # its names, and the path that each was loaded from
@@ -47,7 +47,7 @@ class Version:
             expired_entries=memory.num_entries - len(memory.alive()),
             task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in self.task_adapters.items()},
             tasks=dict(Counter(entry.task for entry in memory.entries)),
-            gate_tasks=list(memory.gate.tasks) if memory.gate is not None else None,
+            gate_tasks=list(memory.metadata.gate_tasks) or None,
             file_bytes=memory.file_bytes,
             resident_bytes=self.resident_bytes,
             active_requests=self.active + active_elsewhere,

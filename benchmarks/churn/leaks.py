@@ -41,7 +41,7 @@ async def in_use(client: httpx.AsyncClient) -> dict[str, int]:
     return {
         "slots": sum(rank["slots_used"] for rank in ranks),
         "pool_tokens": sum(rank["pool_tokens"] - rank["pool_tokens_free"] for rank in ranks),
-        "query_keys": sum(rank["keys_pending"] for rank in ranks),
+        "requests_known": sum(rank["requests_known"] for rank in ranks),
     }
 
 

@@ -1,1 +1,1 @@
-"""The two passes of a request with memory: the HTTP engine client, the offline helper and what they share."""
+"""What a request for memory asks of the engine, and what comes back: for HTTP, and for `vllm.LLM`."""

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..files.regular import open_regular
 from ..host.config import InduceKVConfig
 from ..host.logs import logger_of
-from .memory_index import MemoryIndex, MemoryLookup, QueryFeatures
+from ..retrieval.page_terms import FloatArray
 
 logger = logger_of(__name__)
 DIGITS: Final = 4
@@ -40,15 +40,15 @@ class GateLog:
     def of(cls, config: InduceKVConfig) -> GateLog:
         return cls(config.gate_log)
 
-    def note(self, memory: MemoryIndex, query: QueryFeatures, lookup: MemoryLookup) -> None:
-        """Record a decision, without waiting for the disk."""
-        if self._file is None or lookup.gate_decision is None or query.evidence is None:
+    def note(self, gate: str, evidence: FloatArray, task: str | None) -> None:
+        """Record a decision on evidence [H] of a gate of this digest, without waiting for the disk."""
+        if self._file is None:
             return
         if not self._room.acquire(blocking=False):
             self._failed("the disk is too slow; lines are left out")
             return
-        evidence = [round(number, DIGITS) for number in query.evidence.tolist()]
-        record = {"gate": memory.token_digest, "evidence": evidence, "task": lookup.gate_decision.task}
+        numbers = [round(number, DIGITS) for number in evidence.tolist()]
+        record = {"gate": gate, "evidence": numbers, "task": task}
         self._disk.submit(self._append, self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:

@@ -53,6 +53,10 @@ class Memory:
         """The LoRA adapter that its requests run with, whether the gate is open or closed."""
         return self.metadata.adapter
 
+    def alive(self) -> Sequence[int]:
+        """The entries that have not expired."""
+        return alive_entries(self.metadata)
+
     @property
     def needs_decision(self) -> bool:
         """Whether entries or weights depend on the prompt."""
@@ -87,7 +91,7 @@ class Memory:
                 for task, each in sorted((task_adapters or {}).items())
             )
             return DecideSpec(self.digest, self.weighting != "uniform", top_k, remainder, owner, adapters)
-        alive = alive_entries(self.metadata)
+        alive = self.alive()
         if not alive:
             return None
         start = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from ..gate import Closed
-from .key_cache import KeySource
-from .memory_index import MemoryIndex, MemoryLookup
+from .memory import Memory
+from .wire import Decision, Source
 
-KEY_SOURCES: Final[tuple[KeySource, ...]] = get_args(KeySource)
-Pass = Literal["key", "answer"]
-PASSES: Final[tuple[Pass, ...]] = ("key", "answer")
+SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 # Of vLLM's own histograms of latencies, so that a dashboard can draw both with one scale.
 TO_FIRST_TOKEN: Final = (
@@ -43,36 +41,29 @@ REQUESTS = Counter(
     "Requests to a memory bundle, by its relevance gate: open for a task, closed (outside, below_threshold), or none.",
     ["bundle", "gate", "task"],
 )
-QUERY_KEYS = Counter(
-    "inducekv:query_keys",
-    "Query keys by source: computed in a key pass, shared with a request that ran at the same time, cached, or none.",
+DECISIONS = Counter(
+    "inducekv:decisions",
+    "Decisions by source: computed from the prompt, cached for the same prompt, or none was needed.",
     ["bundle", "source"],
 )
-FAILURES = Counter(
-    "inducekv:request_failures",
-    "Requests to a memory bundle that an error has ended, by the pass that it came from.",
-    ["bundle", "pass"],
-)
+FAILURES = Counter("inducekv:request_failures", "Requests to a memory bundle that an error has ended.", ["bundle"])
 ACTIVE = Gauge(
     "inducekv:active_requests",
     "Requests that run with a memory bundle, on any of its versions.",
     ["bundle"],
     multiprocess_mode="livesum",
 )
-KEY_PASS_SECONDS = Histogram(
-    "inducekv:key_pass_seconds", "Seconds of a key pass that was computed.", ["bundle"], buckets=TO_FIRST_TOKEN
-)
-RETRIEVAL_SECONDS = Histogram(
-    "inducekv:retrieval_seconds", "Seconds of the gate and the search for entries.", ["bundle"], buckets=RETRIEVAL
+DECISION_SECONDS = Histogram(
+    "inducekv:decision_seconds", "Seconds of the gate and the search for entries.", ["bundle"], buckets=RETRIEVAL
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "inducekv:time_to_first_token_seconds",
-    "Seconds to the first token of a request with memory, its key pass included.",
+    "Seconds to the first token of a request with memory.",
     ["bundle"],
     buckets=TO_FIRST_TOKEN,
 )
-ANSWER_PASS_SECONDS = Histogram(
-    "inducekv:answer_pass_seconds", "Seconds of the answer pass, to the last token.", ["bundle"], buckets=WHOLE_ANSWER
+REQUEST_SECONDS = Histogram(
+    "inducekv:request_seconds", "Seconds of a request with memory.", ["bundle"], buckets=WHOLE_ANSWER
 )
 SIMILARITY = Histogram(
     "inducekv:similarity",
@@ -87,8 +78,8 @@ GATE_MARGIN = Histogram(
     buckets=MARGINS,
 )
 OF_A_BUNDLE: Final[tuple[Counter | Gauge | Histogram, ...]] = (
-    *(REQUESTS, QUERY_KEYS, FAILURES, ACTIVE),
-    *(KEY_PASS_SECONDS, RETRIEVAL_SECONDS, FIRST_TOKEN_SECONDS, ANSWER_PASS_SECONDS, SIMILARITY, GATE_MARGIN),
+    *(REQUESTS, DECISIONS, FAILURES, ACTIVE),
+    *(DECISION_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS, SIMILARITY, GATE_MARGIN),
 )
 
 
@@ -110,17 +101,15 @@ class BundleMetrics:
         self.bundle = bundle
         self._exported = exported
 
-    def begin(self, memory: MemoryIndex) -> None:
+    def begin(self, memory: Memory) -> None:
         """Begin the series at 0, those of the gate's tasks included: a rate needs what was before the first request."""
-        tasks = memory.gate.tasks if memory.gate is not None else ()
+        tasks = memory.metadata.gate_tasks
         verdicts = [*(("open", task) for task in tasks), *((reason, "") for reason in CLOSED)] or [("none", "")]
         for verdict in verdicts:
             REQUESTS.labels(self.bundle, *verdict)
-        for source in KEY_SOURCES:
-            QUERY_KEYS.labels(self.bundle, source)
-        for of_pass in PASSES:
-            FAILURES.labels(self.bundle, of_pass)
-        for metric in OF_A_BUNDLE[3:]:
+        for source in SOURCES:
+            DECISIONS.labels(self.bundle, source)
+        for metric in OF_A_BUNDLE[2:]:
             metric.labels(self.bundle)
 
     def end(self) -> None:
@@ -141,24 +130,17 @@ class BundleMetrics:
         finally:
             running.dec()
 
-    def keyed(self, source: KeySource, seconds: float) -> None:
-        """Record a query key and how long the request waited for it."""
+    def decided(self, decision: Decision) -> None:
         if not self._exported:
             return
-        QUERY_KEYS.labels(self.bundle, source).inc()
-        if source == "computed":
-            KEY_PASS_SECONDS.labels(self.bundle).observe(seconds)
-
-    def looked_up(self, lookup: MemoryLookup, seconds: float) -> None:
-        """Record what the gate and the search have found."""
-        if not self._exported:
-            return
-        RETRIEVAL_SECONDS.labels(self.bundle).observe(seconds)
-        REQUESTS.labels(self.bundle, *_verdict(lookup)).inc()
-        if lookup.gate_decision is not None:
-            GATE_MARGIN.labels(self.bundle).observe(float(lookup.gate_decision.margins.max()))
-        if lookup.retrieval is not None and lookup.retrieval.similarity is not None:
-            SIMILARITY.labels(self.bundle).observe(lookup.retrieval.similarity)
+        DECISIONS.labels(self.bundle, decision.source).inc()
+        REQUESTS.labels(self.bundle, decision.verdict, decision.task or "").inc()
+        if decision.source == "computed":
+            DECISION_SECONDS.labels(self.bundle).observe(decision.seconds)
+        if decision.margins is not None:
+            GATE_MARGIN.labels(self.bundle).observe(max(decision.margins))
+        if decision.similarity is not None:
+            SIMILARITY.labels(self.bundle).observe(decision.similarity)
 
     def first_token(self, seconds: float) -> None:
         if self._exported:
@@ -166,16 +148,8 @@ class BundleMetrics:
 
     def answered(self, seconds: float) -> None:
         if self._exported:
-            ANSWER_PASS_SECONDS.labels(self.bundle).observe(seconds)
+            REQUEST_SECONDS.labels(self.bundle).observe(seconds)
 
-    def failed(self, of_pass: Pass) -> None:
+    def failed(self) -> None:
         if self._exported:
-            FAILURES.labels(self.bundle, of_pass).inc()
-
-
-def _verdict(lookup: MemoryLookup) -> tuple[str, str]:
-    """The labels `gate` and `task`."""
-    decision = lookup.gate_decision
-    if decision is None:
-        return "none", ""
-    return decision.closed or "open", decision.task or ""
+            FAILURES.labels(self.bundle).inc()

@@ -34,6 +34,7 @@ from ..bundle import read_bundle, read_public_key, require_signature
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..host.config import InduceKVConfig
 from .memory import Memory, undisputed
+from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .wire import DecideSpec, Decision, InjectionSpec, poll_delays
 
@@ -168,7 +169,7 @@ class MemoryLLM:
         all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
         return [
-            MemoryAnswer(output, None if each is None else decision_of(output, spec))
+            MemoryAnswer(output, None if each is None else undisputed(spec) or taken_from(output))
             for output, each, spec in zip(outputs, memories, specs, strict=True)
         ]
 
@@ -198,19 +199,6 @@ class MemoryLLM:
         name = adapter.lora_name if adapter is not None else None
         if memory.adapter != name:
             raise UnsupportedModel(f"{memory.path} was made with the LoRA adapter {memory.adapter}, found {name}")
-
-
-def decision_of(output: RequestOutput, spec: DecideSpec | InjectionSpec | None) -> Decision | None:
-    """What a request was answered with, from its first output or its last; None if that does not tell.
-
-    It takes the message out of vLLM's field.
-    """
-    if (decided := undisputed(spec)) is not None:
-        return decided
-    told = dict(output.kv_transfer_params or {})
-    raw = told.pop("inducekv", None)
-    output.kv_transfer_params = told or None
-    return None if raw is None else Decision.parse(raw)
 
 
 def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:

@@ -1,8 +1,8 @@
 """Spans of requests with memory, for OpenTelemetry.
 
 vLLM makes one span `llm_request` for each request of the engine when it has ended, from a fixed list of attributes; it
-offers no place to add any. So a request with memory gets a span of its own, `inducekv_request`, and the spans of its
-two passes are the children of that one: vLLM takes the parent of a span from the request's trace headers.
+offers no place to add any. So a request with memory gets a span of its own, `inducekv_request`, and vLLM's is its
+child: vLLM takes the parent of a span from the request's trace headers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from opentelemetry.trace import Span, SpanKind, get_tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import StatusCode
 
-from .memory_index import MemoryIndex, MemoryLookup
+from .memory import Memory
+from .wire import Decision
 
 SPAN = "inducekv_request"
 
@@ -21,33 +22,31 @@ SPAN = "inducekv_request"
 class RequestSpan:
     """The span of one request with memory. Without tracing it does nothing."""
 
-    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: MemoryIndex) -> None:
+    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: Memory) -> None:
         """`headers` are the trace headers of the HTTP request."""
-        self.headers: Mapping[str, str] | None = headers  # for the passes
+        self.headers: Mapping[str, str] | None = headers  # for the engine
         self._span: Span | None = None
         if enabled:
             self._span = _start(headers, {"inducekv.bundle": bundle, "inducekv.digest": memory.digest})
             self.headers = _headers_of(self._span)
 
-    def looked_up(self, lookup: MemoryLookup, key_source: str, key_seconds: float, retrieval_seconds: float) -> None:
-        """Add what the key pass and the search have found."""
+    def decided(self, decision: Decision) -> None:
+        """Add what the request is answered with."""
         if self._span is None:
             return
         facts: dict[str, str | int | float] = {
-            "inducekv.key.source": key_source,
-            "inducekv.key.seconds": key_seconds,
-            "inducekv.retrieval.seconds": retrieval_seconds,
-            "inducekv.gate": "none",
+            "inducekv.decision.source": decision.source,
+            "inducekv.decision.seconds": decision.seconds,
+            "inducekv.gate": decision.verdict,
         }
-        if (decision := lookup.gate_decision) is not None:
-            facts["inducekv.gate"] = decision.closed or "open"
-            facts["inducekv.gate.margin"] = float(decision.margins.max())
-            if decision.task is not None:
-                facts["inducekv.task"] = decision.task
-        if (retrieval := lookup.retrieval) is not None:
-            facts["inducekv.entries"] = len(retrieval.entries)
-            if retrieval.similarity is not None:
-                facts["inducekv.similarity"] = retrieval.similarity
+        if decision.margins is not None:
+            facts["inducekv.gate.margin"] = max(decision.margins)
+        if decision.task is not None:
+            facts["inducekv.task"] = decision.task
+        if decision.injection is not None:
+            facts["inducekv.entries"] = len(decision.injection.entries)
+        if decision.similarity is not None:
+            facts["inducekv.similarity"] = decision.similarity
         self._span.set_attributes(facts)
 
     def failed(self, error: Exception) -> None:

@@ -6,16 +6,13 @@ from typing import Any
 
 from cachetools import FIFOCache
 
-from ..gate import GateDecision
-from .memory_index import MemoryIndex
-from .wire import InjectionSpec
+from .memory import Memory
+from .wire import Decision
 
 
-def describe_injection(
-    name: str, memory: MemoryIndex, spec: InjectionSpec | None, gate_decision: GateDecision | None
-) -> dict[str, Any]:
-    """Describe an injection as JSON: the bundle, the gate's decision, and the entries by decreasing weight."""
-    record = memory.metadata.adapter_of(gate_decision.task) if gate_decision is not None else None
+def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
+    """A decision as JSON: the bundle, the gate's part, and the entries by decreasing weight."""
+    record, spec = memory.metadata.adapter_of(decision.task), decision.injection
     entries = zip(spec.entries, spec.weights, strict=True) if spec is not None else ()
     return {
         "bundle": name,
@@ -25,7 +22,7 @@ def describe_injection(
         "start": spec.start if spec is not None else None,
         "adapter": record.digest if record is not None else None,
         "num_entries": memory.num_entries,
-        "gate": _describe_gate(memory, gate_decision),
+        "gate": _describe_gate(memory, decision),
         "remainder": spec is not None and spec.remainder and len(spec.entries) < memory.num_entries,
         "entries": [
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
@@ -34,15 +31,15 @@ def describe_injection(
     }
 
 
-def _describe_gate(memory: MemoryIndex, gate_decision: GateDecision | None) -> dict[str, Any] | None:
+def _describe_gate(memory: Memory, decision: Decision) -> dict[str, Any] | None:
     """None without a gate. For a closed gate the task is null, and for an open one the reason why it is closed."""
-    if memory.gate is None or gate_decision is None:
+    if decision.margins is None:
         return None
     return {
-        "open": gate_decision.task is not None,
-        "task": gate_decision.task,
-        "closed": gate_decision.closed,
-        "margins": dict(zip(memory.gate.tasks, gate_decision.margins.tolist(), strict=True)),
+        "open": decision.task is not None,
+        "task": decision.task,
+        "closed": decision.closed,
+        "margins": dict(zip(memory.metadata.gate_tasks, decision.margins, strict=True)),
     }
 
 

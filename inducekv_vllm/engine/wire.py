@@ -123,6 +123,11 @@ class Decision:
     valid_until: float | None = None  # in seconds since the epoch: an entry expires then
     error: str | None = None  # why nothing could be decided
 
+    @property
+    def verdict(self) -> Literal["none", "open"] | Closed:
+        """The gate's: none without a gate, or why it is closed."""
+        return "none" if self.margins is None else self.closed or "open"
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "injection": self.injection and self.injection.to_extra_args()}
 

@@ -22,8 +22,17 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModel: names the setting and why memory would be wrong with it.
     """
     parallel, model = config.parallel_config, config.model_config
+    scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
     refusals = [
         (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
+        (
+            scheduler != SCHEDULER_CLS,
+            f"the scheduler {scheduler}: it would not wait for decisions; start with --scheduler-cls {SCHEDULER_CLS}",
+        ),
+        (
+            events is not None and events.enable_kv_cache_events,
+            "KV cache events: blocks of requests with memory have other hashes than their tokens",
+        ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (
             parallel.data_parallel_size > 1,
@@ -68,21 +77,6 @@ def check_gpu_runner(config: VllmConfig) -> None:
             "vLLM's V2 model runner, its default, does not support these flags (vLLM's log names them): take them "
             "away, or ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"
         )
-
-
-def check_late_activation(config: VllmConfig) -> None:
-    """Refuse engine settings with which memory cannot act from a later position than the first.
-
-    Raises:
-        UnsupportedModel: names the setting.
-    """
-    scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
-    if scheduler != SCHEDULER_CLS:
-        raise UnsupportedModel(
-            f"memory that acts from a later position on needs --scheduler-cls {SCHEDULER_CLS}, found {scheduler}"
-        )
-    if events is not None and events.enable_kv_cache_events:
-        raise UnsupportedModel("memory that acts from a later position on cannot be served with KV cache events")
 
 
 def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -1,1 +1,1 @@
-"""What runs in a worker of vLLM: resident bundles, the memory of running requests, and key passes."""
+"""What runs in a worker of vLLM: resident bundles, decisions, and the memory of running requests."""

@@ -10,6 +10,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import MemoryIndex, MemoryLookup
+from ..engine.gate_log import GateLog
 from ..engine.wire import DECISIONS, DecideSpec, Decision, InjectionSpec
 from ..errors import InduceKVError
 from .undecided import Undecided
@@ -20,9 +21,9 @@ Completed = Sequence[tuple[str, Undecided]]
 class Deciding:
     """Decides on the first rank: ranks cannot disagree."""
 
-    def __init__(self, placeholders: Collection[int]) -> None:
+    def __init__(self, placeholders: Collection[int], gate_log: GateLog) -> None:
         """`placeholders` are the ids of tokens that stand for media."""
-        self._placeholders = placeholders
+        self._placeholders, self._gate_log = placeholders, gate_log
 
     def attached(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput, completed: Completed
@@ -31,6 +32,9 @@ class Deciding:
         if isinstance(output, AsyncModelRunnerOutput):
             return _DecidedLater(output, lambda: self._decide_all(completed))
         return _attach(output, self._decide_all(completed))
+
+    def close(self) -> None:
+        self._gate_log.close()
 
     def _decide_all(self, completed: Completed) -> dict[str, Decision]:
         return {request_id: self._decide(request) for request_id, request in completed}
@@ -43,6 +47,8 @@ class Deciding:
         except InduceKVError as error:
             return Decision(None, error=str(error))
         gate, retrieval = lookup.gate_decision, lookup.retrieval
+        if gate is not None and features.evidence is not None:
+            self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         return Decision(
             injection=injection_of(index, request.spec, lookup, request.token_ids, self._placeholders),

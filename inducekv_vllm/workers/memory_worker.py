@@ -31,12 +31,13 @@ from ..attention.resident_gate import ResidentGate
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
+from ..engine.gate_log import GateLog
 from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError
 from ..host.config import CONFIG_KEY, InduceKVConfig
 from ..host.device import Device, device_of
 from ..host.logs import logger_of
-from ..host.requirements import check_engine, check_late_activation, check_maps
+from ..host.requirements import check_engine, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
 from ..retrieval.page_terms import PageTerms, Retrieval, page_terms
 from .cached_values import CachedValues
@@ -74,6 +75,7 @@ class MemoryWorker(Worker):
         self.attention: MemoryAttention
         self.cached_values: CachedValues
         self.undecided: UndecidedRequests
+        self.deciding: Deciding | None = None  # on the first rank
         self._device: Device
         self._runner: RunnerTables
 
@@ -127,7 +129,9 @@ class MemoryWorker(Worker):
         placeholders = placeholder_ids(self.model_config.hf_config)
         add_up = tensor_model_parallel_all_reduce
         self.undecided = UndecidedRequests(self.cached_values, placeholders, add_up, self._device)
-        self.deciding = Deciding(placeholders)
+        if get_tensor_model_parallel_rank() == 0:
+            gate_log = GateLog.of(InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig())
+            self.deciding = Deciding(placeholders, gate_log)
 
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
@@ -153,7 +157,7 @@ class MemoryWorker(Worker):
         """The step's tokens, with the first rank's decisions about the prompts that the step has completed."""
         output = super().sample_tokens(grammar_output)
         completed, self._completed = self._completed, []
-        if not completed or get_tensor_model_parallel_rank() > 0:
+        if not completed or self.deciding is None:
             return output
         return self.deciding.attached(output, completed)
 
@@ -268,8 +272,6 @@ class MemoryWorker(Worker):
             check_most_entries(bundle, self.attention.most_entries)
         if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
             raise self.attention.merged_refusal
-        if set(bundle.metadata.activations.values()) - {"prompt"}:
-            check_late_activation(self.vllm_config)
         if bundle.metadata.output_map is not None:
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
         if bundle.metadata.gate is not None:
@@ -298,6 +300,8 @@ class MemoryWorker(Worker):
 
     def shutdown(self) -> None:
         self.resident.close()
+        if self.deciding is not None:
+            self.deciding.close()
         super().shutdown()
 
 

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` with the two-pass client, shared by the tests of the engine and of the registry."""
+"""An `AsyncLLM` with memory, shared by the tests of the engine and of the registry."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.two_pass import Lease, MemoryRequest, TwoPassEngine
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest, MemoryEngine
 from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import UnknownBundle
-from inducekv_vllm.host.config import WORKER_CLS, InduceKVConfig
+from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWER_PROCESSES}
@@ -26,7 +26,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWE
 class Memories:
     """The simplest source: fixed memories and a count of leases."""
 
-    def __init__(self, **memories: MemoryIndex) -> None:
+    def __init__(self, **memories: Memory) -> None:
         self.memories = memories
         self.leases = 0
 
@@ -55,7 +55,7 @@ class Served:
 
     def __init__(self, llm: AsyncLLM, memories: Memories) -> None:
         self.llm, self.memories = llm, memories
-        self.engine = TwoPassEngine(llm, memories, InduceKVConfig())
+        self.engine = MemoryEngine(llm, memories, InduceKVConfig())
         self.plain = llm.generate
         self._count = 0
 
@@ -79,7 +79,7 @@ class Served:
             await self.plain_answer()
             (stats,) = await self.llm.collective_rpc("inducekv_stats")
             left = (self.memories.leases, self.llm.output_processor.get_num_unfinished_requests())
-            if left == (0, 0) and stats["keys_pending"] == stats["slots_used"] == 0:
+            if left == (0, 0) and stats["requests_known"] == stats["slots_used"] == 0:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"left behind: {left}, {stats}")
@@ -103,12 +103,13 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
                 max_num_seqs=4,
                 enforce_eager=True,
                 worker_cls=WORKER_CLS,
+                scheduler_cls=SCHEDULER_CLS,
                 additional_config={"inducekv": {}},
             )
         )
     try:
         path = str(world.paths["sqrt"])
-        memory = MemoryIndex.from_bundle(read_bundle(path), path)
+        memory = Memory.from_bundle(read_bundle(path), path)
         await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
         delays = poll_delays()
         while (loaded := (await llm.collective_rpc("inducekv_load_outcome", args=(memory.digest,)))[0]) is None:
