@@ -274,9 +274,7 @@ class MemoryEngine:
                 self.check_decision(prompt, answer.decision, self.bundles[str(name)], top_k)
         return answers
 
-    def check_decision(
-        self, prompt: Prompt, decision: Decision, bundle: Bundle, top_k: int | None = None
-    ) -> None:
+    def check_decision(self, prompt: Prompt, decision: Decision, bundle: Bundle, top_k: int | None = None) -> None:
         """Against gate and index with what the untouched model in transformers tells."""
         backbone, gate = self.world.backbone, bundle.gate
         inputs = backbone.encode(prompt.chat_messages, prompt.images)

@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest, MemoryEngine
+from inducekv_vllm.engine.memory_engine import Lease, MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import UnknownBundle
 from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig

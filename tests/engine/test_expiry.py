@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
-from inducekv_vllm.engine.passes import make_injection_spec
+from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
+from inducekv_vllm.engine.wire import DecideSpec
+from inducekv_vllm.workers.deciding import injection_of
 from selector.update.forget import without_entries
 from tests.bundles import d, random_bundle, random_gate, random_gated_bundle
 
 MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
+
+
+SPEC = DecideSpec("digest", True, None, True)
 
 
 def expiring(bundle: Bundle, dates: dict[str, datetime]) -> Bundle:
@@ -29,7 +33,7 @@ def expiring(bundle: Bundle, dates: dict[str, datetime]) -> Bundle:
 
 def index(bundle: Bundle, tmp_path: Path) -> MemoryIndex:
     write_bundle(bundle, tmp_path / "b.safetensors")
-    return MemoryIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"), str(tmp_path / "b.safetensors"))
+    return MemoryIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"))
 
 
 def test_dates_come_back_and_change_the_digest(tmp_path: Path) -> None:
@@ -83,8 +87,8 @@ def test_answers_are_those_after_the_expired_entries_were_forgotten(
             assert tasks[0] == tasks[1]
             assert (found.retrieval is None) == (expected.retrieval is None)
             if found.retrieval is not None and expected.retrieval is not None:
-                ids = [memory.entries[i].id for i in found.retrieval.entries]
-                assert ids == [reference.entries[i].id for i in expected.retrieval.entries]
+                ids = [memory.metadata.entries[i].id for i in found.retrieval.entries]
+                assert ids == [reference.metadata.entries[i].id for i in expected.retrieval.entries]
                 np.testing.assert_array_equal(found.retrieval.weights, expected.retrieval.weights)
 
 
@@ -104,13 +108,18 @@ def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> 
     assert memory.lookup(queries()[0], None, MADE).retrieval is not None
     gone = memory.lookup(queries()[0], None, EARLY)
     assert (gone.retrieval, gone.gate_decision, gone.num_expired) == (None, None, 5)
-    assert make_injection_spec(memory, gone, True, [1, 2, 3], set()) is None
+    assert injection_of(memory, SPEC, gone, [1, 2, 3], set()) is None
 
 
 def test_the_spec_of_a_request_says_how_many_have_expired(tmp_path: Path) -> None:
-    """So memory slots and prefix-cache salts of before do not match afterwards, even for the same entries."""
+    """So memory slots and prefix-cache hashes of before do not match afterwards, even for the same entries."""
     memory = index(expiring(random_bundle(), {"e0": EARLY}), tmp_path)
     query = queries()[0]
-    specs = [make_injection_spec(memory, memory.lookup(query, 1, now), True, [1], set()) for now in (MADE, EARLY)]
+    specs = [injection_of(memory, SPEC, memory.lookup(query, 1, now), [1], set()) for now in (MADE, EARLY)]
     assert [spec.expired for spec in specs if spec is not None] == [0, 1]
     assert len({spec.content for spec in specs if spec is not None}) == 2
+
+
+def test_a_decision_holds_until_the_next_entry_expires(tmp_path: Path) -> None:
+    memory = index(expiring(random_bundle(), {"e0": EARLY, "e1": LATE, "e2": LATE}), tmp_path)
+    assert [memory.next_expiry(now) for now in (MADE, EARLY, LATE)] == [EARLY, LATE, None]

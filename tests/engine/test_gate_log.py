@@ -12,31 +12,26 @@ import pytest
 
 from inducekv_vllm.engine import gate_log
 from inducekv_vllm.engine.gate_log import GateLog, open_log
-from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup, QueryFeatures
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.gate import GateDecision
 from inducekv_vllm.host.config import InduceKVConfig
 from tests.bundles import random_gated_bundle
 
 BUNDLE = random_gated_bundle()
-MEMORY = MemoryIndex.from_bundle(BUNDLE, __file__)
-QUERY = QueryFeatures(None, np.array([0.123456, 0, 1, 0.5, 0.00004, 0.2, 0.3, 0.9], np.float32))
-OPEN = MemoryLookup(None, GateDecision("a", np.array([1.0, -1.0])))
-CLOSED = MemoryLookup(None, GateDecision(None, np.array([-1.0, -1.0]), "outside"))
+assert BUNDLE.gate is not None
+GATE = BUNDLE.gate.token_digest
+EVIDENCE = np.array([0.123456, 0, 1, 0.5, 0.00004, 0.2, 0.3, 0.9], np.float32)
 
 
 def test_a_line_for_each_decision(tmp_path: Path) -> None:
     path = tmp_path / "gate.jsonl"
     path.write_text("from before\n")
     log = GateLog.of(InduceKVConfig(gate_log=str(path)))
-    for lookup in (OPEN, CLOSED):
-        log.note(MEMORY, QUERY, lookup)
-    log.note(MEMORY, QUERY, MemoryLookup(None, None))  # no gate
+    for task in ("a", None):
+        log.note(GATE, EVIDENCE, task)
     log.close()
     before, *lines = path.read_text().splitlines()
     assert before == "from before"
-    assert BUNDLE.gate is not None
-    shared = {"gate": BUNDLE.gate.token_digest, "evidence": [0.1235, 0, 1, 0.5, 0, 0.2, 0.3, 0.9]}
+    shared = {"gate": GATE, "evidence": [0.1235, 0, 1, 0.5, 0, 0.2, 0.3, 0.9]}
     assert [json.loads(line) for line in lines] == [shared | {"task": "a"}, shared | {"task": None}]
 
 
@@ -67,7 +62,7 @@ def test_lines_of_several_writers_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "gate.jsonl"
     logs = [GateLog(str(path)) for _ in range(3)]
     writers = [
-        threading.Thread(target=lambda log=log: [log.note(MEMORY, QUERY, OPEN) for _ in range(200)])  # type: ignore[misc]
+        threading.Thread(target=lambda log=log: [log.note(GATE, EVIDENCE, "a") for _ in range(200)])  # type: ignore[misc]
         for log in logs
     ]
     for writer in writers:
@@ -88,7 +83,7 @@ def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "gate.jsonl"
     log = GateLog(str(path))
     for _ in range(6):
-        log.note(MEMORY, QUERY, OPEN)
+        log.note(GATE, EVIDENCE, "a")
     goes_on.set()
     log.close()
     assert len(path.read_text().splitlines()) == 3

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
 from prometheus_client import REGISTRY
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 
-from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
 from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
 from inducekv_vllm.engine.observation import observing
 from inducekv_vllm.gate import GateDecision

@@ -103,7 +103,7 @@ class TestCompiled:
     def test_prefix_cache_is_reused_and_never_crossed(self, compiled: MemoryEngine) -> None:
         questions = [p for p in prompts(5, seed=3) if len(p.question) > 80]
         for name, cached in (("sqrt", False), ("sqrt", True), ("prior", False), (None, True), ("other", False)):
-            # Without memory, the key passes of the earlier rounds have filled the cache.
+            # Without memory, the undecided requests of the earlier rounds have filled the cache.
             answers = compiled.check(questions, [name] * len(questions))
             assert [bool(a.output.num_cached_tokens) for a in answers] == [cached] * len(questions)
 
@@ -148,20 +148,12 @@ class TestCompiled:
                 for answer, task in zip(answers[:16], tasks, strict=False):
                     assert answer.decision is not None
                     assert answer.decision.task == task
-                    assert ((injection := answer.decision.injection) is None) == (task is None)
+                    injection = answer.decision.injection
+                    assert (injection is None) == (task is None)
                     if injection is not None:
                         assert {entries[i].task for i in injection.entries} == {task}
                         assert len(injection.entries) == (top_k or 6)
                 assert all(answer.decision is None or answer.decision.margins is None for answer in answers[16:])
-
-    def test_a_closed_gate_reuses_the_prefix_of_its_key_pass(self, compiled: MemoryEngine) -> None:
-        questions = [p for p in prompts(10, seed=12) if len(p.question) > 80]
-        with compiled.gated(questions, [None, "a"]):
-            for prompt, hits in zip(questions, (True, False), strict=True):  # an open gate changes K and V
-                (answer,) = compiled.check([prompt], ["gated"])
-                length = len(answer.output.prompt_token_ids or ())
-                assert length > 64
-                assert answer.output.num_cached_tokens == ((length - 1) // 32 * 32 if hits else 0)
 
     def test_nothing_is_left_behind(self, compiled: MemoryEngine) -> None:
         for _ in range(2):  # the scheduler reports finished requests one step late
@@ -187,19 +179,16 @@ def test_no_memory_is_vllm_to_the_bit(eager_qwen: MemoryEngine, plain_qwen: LLM)
 
 
 def test_a_closed_gate_is_vllm_to_the_bit(eager_qwen: MemoryEngine, plain_qwen: LLM) -> None:
-    """The answer of vLLM when it has seen the prompt once before, as the key pass has: its blocks are in the cache."""
     questions = prompts(5, seed=13)
     with eager_qwen.gated(questions, [None] * 4 + ["a"]):
         answers = [eager_qwen.check([each], ["gated"])[0] for each in questions]
     assert [answer.decision and answer.decision.injection is None for answer in answers] == [True] * 4 + [False]
     outputs = []
     for each in questions:
-        _, second = (plain_qwen.chat([each.messages], greedy(), use_tqdm=False)[0] for _ in range(2))
-        outputs.append(second)
+        outputs += plain_qwen.chat([each.messages], greedy(), use_tqdm=False)
     for answer, output in zip(answers[:4], outputs, strict=False):
         check_equal(answer.output, output)
         assert answer.output.num_cached_tokens == output.num_cached_tokens
-    assert any(output.num_cached_tokens for output in outputs)
     difference = served_logprobs(answers[4].output.outputs[0])[1] - served_logprobs(outputs[4].outputs[0])[1]
     assert difference.abs().max() > 100 * TOLERANCE
 

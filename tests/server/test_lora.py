@@ -9,9 +9,9 @@ from typing import Any
 
 import openai
 import pytest
+from inducekv_vllm.engine.memory_index import MemoryIndex
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
 from inducekv_vllm.errors import UnsupportedModel
 from server.registry import BundleRegistry
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts

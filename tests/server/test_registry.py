@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inducekv_vllm.engine.memory_index import MemoryIndex
+from inducekv_vllm.engine.two_pass import TwoPassEngine
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -20,8 +22,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import AdapterRecord, write_bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.two_pass import TwoPassEngine
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 
 from benchmarks.continual.methods.memory import BUNDLE
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 from inducekv_vllm.retrieval.page_terms import page_terms
 from selector.backbone import gate_rule, injection
 from selector.backbone.bundled_model import BundledModel

@@ -1,10 +1,11 @@
-"""Key passes that ask a gate: values from the blocks of a request, at the step that completes its prompt."""
+"""What prompts tell index and gate: hidden states of every step, and values from the blocks of a request."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
-from inducekv_vllm.bundle import Gate
-from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.engine.wire import DecideSpec
+from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.gate import TurnMarks, last_averaged
 from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.workers.cached_values import CachedValues
-from inducekv_vllm.workers.gate_passes import GatePasses
+from inducekv_vllm.workers.undecided import Undecided, UndecidedRequests
 from tests.bundles import D, J, random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU
 
@@ -148,62 +149,77 @@ GATE = random_gate(layers=(0, 2), marks=TurnMarks((6, 2), 3), floors=torch.zeros
 TEXT, MEDIA = [6, 7], [4, 5]  # that decide
 
 
-class Passes:
-    """With a gate of one rank."""
+class Requests:
+    """Undecided ones on one rank, of a bundle with this gate."""
 
-    def __init__(self, gate: Gate = GATE, **options: Any) -> None:
+    def __init__(self, *, retrieval: bool = False) -> None:
         self.cache = Cache(as_on_cpu)
-        self.gate = ResidentGate.load(gate, slice(0, J), D, True, CPU)
-        self.passes = GatePasses(self.cache.values(), {IMAGE}, lambda sums: sums, CPU, **options)
+        self.bundle: Any = SimpleNamespace(gate=ResidentGate.load(GATE, slice(0, J), D, True, CPU))
+        self.spec = DecideSpec("digest", retrieval, None, True)
+        self.requests = UndecidedRequests(self.cache.values(), {IMAGE}, lambda sums: sums, CPU)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
-        self.passes.start(request_id, f"key {request_id}", self.gate, PROMPT, blocks)
+        self.requests.start(request_id, self.spec, self.bundle, PROMPT, blocks)
 
-    def check(self, key_id: str, values: Tensor) -> None:
-        result = self.passes.pop(key_id)
-        assert result is not None
-        assert result.num_tokens == len(PROMPT)
-        looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
-        expected = GATE.token_scores.evidence(looked_at)
-        assert torch.equal(result.values, expected)
-        assert expected.any()
-        assert self.passes.pop(key_id) is None
+    def step(self, request_id: str, computed: int, scheduled: int, hidden: Tensor | None = None) -> list[Undecided]:
+        """One step of it, beside another request with one row."""
+        rows = StepRows(["other", request_id], [7, computed], [1, scheduled])
+        other = torch.full((1, 16), 1e6)
+        completed = self.requests.complete(rows, lambda _: None if hidden is None else torch.cat([other, hidden]))
+        assert [name for name, _ in completed] in ([], [request_id])
+        return [request for _, request in completed]
 
 
-def rows(request_id: str, computed: int, scheduled: int) -> StepRows:
-    return StepRows(["other", request_id], [7, computed], [1, scheduled])
+def check_evidence(request: Undecided, values: Tensor) -> None:
+    looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
+    expected = GATE.token_scores.evidence(looked_at)
+    assert expected.any()
+    np.testing.assert_array_equal(request.features().evidence, expected)
 
 
 def test_evidence_is_there_after_the_last_prompt_token() -> None:
-    """Also of a pass that was preempted meanwhile, and goes on with other blocks."""
-    passes, values = Passes(), drawn(11)
-    passes.start("r", [[3], [4]])
-    passes.passes.complete(rows("r", 0, 4))
-    assert passes.passes.is_running("r")
+    """Also of a request that was preempted meanwhile, and goes on with other blocks."""
+    requests, values = Requests(), drawn(11)
+    requests.start("r", [[3], [4]])
+    assert not requests.step("r", 0, 4)
     for request_id in ("r", "other"):
-        passes.passes.extend(request_id, [[0], []])
-        passes.passes.move(request_id, [[2], [0]])
-        passes.passes.extend(request_id, [[1, 4], [3]])
-    passes.cache.write(values, [[2, 1, 4], [0, 3]])
-    passes.passes.complete(rows("r", 4, 7))
-    assert not passes.passes.is_running("r")
-    assert passes.passes.pending == 1
-    passes.check("key r", values)
+        requests.requests.extend(request_id, [[0], []])
+        requests.requests.restart(request_id, [[2], [0]])
+        requests.requests.extend(request_id, [[1, 4], [3]])
+    requests.cache.write(values, [[2, 1, 4], [0, 3]])
+    (request,) = requests.step("r", 4, 7)
+    check_evidence(request, values)
+    assert requests.requests.knows("r")  # and does not decide again when it comes as a new request
+    assert not requests.step("r", 0, 11)
+    requests.requests.finish({"r", "unknown"})
+    assert len(requests.requests) == 0
 
 
-def test_what_nobody_fetches_is_dropped() -> None:
-    """Of aborted passes at once, of others oldest first."""
-    passes = Passes(max_pending=2)
-    passes.cache.write(drawn(11), [[3, 0, 5], [4, 1]])
-    passes.start("aborted", [[3, 0, 5], [4, 1]])
-    passes.passes.finish({"aborted", "unknown"})
-    for name in ("aborted", *"abc"):
-        if name != "aborted":
-            passes.start(name, [[3, 0, 5], [4, 1]])
-        passes.passes.complete(rows(name, 8, 3))
-    assert passes.passes.pending == 2
-    assert passes.passes.pop("key a") is None
-    assert passes.passes.pop("key c") is not None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunks", [[11], [1, 2, 8], [10, 1]])
+def test_the_key_depends_on_neither_chunks_nor_preemption(chunks: list[int], dtype: torch.dtype) -> None:
+    hidden = (torch.randn(11, 16, generator=torch.Generator().manual_seed(0)) + 5).to(dtype)
+    requests = Requests(retrieval=True)
+    requests.cache.write(drawn(11), [[3, 0, 5], [4, 1]])
+    requests.start("r", [[3, 0, 5], [4, 1]])
+    assert not requests.step("r", 0, 10, hidden[:10])
+    requests.requests.restart("r", [[3, 0, 5], [4, 1]])
+    done = 0
+    for part in hidden.split(chunks):
+        completed = requests.step("r", done, len(part), part)
+        done += len(part)
+    (request,) = completed
+    expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
+    np.testing.assert_allclose(request.features().key, expected.numpy(), atol=1e-6)
+
+
+def test_numbers_that_are_not_finite_decide_nothing() -> None:
+    requests = Requests()
+    requests.cache.write(drawn(11) * torch.nan, [[3, 0, 5], [4, 1]])
+    requests.start("r", [[3, 0, 5], [4, 1]])
+    (request,) = requests.step("r", 0, 11)
+    with pytest.raises(InduceKVError, match="not finite"):
+        request.features()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,0 +1,168 @@
+"""The engine client over a real `AsyncLLM`: cancellation at any time, decisions, leases, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from vllm.exceptions import RetryableRequestError, VLLMNotFoundError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inducekv_vllm.engine.memory_engine import MemoryEngine
+from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.host.config import InduceKVConfig
+from tests.engine.served import Served, handle, last
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_memory_is_used(served: Served) -> None:
+    prompt = await served.render(seed=1)
+    first, second = await served.answer(prompt), await served.answer(prompt)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    without = await last(served.plain(prompt, params, "plain"))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids != without.outputs[0].token_ids
+    # The prompt carries the image's data, which the engine received twice.
+    assert all(item is not None for item in prompt["mm_kwargs"]["image"])
+
+
+async def test_cancelled_before_the_first_token(served: Served) -> None:
+    for wait in (0, 0, 0.001, 0.003, 0.01):
+        task = asyncio.create_task(served.answer(await served.render(seed=3, text=f"yes {wait}")))
+        await asyncio.sleep(wait)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    await served.answer(await served.render(seed=3))  # its image does not count as cached in the engine
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
+    options = {"n": n, "temperature": 1.0, "max_tokens": 150}
+    stream = served.stream(await served.render(seed=5), **options)
+    await anext(stream)
+    assert served.memories.leases == 1
+    await stream.aclose()
+    assert served.memories.leases == 0
+
+    task = asyncio.create_task(served.answer(await served.render(seed=5), **options))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("ending", ["dropped", "closed", "cancelled"])
+async def test_a_request_that_never_begins_ends_its_lease(served: Served, ending: str) -> None:
+    prompt = {"type": "token", "prompt_token_ids": [5, 6]}
+    stream = served.stream(prompt)
+    assert served.memories.leases == 1  # from the call on
+
+    async def consume(outputs: AsyncGenerator[Any, None]) -> None:
+        assert [output async for output in outputs]
+
+    if ending == "closed":
+        await stream.aclose()
+    elif ending == "cancelled":
+        task = asyncio.create_task(consume(stream))
+        del stream
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task  # with its traceback
+    else:
+        del stream
+    await asyncio.sleep(0.05)
+    assert served.memories.leases == 0
+
+
+async def test_refusals(served: Served) -> None:
+    async def streamed() -> AsyncGenerator[Any, None]:
+        yield {"prompt_token_ids": [1]}
+
+    prompt = await served.render(seed=6)
+    params = SamplingParams(max_tokens=2)
+    for raw in ("a text", {"prompt": "a text"}, streamed()):
+        with pytest.raises(VLLMValidationError, match="rendered prompt"):
+            served.engine.generate(raw, params, "raw", lora_request=handle())
+    with pytest.raises(VLLMValidationError, match="type 'embeds'"):
+        served.engine.generate({"type": "embeds"}, params, "embeds", lora_request=handle())
+    with pytest.raises(VLLMNotFoundError, match="nobody"):
+        served.engine.generate(prompt, params, "unknown", lora_request=handle("nobody"))
+    with pytest.raises(VLLMValidationError, match="maximum model length of 256"):
+        await served.answer({"type": "token", "prompt_token_ids": [5] * 256})
+    assert (await served.answer(await served.render(seed=6))).finished  # its image was not sent before the refusal
+
+
+def test_without_memory_nothing_stands_between(served: Served) -> None:
+    """The very generator of vLLM comes back: not a wrapper that could change or slow it."""
+    prompt = {"type": "token", "prompt_token_ids": [5, 6]}
+    stream = served.engine.generate(prompt, SamplingParams(max_tokens=1), "plain", lora_request=None)
+    assert stream.ag_code is AsyncLLM.generate.__code__  # type: ignore[attr-defined]
+
+
+async def test_an_answer_that_cannot_be_recorded_is_not_given(served: Served) -> None:
+    """And leaves nothing behind: the picture that the engine did not get is sent with the next request."""
+    recorded: list[tuple[str, str, dict[str, Any]]] = []
+
+    async def record(request_id: str, owner: str, trace: dict[str, Any]) -> None:
+        if not recorded:
+            recorded.append((request_id, owner, trace))
+            raise ConfigError("audit.jsonl: No space left on device")
+        recorded.append((request_id, owner, trace))
+
+    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), record_answer=record)
+    params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
+    with pytest.raises(RetryableRequestError, match="No space left"):
+        await last(engine.generate(await served.render(seed=81), params, "refused", lora_request=handle()))
+    answer = await last(engine.generate(await served.render(seed=81), params, "given", lora_request=handle()))
+    assert [request_id for request_id, *_ in recorded] == ["refused", "given"]
+    shown = answer.kv_transfer_params["inducekv"]
+    assert {name: shown[name] for name in recorded[1][2]} == recorded[1][2]
+
+
+async def test_an_owner_shares_decisions_and_nobody_else(served: Served) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
+
+    async def source(request_id: str, owner: str) -> str:
+        OWNER.set(owner)
+        prompt = await served.render(seed=82)
+        answer = await last(served.engine.generate(prompt, params, request_id, lora_request=handle()))
+        return str(answer.kv_transfer_params["inducekv"]["timings"]["decision_source"])
+
+    assert [await source(f"o{i}", owner) for i, owner in enumerate("aab")] == ["computed", "cached", "computed"]
+    OWNER.set("")
+    digest = served.memories.memories["m"].digest
+    assert served.engine.traces.of_response("a", None, "o0")
+    served.engine.forget("another")
+    assert served.engine.traces.of_response("a", None, "o0")
+    served.engine.forget(digest)
+    assert not served.engine.traces.of_response("a", None, "o0")
+
+
+async def test_the_first_output_of_a_stream_tells_the_decision(served: Served) -> None:
+    noted: list[str] = []
+
+    async def record(request_id: str, *_: Any) -> None:
+        noted.append(request_id)
+
+    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), record_answer=record)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    stream = engine.generate(await served.render(seed=83), params, "streamed", lora_request=handle())
+    first = await anext(stream)
+    assert noted == ["streamed"]
+    assert first.kv_transfer_params is None  # vLLM's routes would show it
+    rest = [output async for output in stream]
+    assert sum(len(output.outputs[0].token_ids) for output in (first, *rest)) == 6
+    assert noted == ["streamed"]
+
+
+async def test_prompt_logprobs_are_refused_where_they_would_be_the_untouched_models(served: Served) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1)
+    with pytest.raises(VLLMValidationError, match="log-probabilities of the prompt cannot be had from a memory"):
+        served.engine.generate(await served.render(seed=84), params, "logprobs", lora_request=handle())
