@@ -6,22 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from inducekv_vllm.engine.memory_index import MemoryIndex, MemoryLookup
 from prometheus_client import REGISTRY
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 
+from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
 from inducekv_vllm.engine.observation import observing
-from inducekv_vllm.gate import GateDecision
-from inducekv_vllm.retrieval.page_terms import Retrieval
+from inducekv_vllm.engine.wire import Decision, InjectionSpec
 from tests.bundles import random_bundle
 
-MEMORY = MemoryIndex.from_bundle(random_bundle(), __file__)
-OPEN = MemoryLookup(
-    Retrieval(np.array([0]), np.ones(1, np.float32), similarity=0.42), GateDecision("a", np.array([-8.0, 6.3]))
-)
+MEMORY = Memory.from_bundle(random_bundle(), __file__)
+OPEN = Decision(InjectionSpec("digest", (0,), (1.0,), False), "computed", "a", (-8.0, 6.3), similarity=0.42)
 
 
 @pytest.fixture
@@ -53,19 +49,18 @@ def series() -> set[str]:
     ],
     ids=lambda case: type(case).__name__,
 )
-@pytest.mark.parametrize("of_pass", ["key", "answer"])
-def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_counted: bool, of_pass: str) -> None:
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_counted: bool, is_decided: bool) -> None:
     def fail() -> None:
         with observing(metrics, MEMORY, None, tracing=False) as observed:
-            if of_pass == "answer":
-                observed.keyed("cached")
-                observed.looked_up(OPEN)
+            if is_decided:
+                observed.decided(OPEN)
             raise error
 
     with pytest.raises(type(error)):
         fail()
-    counted = {name: value("request_failures_total", **{"pass": name}) for name in ("key", "answer")}
-    assert counted == {**dict.fromkeys(counted, 0), of_pass: float(is_counted)}
+    assert value("request_failures_total") == is_counted
+    assert value("decisions_total", source="computed") == is_decided
     assert value("active_requests") == 0
 
 
@@ -74,8 +69,7 @@ def test_a_request_that_outlives_its_name_begins_no_series(metrics: BundleMetric
         metrics.end()
         following = BundleMetrics("observed")  # loaded again
         following.begin(MEMORY)
-        observed.keyed("computed")
-        observed.looked_up(OPEN)
+        observed.decided(OPEN)
         observed.finished(SimpleNamespace(metrics=None))  # type: ignore[arg-type]
     assert value("active_requests") == 0
-    assert value("query_keys_total", source="computed") == value("answer_pass_seconds_count") == 0
+    assert value("decisions_total", source="computed") == value("request_seconds_count") == 0

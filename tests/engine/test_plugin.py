@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +17,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
-from inducekv_vllm.engine.wire import InjectionSpec, KeyPassSpec, parse_spec
+from inducekv_vllm.engine.wire import InjectionSpec, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig
+from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.host.requirements import (
     check_engine,
     check_gpu_runner,
-    check_late_activation,
     check_merged,
 )
 from inducekv_vllm.plugin import check_vllm_version, register
@@ -62,10 +62,16 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
-    for key_pass in (KeyPassSpec("k", "digest", False), KeyPassSpec("k", None, True)):
-        assert parse_spec({"inducekv": key_pass.to_extra_args()}) == key_pass
+    adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
+    for decide in (DecideSpec("digest", False, None, True), DecideSpec("digest", True, 4, False, "owner", adapters)):
+        assert parse_spec(json.loads(json.dumps({"inducekv": decide.to_extra_args()}))) == decide
+    for decision in (
+        Decision(memory, "cached", "a", (0.5, -0.25), None, 0.75, 0.001, 1.5e9),
+        Decision(None, closed="outside", margins=(-1.0,)),
+    ):
+        assert Decision.parse(json.loads(json.dumps(decision.to_json()))) == decision
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
-    with pytest.raises(ValueError, match=r"neither a key-pass spec nor an injection spec: \{'bundle': 'x'\}"):
+    with pytest.raises(ValueError, match=r"neither of the two specs: \{'bundle': 'x'\}"):
         parse_spec({"inducekv": {"bundle": "x"}})
 
 
@@ -89,9 +95,9 @@ def _engine(**changes: Any) -> Any:
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
     model |= {"is_diffusion": False, "quantization": None}
     top = {"speculative_config": None, "kv_transfer_config": None}
-    top |= {"kv_sharing_fast_prefill": False}
+    top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
     engine = SimpleNamespace(**(sizes | model | top | changes))
-    engine.parallel_config = engine.model_config = engine.cache_config = engine
+    engine.parallel_config = engine.model_config = engine.cache_config = engine.scheduler_config = engine
     return engine
 
 
@@ -99,6 +105,8 @@ def _engine(**changes: Any) -> Any:
     ("change", "reason"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
+        ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
+        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "KV cache events"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
@@ -138,18 +146,6 @@ def test_on_a_gpu_nothing_changes_the_model_runner_silently(
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     with nullcontext() if reason is None else pytest.raises(UnsupportedModel, match=reason):
         check_gpu_runner(_engine(use_v2_model_runner=is_v2))
-
-
-def test_late_activation_needs_our_scheduler_and_no_kv_events() -> None:
-    def late(scheduler: str | None, events: bool) -> Any:
-        settings = SimpleNamespace(enable_kv_cache_events=events)
-        return SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler), kv_events_config=settings)
-
-    check_late_activation(late(SCHEDULER_CLS, False))
-    with pytest.raises(UnsupportedModel, match=f"needs --scheduler-cls {SCHEDULER_CLS}, found None"):
-        check_late_activation(late(None, False))
-    with pytest.raises(UnsupportedModel, match="KV cache events"):
-        check_late_activation(late(SCHEDULER_CLS, True))
 
 
 def _impl(kind: type, **changes: Any) -> Any:

@@ -75,7 +75,7 @@ def test_answers_are_those_of_the_bundle_whichever_process_gives_them(running: R
             (found,) = trace_at(f"{running.url}/v1", answer.id).json()["traces"]
             assert found["digest"] == trace_of(answer)["digest"] == world.bundles["sqrt"].digest
     lines = httpx.get(f"{running.url}/metrics").text.splitlines()  # sums over both processes
-    assert f'inducekv:query_keys_total{{bundle="m",source="computed"}} {CLIENTS}.0' in lines
+    assert f'inducekv:decisions_total{{bundle="m",source="computed"}} {CLIENTS}.0' in lines
 
 
 def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, world: World) -> None:

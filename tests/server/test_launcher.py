@@ -78,11 +78,11 @@ class TestArguments:
         assert DEFAULT_HOST not in handed("MODEL", flag)
 
     def test_a_users_additional_config_is_kept(self, bundle: Path) -> None:
-        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "key_cache_entries": 7}})
+        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": "b"}, "decision_cache_entries": 7}})
         for flag in (["--additional-config", users], [f"--additional_config={users}"]):
             merged = additional(handed("MODEL", *flag, "--memory", f"a={bundle}"))
             assert merged["other"] == 1
-            assert merged["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "key_cache_entries": 7}
+            assert merged["inducekv"] == {"bundles": {"a": str(bundle), "b": "b"}, "decision_cache_entries": 7}
 
     @pytest.mark.parametrize(("flag", "ours"), [("--worker-cls", WORKER_CLS), ("--scheduler-cls", SCHEDULER_CLS)])
     def test_a_users_class_is_kept(self, flag: str, ours: str) -> None:

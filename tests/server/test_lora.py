@@ -9,9 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from inducekv_vllm.engine.memory_index import MemoryIndex
 
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import UnsupportedModel
 from server.registry import BundleRegistry
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts
@@ -65,6 +65,6 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted)
     config = SimpleNamespace(lora_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False))
     client: Any = SimpleNamespace(vllm_config=config)
     registry = BundleRegistry(client, SimpleNamespace(lora_requests={}), adapted.bundle.metadata.backbone)  # type: ignore[arg-type]
-    memory = MemoryIndex.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
+    memory = Memory.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
         registry._check_adapter("n", memory)

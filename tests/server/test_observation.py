@@ -45,7 +45,7 @@ class TestMetrics:
         gated_bundle: tuple[Bundle, Path],
         questions: list[Prompt],
     ) -> None:
-        observer = client.with_options(api_key="observer")  # whose query keys are not cached
+        observer = client.with_options(api_key="observer")  # whose decisions are not cached
         with bundles.loaded("observed", gated_bundle[1]):
             fresh = Metrics(server)
             for gate, task in (("open", "a"), ("open", "b"), ("outside", ""), ("below_threshold", "")):
@@ -61,18 +61,16 @@ class TestMetrics:
             for reason in ("outside", "below_threshold"):
                 assert seen("requests_total", gate=reason, task="") == closed.count(reason)
             assert closed.count(None) == 3
-            sources = {s: seen("query_keys_total", source=s) for s in ("computed", "cached", "shared", "none")}
-            assert sources == {"computed": 4, "cached": 1, "shared": 0, "none": 0}
-            assert seen("key_pass_seconds_count") == 4
-            for every in ("retrieval_seconds", "answer_pass_seconds", "time_to_first_token_seconds", "gate_margin"):
+            sources = {s: seen("decisions_total", source=s) for s in ("computed", "cached", "none")}
+            assert sources == {"computed": 4, "cached": 1, "none": 0}
+            assert seen("decision_seconds_count") == 4
+            for every in ("request_seconds", "time_to_first_token_seconds", "gate_margin"):
                 assert seen(f"{every}_count") == 5, every
             assert seen("similarity_count") == 3  # where the gate was open
             assert seen("gate_margin_bucket", le="0.0") == sum(margin <= 0 for margin in margins) == 2
-            # The key pass is part of the time to the first token.
-            keys, first = (seen(f"{n}_sum") for n in ("key_pass_seconds", "time_to_first_token_seconds"))
-            assert 0 < keys < first < keys + seen("answer_pass_seconds_sum") + 1
+            assert 0 < seen("time_to_first_token_seconds_sum") < seen("request_seconds_sum")
             assert seen("active_requests") == 0
-            assert {seen("request_failures_total", **{"pass": each}) for each in ("key", "answer")} == {0}
+            assert seen("request_failures_total") == 0
         assert Metrics(server).of("observed") == set()
 
     def test_of_bundles(self, server: str, bundles: Bundles, world: World) -> None:
@@ -165,7 +163,7 @@ class TestSpans:
         parent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
         return trace_id, {"traceparent": parent, "Authorization": f"Bearer {trace_id}"}  # whose keys are not cached
 
-    def test_both_passes_are_children_of_a_span_that_says_what_memory_did(
+    def test_a_request_is_the_child_of_a_span_that_says_what_memory_did(
         self,
         client: openai.OpenAI,
         bundles: Bundles,
@@ -177,16 +175,15 @@ class TestSpans:
         trace_id, headers = traced
         with bundles.loaded("spanned", gated_bundle[1]):
             trace = trace_of(ask(client, "spanned", questions[2], extra_body=TRACED, extra_headers=headers))
-        wait_until(lambda: len(collector.of_trace(trace_id)) == 3, seconds=20)
+        wait_until(lambda: len(collector.of_trace(trace_id)) == 2, seconds=20)
         (ours,) = [span for span in collector.of_trace(trace_id) if span.name == "inducekv_request"]
-        passes = [span for span in collector.of_trace(trace_id) if span.name == "llm_request"]
+        (engine,) = [span for span in collector.of_trace(trace_id) if span.name == "llm_request"]
         assert ours.parent_id == headers["traceparent"].split("-")[2]
-        assert [span.parent_id for span in passes] == [ours.span_id] * 2
-        assert sorted("-key-" in span.attributes["gen_ai.request.id"] for span in passes) == [False, True]
+        assert engine.parent_id == ours.span_id
         found = {name.removeprefix("inducekv."): value for name, value in ours.attributes.items()}
         assert (found["bundle"], found["digest"]) == ("spanned", gated_bundle[0].digest)
-        assert (found["gate"], found["task"], found["key.source"]) == ("open", "b", trace["timings"]["key_source"])
+        assert (found["gate"], found["task"], found["decision.source"]) == ("open", "b", "computed")
         assert found["gate.margin"] == pytest.approx(trace["gate"]["margins"]["b"])
         assert found["entries"] == len(trace["entries"])
-        assert 1e3 * found["key.seconds"] == pytest.approx(trace["timings"]["key_pass_ms"])
+        assert 1e3 * found["decision.seconds"] == pytest.approx(trace["timings"]["decision_ms"])
         assert not ours.is_error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from inducekv_vllm.engine.two_pass import MemoryRequest
 from vllm.lora.request import LoRARequest
 
+from inducekv_vllm.engine.memory_engine import MemoryRequest
 from server.pins import ServedNames, unpinned
 
 DIGEST = "0123456789abcdef" * 4

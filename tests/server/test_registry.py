@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from inducekv_vllm.engine.memory_index import MemoryIndex
-from inducekv_vllm.engine.two_pass import TwoPassEngine
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -22,6 +20,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import AdapterRecord, write_bundle
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -49,7 +49,7 @@ class Registered:
         self.llm, self.world = served.llm, world
         self.models = OpenAIServingModels(served.llm, [BaseModelPath(name="base", model_path=str(world.model))])
         self.registry = BundleRegistry(served.llm, self.models, world.backbone.fingerprint)
-        self.engine = TwoPassEngine(served.llm, self.registry, InduceKVConfig())
+        self.engine = MemoryEngine(served.llm, self.registry, InduceKVConfig())
         self.render = served.render
 
     def stream(self, name: str, prompt: Any, max_tokens: int = 4, **options: Any) -> Any:
@@ -203,7 +203,7 @@ async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
     read = registered.registry._read
     record = AdapterRecord(task="t", path=str(outside), digest="d", rank=1)
 
-    def read_routed(name: str, path: str, access: Any) -> MemoryIndex:
+    def read_routed(name: str, path: str, access: Any) -> Memory:
         memory = read(name, path, access)
         return replace(memory, metadata=memory.metadata.model_copy(update={"task_adapters": (record,)}))
 
@@ -222,7 +222,7 @@ class TestAdapters:
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
         read = registered.registry._read
 
-        def read_styled(name: str, path: str, access: Any) -> MemoryIndex:
+        def read_styled(name: str, path: str, access: Any) -> Memory:
             memory = read(name, path, access)
             return replace(memory, metadata=memory.metadata.model_copy(update={"adapter": "style"}))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from inducekv_vllm.engine.memory_index import MemoryIndex, QueryFeatures
 
 from benchmarks.continual.methods.memory import BUNDLE
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.retrieval.page_terms import page_terms
 from selector.backbone import gate_rule, injection
 from selector.backbone.bundled_model import BundledModel
@@ -77,7 +77,7 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(name, learned, bac
     evidence = BundledModel(Scorer(backbone), bundle).evidence(asked)
     opened, prior = gate_rule.routing(bundle, evidence)
     terms = injection.Memory.from_bundle(bundle).terms(keys, log_prior=prior)
-    memory = MemoryIndex.from_bundle(bundle, str(stream.states[1] / BUNDLE))
+    memory = MemoryIndex.from_bundle(bundle)
     for row, features in enumerate(map(QueryFeatures, keys.numpy(), evidence.numpy())):
         lookup = memory.lookup(features, None)
         assert (lookup.retrieval is not None) == bool(opened[row])
