@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
-from inducekv_vllm.engine.wire import InjectionSpec, parse_spec
+from inducekv_vllm.engine.wire import DecideSpec, Decision, InjectionSpec, TaskAdapter, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.host.requirements import (
     check_engine,
     check_gpu_runner,
