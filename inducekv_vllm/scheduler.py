@@ -53,7 +53,8 @@ class _MemoryRequests(Scheduler):
         super().__init__(*args, **kwargs)
         config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
         self.undecided: dict[str, DecideSpec] = {}  # by request id, as the next three
-        self.untold: dict[str, Decision] = {}  # decided; no output of the request has told the API process
+        self.decisions: dict[str, Decision] = {}  # for the API process
+        self.told: set[str] = set()  # requests whose first output has brought it
         self.starts: dict[str, Start] = {}  # for the workers, with the request's next step
         self.prompt_logprobs: dict[str, Any] = {}  # came with the token that was dropped
         self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
@@ -77,9 +78,10 @@ class _MemoryRequests(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        for state in (self.undecided, self.untold, self.starts, self.prompt_logprobs):
+        for state in (self.undecided, self.decisions, self.starts, self.prompt_logprobs):
             for request_id in [each for each in state if each not in self.requests]:  # aborted
                 del state[request_id]
+        self.told &= self.decisions.keys()
         starts = {each: self.starts.pop(each) for each in list(self.starts) if each in output.num_scheduled_tokens}
         if starts:
             setattr(output, STARTS, starts)
@@ -114,7 +116,7 @@ class _MemoryRequests(Scheduler):
             return False
         request.next_decode_eligible_step = 0
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
-        self.untold[request_id] = decision
+        self.decisions[request_id] = decision
         if decision.error is None:
             self.known[_identity(request, spec)] = decision
             adapter = dict(spec.adapters).get(decision.task or "")
@@ -134,7 +136,7 @@ class _MemoryRequests(Scheduler):
     def _settle(self, request: Request, spec: DecideSpec, decision: Decision) -> None:
         """A request that does not have to be decided; it has not been added."""
         adapter = dict(spec.adapters).get(decision.task or "")
-        self.untold[request.request_id] = decision
+        self.decisions[request.request_id] = decision
         self.starts[request.request_id] = Start(decision.injection, adapter)
         if decision.injection is not None:
             self._keep_apart(request, decision.injection)
@@ -189,11 +191,13 @@ class _MemoryRequests(Scheduler):
         """Attach decisions to the requests' first outputs, and to their last: not every client sees the first."""
         for client in outputs.values():
             for output in client.outputs:
-                if (decision := self.untold.get(output.request_id)) is None:
+                decision = self.decisions.get(output.request_id)
+                if decision is None or (output.request_id in self.told and not output.finished):
                     continue
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": decision.to_json()}
+                self.told.add(output.request_id)
                 if output.finished:
-                    del self.untold[output.request_id]
+                    del self.decisions[output.request_id]
 
 
 class _MemoryScheduler(_MemoryRequests, Scheduler):

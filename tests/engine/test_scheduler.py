@@ -1,0 +1,226 @@
+"""The scheduler without a model: a batch queue of two, as in vLLM's engine, and a worker that decides as it is told.
+
+Asynchronous scheduling puts the next step together before the decision of the last one is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from inducekv_vllm.engine.wire import DECISIONS, STARTS, DecideSpec, Decision, InjectionSpec, Start
+from inducekv_vllm.host.config import SCHEDULER_CLS
+from server.demo import CHECKPOINT
+
+BLOCK = 32
+RIGHT, DROPPED = 7, 666  # tokens: 666 is the untouched model's, where memory ought to act
+PROMPT = list(range(20, 120))  # three full blocks and a part
+
+
+class Engine:
+    """A scheduler and a stand-in for its worker."""
+
+    def __init__(self, is_async: bool, blocks: int = 64, is_v2: bool = True) -> None:
+        options = {"max_model_len": 512, "block_size": BLOCK, "dtype": "float32", "max_num_seqs": 8}
+        config = EngineArgs(model=str(CHECKPOINT), scheduler_cls=SCHEDULER_CLS, **options).create_engine_config()  # type: ignore[arg-type]
+        config.scheduler_config.async_scheduling = is_async  # the CPU's platform clears it
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            include_finished_set=False,
+            log_stats=True,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        self.scheduler.use_v2_model_runner = is_v2
+        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self.room = 2 if is_async else 1
+        self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps: list[dict[str, int]] = []  # rows by request
+        self.decisions: dict[str, Decision] = {}  # that the worker will make
+        self.starts: dict[str, Start] = {}  # that it was told
+        self.told: dict[str, list[dict[str, Any]]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, prompt: list[int], decision: Decision | None = None, max_tokens: int = 6) -> Request:
+        spec = None if decision is None else DecideSpec("digest", False, None, True, owner="o")
+        extra = None if spec is None else {"inducekv": spec.to_extra_args()}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
+        if decision is not None:
+            self.decisions[name] = decision
+        self.requests[name] = Request(name, prompt, params, None, block_hasher=self.hasher)
+        self.scheduler.add_request(self.requests[name])
+        return self.requests[name]
+
+    def turn(self) -> None:
+        """As `EngineCore.step_with_batch_queue`."""
+        if self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self.steps.append(dict(step.num_scheduled_tokens))
+            self.flying.append((step, self._execute(step)))
+            if len(self.flying) < self.room:
+                return
+        step, output = self.flying.popleft()
+        for client in self.scheduler.update_from_output(step, output).values():
+            for each in client.outputs:
+                self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
+                if each.kv_transfer_params is not None:
+                    self.told.setdefault(each.request_id, []).append(each.kv_transfer_params["inducekv"])
+
+    def drain(self) -> None:
+        while self.scheduler.has_requests() or self.flying:
+            self.turn()
+        assert DROPPED not in [token for tokens in self.answers.values() for token in tokens]
+        for state in ("undecided", "decisions", "starts", "prompt_logprobs"):
+            assert not getattr(self.scheduler, state), state
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        started: dict[str, Start] = getattr(step, STARTS, {})
+        self.starts.update(started)
+        cached = step.scheduled_cached_reqs
+        ends = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        ends |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ends = {name: ends[name] + count for name, count in step.num_scheduled_tokens.items()}
+        whole = [name for name in ends if ends[name] >= self.requests[name].num_prompt_tokens]
+        output = ModelRunnerOutput(
+            req_ids=list(ends),
+            req_id_to_index={name: index for index, name in enumerate(ends)},
+            sampled_token_ids=[[self._token(name)] if name in whole else [] for name in ends],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        decided = {name: self.decisions.pop(name) for name in whole if name in self.decisions and name not in started}
+        if decided:
+            setattr(output, DECISIONS, decided)
+        return output
+
+    def _token(self, name: str) -> int:
+        is_open = name in self.decisions and self.decisions[name].injection is not None
+        return DROPPED if is_open and name not in self.starts else RIGHT
+
+
+def opened(start: int) -> Decision:
+    return Decision(InjectionSpec("digest", (1,), (1.0,), False, start), task="a", margins=(1.0,))
+
+
+CLOSED = Decision(None, margins=(-1.0,), closed="outside")
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("decision", "length", "rows", "how"),
+    [
+        (CLOSED, 100, [100, 1, 1, 1, 1, 1], None),
+        (opened(99), 100, [100, 1, 1, 1, 1, 1, 1], "in place"),
+        (opened(70), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),  # two blocks of the prompt are found in the cache
+        (opened(0), 100, [100, 100, 1, 1, 1, 1, 1], "other blocks"),
+        (opened(95), 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),  # the last block is full: others may have it
+    ],
+)
+def test_a_request_goes_back_once_and_others_go_on(
+    decision: Decision, length: int, rows: list[int], how: str | None, is_async: bool, is_v2: bool
+) -> None:
+    engine = Engine(is_async, is_v2=is_v2)
+    request = engine.add("m", PROMPT[:length], decision)
+    engine.add("other", [5] * 40, max_tokens=8)
+    engine.drain()
+    assert [step["m"] for step in engine.steps if "m" in step] == rows
+    assert dict(engine.scheduler.rewound) == ({how: 1} if how else {})
+    assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
+    assert engine.starts == ({"m": Start(decision.injection)} if how else {})
+    assert [Decision.parse(each) for each in engine.told["m"]] == [decision] * 2  # with the first and the last token
+    begun = [step.keys() for step in engine.steps]
+    first_other = next(i for i, names in enumerate(begun) if "other" in names)
+    assert all("other" in names for names in begun[first_other : first_other + 8])  # it waits for nobody
+    fresh = Request("x", list(request.all_token_ids), request.sampling_params, None)
+    fresh.block_hashes = []
+    assert request._block_hasher is not None
+    assert list(request.block_hashes) == request._block_hasher(fresh)
+    assert request.num_output_placeholders == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> None:
+    engine = Engine(is_async)
+    for name, decision in (("first", opened(70)), ("again", opened(70))):
+        engine.add(name, PROMPT, decision)
+        engine.drain()
+    assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
+    assert engine.starts["again"] == Start(opened(70).injection)
+    assert [each["source"] for each in engine.told["again"]] == ["cached"] * 2
+    expired = Decision(opened(70).injection, valid_until=1.0)
+    for name in ("expired", "anew"):
+        engine.decisions.clear()
+        engine.add(name, PROMPT[:90], expired)
+        engine.drain()
+        assert engine.told[name][0]["source"] == "computed"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_token_only(is_async: bool) -> None:
+    engine = Engine(is_async)
+    engine.add("m", PROMPT, opened(99), max_tokens=1)
+    engine.drain()
+    assert engine.answers["m"] == [RIGHT]
+
+
+def test_aborted_before_its_decision() -> None:
+    engine = Engine(is_async=True)
+    engine.add("m", PROMPT, opened(99))
+    engine.turn()
+    engine.scheduler.finish_requests("m", RequestStatus.FINISHED_ABORTED)
+    engine.drain()
+    assert "m" not in engine.answers
+    assert engine.starts == {}
+
+
+@pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED])
+def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
+    engine = Engine(is_async=True)
+    engine.add("m", PROMPT, decision)
+    engine.turn()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.drain()
+    assert engine.answers["m"] == [RIGHT] * 6
+    assert engine.starts == ({"m": Start(decision.injection)} if decision.injection else {})
+
+
+def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:
+    engine = Engine(is_async=True)
+    engine.add("m", PROMPT, Decision(None, error="not finite"))
+    engine.drain()
+    assert engine.answers["m"] == []
+    assert [each["error"] for each in engine.told["m"]] == ["not finite"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_few_blocks(is_async: bool, is_v2: bool) -> None:
+    engine = Engine(is_async, blocks=25, is_v2=is_v2)
+    kinds = (opened(99), CLOSED, opened(70), None)
+    requests = [engine.add(f"m{i}", [200 + i] * 100, kinds[i % 4], max_tokens=100) for i in range(8)]
+    engine.drain()
+    assert all(engine.answers[request.request_id] == [RIGHT] * 100 for request in requests)
+    assert sum(request.num_preemptions for request in requests) > engine.scheduler.rewound["other blocks"]
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 24
