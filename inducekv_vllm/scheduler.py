@@ -56,6 +56,7 @@ class _MemoryRequests(Scheduler):
         self.decisions: dict[str, Decision] = {}  # for the API process
         self.told: set[str] = set()  # requests whose first output has brought it
         self.starts: dict[str, Start] = {}  # for the workers, with the request's next step
+        self.without_media: dict[str, None] = {}  # the worker has no pixels: the prefix cache had what they become
         self.prompt_logprobs: dict[str, Any] = {}  # came with the token that was dropped
         self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
         self.rewound: Counter[str] = Counter()  # how requests went back
@@ -78,7 +79,10 @@ class _MemoryRequests(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        for state in (self.undecided, self.decisions, self.starts, self.prompt_logprobs):
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self.undecided and any(feature.data is None for feature in new.mm_features):
+                self.without_media[new.req_id] = None
+        for state in (self.undecided, self.decisions, self.starts, self.prompt_logprobs, self.without_media):
             for request_id in [each for each in state if each not in self.requests]:  # aborted
                 del state[request_id]
         self.told &= self.decisions.keys()
@@ -122,7 +126,8 @@ class _MemoryRequests(Scheduler):
             adapter = dict(spec.adapters).get(decision.task or "")
             if decision.injection is None and adapter is None:
                 return False
-            self.starts[request_id] = Start(decision.injection, adapter)
+            media = request.mm_features if request_id in self.without_media else None
+            self.starts[request_id] = Start(decision.injection, adapter, media)
         # Dropped: no output, no check for a stop, no step of a grammar.
         index = output.req_id_to_index[request_id]
         output.sampled_token_ids[index] = []
@@ -161,6 +166,8 @@ class _MemoryRequests(Scheduler):
         ):
             request.num_computed_tokens = first
             request.num_output_placeholders = 0  # asynchronous scheduling: the dropped token's
+            # Drafts that follow the dropped token are ignored.
+            request.is_prefill_chunk, request.spec_token_ids = True, []
             self.rewound["in place"] += 1
         else:
             events = len(request.events)

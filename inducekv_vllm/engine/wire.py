@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -149,3 +149,4 @@ class Start:
 
     injection: InjectionSpec | None = None
     adapter: TaskAdapter | None = None
+    media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again

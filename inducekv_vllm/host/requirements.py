@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ..bundle import OutputMap
 
 
+DRAFTS = ("ngram", "draft_model")  # drafts are made without memory, and checked with it
+
+
 def check_engine(config: VllmConfig) -> None:
     """Refuse engine settings that memory does not work with.
 
@@ -24,7 +27,11 @@ def check_engine(config: VllmConfig) -> None:
     parallel, model = config.parallel_config, config.model_config
     scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
     refusals = [
-        (config.speculative_config is not None, "speculative decoding: draft tokens are not computed with memory"),
+        (
+            config.speculative_config is not None and config.speculative_config.method not in DRAFTS,
+            f"speculative decoding by {config.speculative_config and config.speculative_config.method!r}; it has been "
+            f"tried with {', '.join(DRAFTS)}",
+        ),
         (
             scheduler != SCHEDULER_CLS,
             f"the scheduler {scheduler}: it would not wait for decisions; start with --scheduler-cls {SCHEDULER_CLS}",

@@ -54,6 +54,13 @@ class RunnerTables(Protocol):
         """A request that was preempted resumes with this adapter. Call it before that step."""
         ...
 
+    def give_media(self, request_id: str, features: Sequence[Any]) -> None:
+        """The features of a request's prompt with their data, which vLLM leaves out behind a hit of the prefix cache.
+
+        Call it before the step that computes them after all.
+        """
+        ...
+
 
 def follow_runner(runner: Any, is_v2: bool, on_rows: Callable[[StepRows], None]) -> RunnerTables:
     """Call `on_rows` in every step of this runner as soon as its rows are known.
@@ -94,6 +101,9 @@ class _V2Tables:
     def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
         """A request that resumes comes as a new one, with its adapter."""
 
+    def give_media(self, request_id: str, features: Sequence[Any]) -> None:
+        """And with its media."""
+
 
 class _V1Tables:
     def __init__(self, runner: Any, on_rows: Callable[[StepRows], None]) -> None:
@@ -128,6 +138,9 @@ class _V1Tables:
 
     def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
         self._runner.requests[request_id].lora_request = adapter
+
+    def give_media(self, request_id: str, features: Sequence[Any]) -> None:
+        self._runner.requests[request_id].mm_features = list(features)
 
 
 def _final_hidden(runner: Any, num_rows: int) -> Tensor | None:

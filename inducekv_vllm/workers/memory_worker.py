@@ -21,6 +21,7 @@ from vllm.distributed import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.memory_attention import MemoryAttention, dtype_of
@@ -121,7 +122,11 @@ class MemoryWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        layers = {
+            name: layer
+            for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items()
+            if self._is_of_target(name)
+        }
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
@@ -132,6 +137,11 @@ class MemoryWorker(Worker):
         if get_tensor_model_parallel_rank() == 0:
             gate_log = GateLog.of(InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig())
             self.deciding = Deciding(placeholders, gate_log)
+
+    def _is_of_target(self, layer: str) -> bool:
+        """Whether it is the served model's, not that of a model that makes drafts for it."""
+        num_layers = self.model_config.get_num_layers(self.parallel_config)
+        return not layer.startswith("draft_model.") and extract_layer_index(layer) < num_layers
 
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
@@ -205,6 +215,8 @@ class MemoryWorker(Worker):
 
     def _start_decided(self, scheduled: SchedulerOutput, request_id: str, start: Start) -> None:
         """A request goes on as it was decided; a token that was sampled before is taken back."""
+        if start.media is not None:
+            self._runner.give_media(request_id, start.media)
         if start.injection is not None:
             self._inject(request_id, start.injection)
             if request_id in scheduled.scheduled_cached_reqs.req_ids:

@@ -40,8 +40,9 @@ def install(folder: Path) -> None:
         (KernelsAroundFlashAttention, "0", RUNNERS, ""),
         # Another backend: sinks and sliding windows, without a log-sum-exp.
         (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
+        pytest.param(KernelsAroundFlashAttention, "1", "test_speculation.py", "draft_model", marks=pytest.mark.slow),
     ],
-    ids=["V2", "V1", "another backend"],
+    ids=["V2", "V1", "another backend", "drafts"],
 )
 def test_answers_are_those_of_transformers(
     tmp_path: Path, worker: type, runner: str, tests: str, selected: str

@@ -104,7 +104,7 @@ def _engine(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, "speculative decoding by 'medusa'"),
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
         ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "KV cache events"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
