@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import LlamaConfig
 from vllm.sampling_params import StructuredOutputsParams
 
