@@ -122,7 +122,8 @@ class _MemoryRequests(Scheduler):
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
         self.decisions[request_id] = decision
         if decision.error is None:
-            self.known[_identity(request, spec)] = decision
+            if self.known.maxsize:
+                self.known[_identity(request, spec)] = decision
             adapter = dict(spec.adapters).get(decision.task or "")
             if decision.injection is None and adapter is None:
                 return False

@@ -123,7 +123,7 @@ async def check_server(client: EngineClient) -> None:
     if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
         raise UnsupportedModel(
             "memory bundles cannot be served with --mm-processor-cache-type shm: its entries are handed over once, "
-            "and a request with memory runs twice"
+            "and a request that goes back to the beginning needs its pictures again"
         )
     try:
         stats, *_ = await client.collective_rpc("inducekv_stats")

@@ -11,19 +11,34 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.functional import normalize
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks.demo.model import build_config, export
 from benchmarks.geometries import Geometry
 from benchmarks.lora_adapter import attach, largest_rank, memory_bytes, save
-from benchmarks.serving.methods import BUDGETS, DECOUPLED_BUDGET, LORA, PAYLOAD_TOKENS, bundle_name, decoupled_name
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from benchmarks.serving.methods import (
+    BUDGETS,
+    DECOUPLED_BUDGET,
+    GATED,
+    LORA,
+    PAYLOAD_TOKENS,
+    bundle_name,
+    decoupled_name,
+    gated_name,
+)
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, read_bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone.model import Backbone
+from selector.backbone.token_values import layers_of_gate
+from selector.backbone.turns import turn_marks
+from selector.refined.settings import RefinedSettings
 from selector.update.measures import entry_bytes
 from server.demo import CHECKPOINT
 
 MODEL_SEED = 0
+TASK = "t"
+PROTOTYPES = 48  # of a layer, as for eight tasks
 
 
 def config_of(geometry: Geometry) -> LlavaConfig:
@@ -57,7 +72,62 @@ def build_bundles(model: Path, tasks: Path, work: Path) -> dict[str, Path]:
         command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
         command += ["--policy", "random", "--weighting", "sqrt", "--seed", SEED, "--output", path]
         subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
-    return bundles | decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
+    return bundles | decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work) | gated_bundles(model, work)
+
+
+def gated_bundles(model: Path, work: Path) -> dict[str, Path]:
+    """One task of one entry with a map behind a gate, all in the sizes of the default recipe; of random content.
+
+    The costs do not depend on it. The gates open for every prompt, or for none.
+    """
+    backbone, sizes = Backbone.load(model), RefinedSettings()
+    model_facts, generator = backbone.fingerprint, torch.Generator().manual_seed(SEED)
+    L, J, D = model_facts.num_layers, model_facts.num_kv_heads, model_facts.head_dim
+    width = backbone.num_heads // J * D
+    payload = (L, 1, J, sizes.payload_tokens, D)
+    bundles = {gated_name(kind): work / f"gated_{kind}.safetensors" for kind in GATED}
+    for kind, path in zip(GATED, bundles.values(), strict=True):
+        bundle = Bundle.create(
+            retrieval_keys=normalize(torch.randn(1, model_facts.hidden_size, generator=generator), dim=1),
+            payload_keys=torch.randn(payload, generator=generator),
+            payload_values=0.01 * torch.randn(payload, generator=generator),
+            map_in=torch.randn(L, 1, J, sizes.map_rank, width, generator=generator) / width**0.5,
+            map_out=1e-3 * torch.randn(L, 1, J, width, sizes.map_rank, generator=generator),
+            temperature=0.07,
+            value_gates=torch.ones(L),
+            layer_bias=torch.zeros(L),
+            backbone=model_facts,
+            budget=1,
+            entries=(EntryRecord(id="0", task=TASK, source_digest="0"),),
+            recipe="refined",
+            settings={},
+            weighting="uniform",
+            form="decoupled",
+            activations={TASK: "generation" if kind == "closed" else kind},
+            gate=fixed_gate(backbone, is_open=kind != "closed"),
+        )
+        write_bundle(bundle, path)
+    return bundles
+
+
+def fixed_gate(backbone: Backbone, *, is_open: bool) -> Gate:
+    """It looks where a fitted one does, and decides the same of every prompt: of a prototype and its opposite, every
+    token is like one.
+    """
+    layers = layers_of_gate(backbone.num_layers)
+    S, F = len(layers), backbone.num_kv_heads * backbone.head_dim
+    some = normalize(torch.randn(S, PROTOTYPES // 2, F, generator=torch.Generator().manual_seed(SEED)), dim=2)
+    return Gate(
+        layers=layers,
+        marks=turn_marks(backbone),
+        center=torch.zeros(S, F),
+        scale=torch.ones(S, F),
+        prototypes=torch.cat([some, -some], dim=1),
+        floors=torch.zeros(S, PROTOTYPES),
+        weights=torch.full((1, S * PROTOTYPES), 1.0 if is_open else 0.0),
+        thresholds=torch.full((1,), 1e-6),
+        tasks=(TASK,),
+    )
 
 
 def decouple(merged: Path, work: Path) -> dict[str, Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.chat import Message
 from benchmarks.serving.prompts import PromptMaker
@@ -21,6 +21,8 @@ TOP_K = 8
 PAYLOAD_TOKENS = 8
 LONGER_BY = 256 * PAYLOAD_TOKENS  # tokens: what the largest memory would cost if it were text
 DECOUPLED_BUDGET = 64
+# Behind a gate, in the sizes of the default recipe: where the memory acts, or "closed".
+GATED: tuple[Activation | Literal["closed"], ...] = ("generation", "text", "prompt", "closed")
 PROMPT_TOKENS = 256
 
 
@@ -42,6 +44,10 @@ def decoupled_name(activation: Activation) -> str:
     return f"decoupled_B{DECOUPLED_BUDGET}_{activation}"
 
 
+def gated_name(kind: str) -> str:
+    return f"gated_{kind}"
+
+
 def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: int, prompt_tokens: int) -> list[Method]:
     """All methods, over prompts of `prompt_tokens` tokens and a context of `context` tokens."""
     room = context - output_tokens - prompt_tokens
@@ -59,11 +65,12 @@ def make_methods(prompts: PromptMaker, base: str, context: int, output_tokens: i
         methods.append(Method(f"{name}_all", name, question))
         methods.append(Method(f"{name}_top{TOP_K}", name, question, {"inducekv_top_k": TOP_K}))
     decoupled = [Method(decoupled_name(activation), decoupled_name(activation), question) for activation in ACTIVATIONS]
-    methods += decoupled
+    gated = [Method(gated_name(kind), gated_name(kind), question) for kind in GATED]
+    methods += [*decoupled, *gated]
     methods.append(Method(LONGER_PROMPT, base, lambda: prompts.question(prompt_tokens + LONGER_BY)))
     methods.append(Method(PROMPT_REPLAY, base, lambda: prompts.replayed(replayed, prompt_tokens)))
     again = {"then": follow_up, "base": BASE_METHOD + SECOND_TURN}
-    return methods + [replace(each, name=each.name + SECOND_TURN, **again) for each in (methods[0], *decoupled)]
+    return methods + [replace(each, name=each.name + SECOND_TURN, **again) for each in (methods[0], *decoupled, *gated)]
 
 
 def lora_methods(prompts: PromptMaker, base: str, prompt_tokens: int) -> list[Method]:

@@ -43,7 +43,7 @@ def check_engine(config: VllmConfig) -> None:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (
             parallel.data_parallel_size > 1,
-            "data parallelism: a request's two passes could reach two engines; run one server for each instead",
+            "data parallelism: of a load, vLLM tells the first engine's outcome alone; run one server for each instead",
         ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),

@@ -83,8 +83,8 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(name, learned, bac
         assert (lookup.retrieval is not None) == bool(opened[row])
         if lookup.retrieval is None:
             continue
-        B, m = memory.num_entries, memory.payload_tokens
-        page = page_terms(lookup.retrieval, memory.weighting, payload_tokens=m, num_entries=B)
+        B, m = bundle.num_entries, bundle.payload_tokens
+        page = page_terms(lookup.retrieval, bundle.metadata.weighting, payload_tokens=m, num_entries=B)
         scale, log_weight = np.zeros(B), np.full(B, -np.inf)
         scale[page.entries], log_weight[page.entries] = page.value_scale, page.log_weight
         used = np.isfinite(log_weight)

@@ -50,7 +50,7 @@ def test_slots_have_the_memory_of_running_requests() -> None:
     assert requests.of_requests([*"cd"], "merged") is None
     assert [requests.first_active(request) for request in "ad"] == [7, 0]
 
-    requests.pause(["b", "c"])
+    requests.preempt(["b", "c"])
     first.region.release()  # the bundle is unloaded
     requests.finish(["a"])
     assert requests.of_requests([*"abc"], "merged") is None
