@@ -47,7 +47,16 @@ def allowed(backbone):
 # All methods
 
 
-@pytest.mark.parametrize("name", [*RIVALS, "random_memory", "kcenter_memory", "paper", "refined"])
+LONG = ("gated_lora_replay", "refined")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name in (*RIVALS, "random_memory", "kcenter_memory", "paper", "refined")
+    ],
+)
 def test_the_same_arguments_give_the_same_state_whatever_becomes_of_the_one_before(name, learned, tmp_path):
     stream = learned(name)
     shutil.copytree(stream.states[0], tmp_path / "before")
@@ -114,6 +123,7 @@ def test_an_adapter_has_the_rank_that_the_bytes_allow_in_float16(learned, backbo
     assert len(tensors) == 2 * 7 * LAYERS
 
 
+@pytest.mark.slow
 def test_each_task_takes_the_learning_rate_of_the_least_validation_loss(model, suite, tmp_path, monkeypatch):
     def learn(name, **settings):
         method = replace(SMALL["gated_task_lora"], **settings)

@@ -35,6 +35,7 @@ def suite(tmp_path: Path) -> Path:
     return tmp_path / "suite.toml"
 
 
+@pytest.mark.slow
 def test_methods_of_every_kind(suite: Path, tmp_path: Path) -> None:
     model, out = FAMILIES["llama"](tmp_path / "model"), tmp_path / "out"
     small = ["--set", "steps=2", "--set", "anchors_per_task=4", "--set", "learning_rate=0.01"]

@@ -176,6 +176,7 @@ def measured(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return json.loads(out.read_bytes()), printed.getvalue()
 
 
+@pytest.mark.slow
 def test_every_row_is_there_and_a_sane_gate_is_measured(measured: tuple[dict[str, Any], str]) -> None:
     result, printed = measured
     rows = {row["kind"]: row for row in result["rows"]}

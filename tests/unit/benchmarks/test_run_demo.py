@@ -20,6 +20,7 @@ SIZES = {"train": 16, "validation": 6, "test": 6}
 QUICK = ("--steps=2", "--batch-size=2", "--precision=float32", "--learning-rate=0.1", "--activation=generation")
 
 
+@pytest.mark.slow
 def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, console = FAMILIES["llama"](tmp_path / "model"), Console(quiet=True)
     monkeypatch.setattr(smollm2, "SETTINGS", (*QUICK, "--allow-worse"))
