@@ -12,7 +12,7 @@ from torch import Tensor
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.bundle.activation import first_active_position
-from inducekv_vllm.retrieval.page_terms import PageTerms
+from inducekv_vllm.retrieval.entry_terms import EntryTerms
 from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, Terms
@@ -55,8 +55,8 @@ def reference_evidence(backbone: Backbone, gate: Gate, prompt: Inputs) -> Tensor
     return evidence_in(gate, token_values(backbone, [prompt], gate.layers, gate.marks))[0]
 
 
-def terms_from_pages(pages: Sequence[PageTerms], num_entries: int) -> Terms:
-    """The selector's terms from the `page_terms` of the entries that n requests have retrieved."""
+def terms_from_pages(pages: Sequence[EntryTerms], num_entries: int) -> Terms:
+    """The selector's terms from the `entry_terms` of the entries that n requests have retrieved."""
     shape = (len(pages), num_entries)
     key_scale, value_scale = torch.zeros(shape), torch.zeros(shape)
     log_weight = torch.full(shape, -math.inf)

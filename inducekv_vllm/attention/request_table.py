@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..retrieval.page_terms import Form, PageTerms
+from ..retrieval.entry_terms import EntryTerms, Form
 from .ranges import Region
 from .resident_bundle import RequestMemory, ResidentBundle
 from .slots import NO_MEMORY, SlotTable
@@ -19,7 +19,7 @@ from .slots import NO_MEMORY, SlotTable
 class _Injection:
     content: str
     bundle: ResidentBundle
-    terms: PageTerms
+    terms: EntryTerms
     start: int  # the first position that memory acts on
 
 
@@ -67,7 +67,7 @@ class MemoryOfRequests:
         injection = self._injections.get(request_id)
         return 0 if injection is None else injection.start
 
-    def start(self, request_id: str, content: str, bundle: ResidentBundle, terms: PageTerms, start: int) -> None:
+    def start(self, request_id: str, content: str, bundle: ResidentBundle, terms: EntryTerms, start: int) -> None:
         """Add a request with memory that runs for the first time; `content` identifies its memory and weights."""
         assert request_id not in self, f"request {request_id} has a memory already"
         bundle.region.retain()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..bundle.lookup import MemoryIndex
 from ..errors import UnsupportedModel
-from ..retrieval.page_terms import FloatArray, Form, IntArray, PageTerms, Weighting
+from ..retrieval.entry_terms import EntryTerms, FloatArray, Form, IntArray, Weighting
 from .ranges import Region
 from .resident_gate import ResidentGate
 
@@ -77,14 +77,14 @@ class RequestMemory:
     """
 
     bundle: ResidentBundle
-    terms: PageTerms  # of k entries, in the order of the bundle
+    terms: EntryTerms  # of k entries, in the order of the bundle
     slot: int
 
     @classmethod
-    def of(cls, bundle: ResidentBundle, terms: PageTerms, slot: int) -> RequestMemory:
+    def of(cls, bundle: ResidentBundle, terms: EntryTerms, slot: int) -> RequestMemory:
         """Put the terms in the order of the bundle: adjacent entries are then read without a copy."""
         order = np.argsort(terms.entries)
-        ordered = PageTerms(
+        ordered = EntryTerms(
             entries=terms.entries[order],
             key_scale=terms.key_scale[order],
             log_weight=terms.log_weight[order],

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from ..gate import GateDecision, RelevanceGate
+from ..retrieval.entry_terms import FloatArray, IntArray, Retrieval
 from ..retrieval.index import PrefixIndex
-from ..retrieval.page_terms import FloatArray, IntArray, Retrieval
 from .metadata import BundleMetadata
 from .tensors import Bundle
 

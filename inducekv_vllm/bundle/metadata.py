@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from ..errors import BundleError
-from ..retrieval.page_terms import Form, Weighting
+from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
 FORMAT_VERSION: Final = 1

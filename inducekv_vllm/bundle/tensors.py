@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import BundleError, FingerprintMismatch
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
-from ..retrieval.page_terms import Form, Weighting
+from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation
 from .metadata import (
     FORMAT_VERSION,

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..files.regular import open_regular
 from ..host.config import InduceKVConfig
 from ..host.logs import logger_of
-from ..retrieval.page_terms import FloatArray
+from ..retrieval.entry_terms import FloatArray
 
 logger = logger_of(__name__)
 DIGITS: Final = 4

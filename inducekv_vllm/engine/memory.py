@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from ..bundle import Bundle, BundleMetadata, EntryRecord
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import alive_entries
-from ..retrieval.page_terms import Weighting
+from ..retrieval.entry_terms import Weighting
 from .wire import DecideSpec, Decision, InjectionSpec, TaskAdapter
 
 

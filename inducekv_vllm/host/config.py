@@ -18,7 +18,9 @@ WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
 ADMIN_KEY_VARIABLE = "INDUCEKV_ADMIN_KEY"  # of the server, and of whoever changes its bundles
 ADMIN_HEADER = "X-InduceKV-Admin-Key"
 SCHEDULER_CLS = "inducekv_vllm.scheduler.memory_scheduler"  # for --scheduler-cls
-NO_DATA_PARALLEL = "memory needs one engine: of a load, vLLM tells the first one's outcome alone; run one server for each instead"
+NO_DATA_PARALLEL = (
+    "memory needs one engine: of a load, vLLM tells the first one's outcome alone; run one server for each instead"
+)
 
 
 class InduceKVConfig(BaseModel):

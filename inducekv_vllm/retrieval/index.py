@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from .page_terms import IntArray, Retrieval
+from .entry_terms import IntArray, Retrieval
 
 
 class PrefixIndex:

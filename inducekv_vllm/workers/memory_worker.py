@@ -40,7 +40,7 @@ from ..host.device import Device, device_of
 from ..host.logs import logger_of
 from ..host.requirements import check_engine, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
-from ..retrieval.page_terms import PageTerms, Retrieval, page_terms
+from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from .cached_values import CachedValues
 from .deciding import Deciding
 from .resident import ResidentBundles
@@ -328,8 +328,8 @@ def check_most_entries(bundle: Bundle, most: int) -> None:
         )
 
 
-def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> PageTerms:
-    return page_terms(
+def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:
+    return entry_terms(
         Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
         bundle.weighting,
         payload_tokens=bundle.payload_tokens,

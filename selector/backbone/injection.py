@@ -34,7 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.retrieval.page_terms import Form, Weighting
+from inducekv_vllm.retrieval.entry_terms import Form, Weighting
 
 ATTENTION_NAME = "inducekv"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inducekv_vllm.retrieval.page_terms import Weighting
+from inducekv_vllm.retrieval.entry_terms import Weighting
 
 from ..backbone.injection import Memory
 from ..backbone.scoring import Questions, Scorer, batch_rows, mean_of_batch

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.retrieval.page_terms import MergedWeighting
+from inducekv_vllm.retrieval.entry_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Seed, Settings
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.retrieval.page_terms import Form
+from inducekv_vllm.retrieval.entry_terms import Form
 
 from ..data.choice import Policy
 from ..gate.settings import DEFAULT_MISSES, Misses

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from inducekv_vllm.bundle.metadata import Size
-from inducekv_vllm.retrieval.page_terms import MergedWeighting
+from inducekv_vllm.retrieval.entry_terms import MergedWeighting
 
 from ..data.choice import Policy
 from ..runtime.settings import Flag, Seed, Settings

@@ -28,7 +28,7 @@ from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.engine.wire import Decision
 from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
-from inducekv_vllm.retrieval.page_terms import Weighting
+from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone

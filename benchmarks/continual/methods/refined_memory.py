@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.continual.methods.method import RunContext
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.retrieval.page_terms import Form
+from inducekv_vllm.retrieval.entry_terms import Form
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
 from selector.refined.settings import ActivationChoice, GatedWeighting, Precision, RefinedSettings

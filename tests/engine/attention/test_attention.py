@@ -19,7 +19,7 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.retrieval.page_terms import Weighting
+from inducekv_vllm.retrieval.entry_terms import Weighting
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, random_memory, store
 
 current_platform.import_kernels()

@@ -12,7 +12,7 @@ from inducekv_vllm.attention.pool import MemoryPool, PoolShape
 from inducekv_vllm.attention.resident_bundle import LayerMemory, RequestMemory, ResidentBundle
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
+from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 
 # 54 times 3 tokens; bundles of 4 entries of 5 tokens with maps of rank 2 take 7 + 8 of them
@@ -115,7 +115,7 @@ def test_adjacent_entries_are_read_without_a_copy() -> None:
     resident = store(pool, bundle)
     for entries, adjacent in (([2, 4, 3], True), ([2, 4], False), (list(range(6)), True)):
         alpha = np.full(len(entries), 1 / len(entries), dtype=np.float32)
-        terms = page_terms(Retrieval(np.array(entries), alpha), "sqrt", payload_tokens=5, num_entries=6)
+        terms = entry_terms(Retrieval(np.array(entries), alpha), "sqrt", payload_tokens=5, num_entries=6)
         memory = RequestMemory.of(resident, terms, 1)
         keys, _ = memory.read(2)
         assert torch.equal(keys, bundle.payload_keys[2, sorted(entries)].transpose(0, 1).flatten(1, 2).float())
@@ -129,7 +129,7 @@ def test_a_slot_of_the_tables_holds_the_terms_of_each_entry_in_the_order_of_the_
     resident, slots = store(pool, bundle), tables.slots
     tables.write(random_memory(resident, None, False, seed=0, slot=2))  # longer, and then it is written anew
     weights = np.array([0.5, 0.3, 0.2], dtype=np.float32)
-    terms = page_terms(Retrieval(np.array([3, 0, 1]), weights), "prior", payload_tokens=5, num_entries=6)
+    terms = entry_terms(Retrieval(np.array([3, 0, 1]), weights), "prior", payload_tokens=5, num_entries=6)
     tables.write(RequestMemory.of(resident, terms, 2))
     assert (int(slots.length[2]), int(slots.map_length[2]), int(slots.decoupled[2])) == (15, 6, 1)
     assert (int(slots.entry_tokens[2]), int(slots.map_rank[2])) == (5, 2)

@@ -10,7 +10,7 @@ from benchmarks.continual.methods.memory import BUNDLE
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
-from inducekv_vllm.retrieval.page_terms import page_terms
+from inducekv_vllm.retrieval.entry_terms import entry_terms
 from selector.backbone import gate_rule, injection
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract, extract_keys
@@ -84,9 +84,9 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(name, learned, bac
         if lookup.retrieval is None:
             continue
         B, m = bundle.num_entries, bundle.payload_tokens
-        page = page_terms(lookup.retrieval, bundle.metadata.weighting, payload_tokens=m, num_entries=B)
+        entering = entry_terms(lookup.retrieval, bundle.metadata.weighting, payload_tokens=m, num_entries=B)
         scale, log_weight = np.zeros(B), np.full(B, -np.inf)
-        scale[page.entries], log_weight[page.entries] = page.value_scale, page.log_weight
+        scale[entering.entries], log_weight[entering.entries] = entering.value_scale, entering.log_weight
         used = np.isfinite(log_weight)
         np.testing.assert_allclose(terms.log_weight[row].numpy()[used], log_weight[used], atol=1e-4)
         np.testing.assert_allclose(terms.value_scale[row].numpy()[used], scale[used], atol=1e-5)

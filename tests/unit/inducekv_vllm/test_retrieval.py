@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from inducekv_vllm.retrieval.index import PrefixIndex
-from inducekv_vllm.retrieval.page_terms import PageTerms, Retrieval, page_terms
 
 
 def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:
@@ -100,8 +100,8 @@ class Scene:
         share = np.concatenate([np.ones(len(self.self_keys)), weights.ravel()]) * np.exp(keys @ self.query)
         return np.asarray(share @ values / share.sum())
 
-    def injected(self, terms: PageTerms) -> npt.NDArray[Any]:
-        """Attention over [self ; memory ; remainder] by the definition of `PageTerms`: gate 1, layer bias 0."""
+    def injected(self, terms: EntryTerms) -> npt.NDArray[Any]:
+        """Attention over [self ; memory ; remainder] by the definition of `EntryTerms`: gate 1, layer bias 0."""
         memory_logits = terms.key_scale[:, None] * (self.payload_keys[terms.entries] @ self.query)
         memory_logits = memory_logits + terms.log_weight[:, None]
         memory_values = terms.value_scale[:, None, None] * self.payload_values[terms.entries]
@@ -130,18 +130,18 @@ def test_terms_are_scaled_cache_tokens_or_weigh_the_softmax(scene: Scene, weight
     alpha[retrieval.entries] = retrieval.weights
     scale, weights = (np.sqrt(alpha), np.ones(6)) if weighting == "sqrt" else (np.ones(6), alpha)
     expected = scene.attention(scale, weights)
-    found = scene.injected(page_terms(retrieval, **options, remainder=top_k is not None))
+    found = scene.injected(entry_terms(retrieval, **options, remainder=top_k is not None))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     if top_k:
-        assert not np.allclose(scene.injected(page_terms(retrieval, **options)), expected, rtol=1e-3)
+        assert not np.allclose(scene.injected(entry_terms(retrieval, **options)), expected, rtol=1e-3)
 
 
 def test_prior_drops_entries_of_weight_zero() -> None:
     retrieval = Retrieval(np.array([3, 0, 1]), np.array([1, 1e-30, 0], dtype=np.float32))
-    terms = page_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
+    terms = entry_terms(retrieval, "prior", payload_tokens=3, num_entries=6)
     assert terms.entries.tolist() == [3, 0]
     assert np.isfinite(terms.log_weight).all()
-    assert page_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
+    assert entry_terms(retrieval, "sqrt", payload_tokens=3, num_entries=6).entries.tolist() == [3, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_prior_drops_entries_of_weight_zero() -> None:
 )
 def test_the_remainder_counts_the_tokens_left_out(num_entries: int, options: dict[str, Any], left: int) -> None:
     retrieval = Retrieval(np.array([1, 0]), np.array([0.75, 0.25], dtype=np.float32))
-    terms = page_terms(retrieval, "sqrt", payload_tokens=8, num_entries=num_entries, **options)
+    terms = entry_terms(retrieval, "sqrt", payload_tokens=8, num_entries=num_entries, **options)
     assert terms.log_remainder == pytest.approx(math.log(left) if left else -math.inf)
 
 
@@ -176,7 +176,7 @@ def test_the_remainder_counts_the_tokens_left_out(num_entries: int, options: dic
 def test_bad_terms(entries: list[int], weights: list[float], keywords: dict[str, Any], problem: str) -> None:
     retrieval = Retrieval(np.array(entries, dtype=np.int64), np.array(weights, dtype=np.float32))
     with pytest.raises(ConfigError, match=problem):
-        page_terms(retrieval, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
+        entry_terms(retrieval, **({"weighting": "sqrt", "payload_tokens": 3, "num_entries": 4} | keywords))
 
 
 def test_a_search_among_some_entries_is_a_search_of_a_memory_of_those() -> None:

@@ -158,7 +158,7 @@ def test_the_selector_uses_the_half_of_the_plugin_without_vllm() -> None:
     selector = [module for module in modules().values() if package_of(module.name) == "selector"]
     targets = set().union(*(module.targets(type_only=True) for module in selector))
     used = {target for target in targets if package_of(target) == "inducekv_vllm"}
-    assert {"inducekv_vllm.bundle", "inducekv_vllm.retrieval.page_terms"} <= used
+    assert {"inducekv_vllm.bundle", "inducekv_vllm.retrieval.entry_terms"} <= used
     assert used <= without_vllm()
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(sorted(without_vllm()))}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

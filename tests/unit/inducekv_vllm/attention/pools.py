@@ -13,7 +13,7 @@ from inducekv_vllm.attention.pool import MemoryPool, PoolShape
 from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.host.device import device_of
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
+from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.bundles import FINGERPRINT, random_bundle, random_maps
 
 CPU = device_of(torch.device("cpu"))
@@ -59,7 +59,7 @@ def random_memory(
     rng = np.random.default_rng(seed)
     entries = rng.permutation(bundle.num_entries)[:top_k]
     weights = rng.dirichlet(np.ones(len(entries))).astype(np.float32)
-    terms = page_terms(
+    terms = entry_terms(
         Retrieval(entries, weights),
         bundle.weighting,
         payload_tokens=bundle.payload_tokens,

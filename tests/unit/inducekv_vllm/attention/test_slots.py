@@ -10,11 +10,11 @@ from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.attention.resident_bundle import RequestMemory
 from inducekv_vllm.attention.slots import SlotTable
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.retrieval.page_terms import Retrieval, page_terms
+from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
-TERMS = page_terms(Retrieval(np.arange(2), np.full(2, 0.5, np.float32)), "uniform", payload_tokens=1, num_entries=2)
+TERMS = entry_terms(Retrieval(np.arange(2), np.full(2, 0.5, np.float32)), "uniform", payload_tokens=1, num_entries=2)
 
 
 def test_invariants_hold_under_random_use() -> None:

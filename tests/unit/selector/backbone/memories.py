@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.retrieval.page_terms import Weighting
+from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from tests.bundles import random_maps

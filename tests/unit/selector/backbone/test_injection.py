@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
+from inducekv_vllm.retrieval.entry_terms import Weighting, entry_terms
 from inducekv_vllm.retrieval.index import PrefixIndex
-from inducekv_vllm.retrieval.page_terms import Weighting, page_terms
 from selector.backbone.extraction import extract
 from selector.backbone.gate_rule import gated_prior
 from selector.backbone.generation import generate, score
@@ -108,7 +108,7 @@ def served_terms(memory: Memory, query_keys: Tensor, settings: dict[str, Any]) -
     pages = []
     for key in query_keys.numpy():
         retrieval = index.search(key, float(memory.temperature), settings.get("top_k"))
-        pages.append(page_terms(retrieval, memory.weighting, **options))
+        pages.append(entry_terms(retrieval, memory.weighting, **options))
     return terms_from_pages(pages, B)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import selector.backbone.tiled_attention as module
-from inducekv_vllm.retrieval.page_terms import Weighting
+from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.generation import score
 from selector.backbone.injection import Memory, attend
 from selector.backbone.model import Backbone

@@ -1,4 +1,4 @@
-"""How retrieved entries enter attention: the numbers for each page, from the retrieval weights.
+"""How retrieved entries enter attention: the numbers for each of them, from the retrieval weights.
 
 Shapes: B entries in the memory, k entries retrieved, m payload tokens of an entry.
 
@@ -35,8 +35,8 @@ class Retrieval:
 
 
 @dataclass(frozen=True)
-class PageTerms:
-    """How each retrieved entry ("page") enters attention, for every layer l and every active query token:
+class EntryTerms:
+    """How each retrieved entry enters attention, for every layer l and every active query token:
 
         logit = key_scale * (q . k) * softmax_scale + log_weight + layer_bias_l
         value = value_scale * gate_l * v
@@ -55,7 +55,7 @@ class PageTerms:
     log_remainder: float = -math.inf
 
 
-def page_terms(
+def entry_terms(
     retrieval: Retrieval,
     weighting: Weighting,
     *,
@@ -63,7 +63,7 @@ def page_terms(
     num_entries: int,
     num_expired: int = 0,
     remainder: bool = False,
-) -> PageTerms:
+) -> EntryTerms:
     """Turn retrieval weights into injection terms.
 
     "sqrt" (the paper): key_scale = value_scale = sqrt(alpha), log_weight = 0.
@@ -102,16 +102,16 @@ def page_terms(
 
     if weighting == "uniform":
         ones = np.ones(len(entries), dtype=np.float32)
-        return PageTerms(entries=entries, key_scale=ones, log_weight=np.zeros_like(ones), value_scale=ones)
+        return EntryTerms(entries=entries, key_scale=ones, log_weight=np.zeros_like(ones), value_scale=ones)
     if weighting == "prior":
         used = alpha > 0
         ones = np.ones(int(used.sum()), dtype=np.float32)
         log_weight = np.log(alpha[used], dtype=np.float32)
-        return PageTerms(entries=entries[used], key_scale=ones, log_weight=log_weight, value_scale=ones)
+        return EntryTerms(entries=entries[used], key_scale=ones, log_weight=log_weight, value_scale=ones)
 
     scale = np.sqrt(alpha, dtype=np.float32)
     left_out = (num_entries - num_expired - len(entries)) * payload_tokens
-    return PageTerms(
+    return EntryTerms(
         entries=entries,
         key_scale=scale,
         log_weight=np.zeros_like(scale),
