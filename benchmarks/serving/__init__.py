@@ -5,8 +5,8 @@
 - `..._top8`          the same bundle, the 8 nearest entries only
 - `decoupled_B64_*`   64 entries as decoupled memory, acting on the `prompt`, the `text` after the picture, or the
                       `generation`
-- `gated_*`           one task in the sizes of the default recipe behind a gate, acting on the `generation`, the `text` or
-                      the `prompt`; `gated_closed`: the gate opens for no request
+- `gated_*`           one task in the sizes of the default recipe behind a gate, acting on the `generation`, the `text`
+                      or the `prompt`; `gated_closed`: the gate opens for no request
 - `..._turn2`         the second turn of a conversation whose first the server has answered, against `none_turn2`
 - `lora`              a LoRA adapter of at most the bytes of 64 entries, on a server of its own, against `lora_none`,
                       no adapter on that server
