@@ -36,22 +36,34 @@ class MemoryLookup:
     num_expired: int = 0  # entries of the memory that took no part
 
 
-def alive_entries(metadata: BundleMetadata, now: datetime | None = None) -> Sequence[int]:
-    """The entries that have not expired; `now` None for the clock's."""
-    moment = now or datetime.now(UTC)
-    return [i for i, entry in enumerate(metadata.entries) if not entry.has_expired(moment)]
+@dataclass(frozen=True)
+class DatedEntries:
+    """A bundle's entries, some of which may expire."""
 
+    metadata: BundleMetadata
 
-def all_of(entries: IntArray) -> Retrieval:
-    """Uniform weighting takes all of them with weight 1."""
-    return Retrieval(entries, np.ones(len(entries), dtype=np.float32))
+    @cached_property
+    def _expiries(self) -> list[datetime]:
+        """Ascending."""
+        return sorted({entry.expires_at for entry in self.metadata.entries if entry.expires_at is not None})
+
+    def next_expiry(self, now: datetime | None = None) -> datetime | None:
+        """When fewer entries will be alive; None for never. `now` None for the clock's."""
+        moment = now or datetime.now(UTC)
+        return next((expiry for expiry in self._expiries if expiry > moment), None)
+
+    def alive(self, now: datetime | None = None) -> Sequence[int]:
+        """The entries that have not expired; `now` None for the clock's."""
+        entries = self.metadata.entries
+        if not self._expiries or (moment := now or datetime.now(UTC)) < self._expiries[0]:
+            return range(len(entries))
+        return [i for i, entry in enumerate(entries) if not entry.has_expired(moment)]
 
 
 @dataclass(frozen=True)
-class MemoryIndex:
+class MemoryIndex(DatedEntries):
     """The index and gate of one bundle."""
 
-    metadata: BundleMetadata
     index: PrefixIndex | None  # over the retrieval keys [B, d]; None without entries
     temperature: float
     gate: RelevanceGate | None = None
@@ -67,19 +79,6 @@ class MemoryIndex:
             gate=gate.rule if gate is not None else None,
             token_digest=gate.token_digest if gate is not None else "",
         )
-
-    @cached_property
-    def _expiries(self) -> list[datetime]:
-        return sorted({entry.expires_at for entry in self.metadata.entries if entry.expires_at is not None})
-
-    def next_expiry(self, now: datetime | None = None) -> datetime | None:
-        """When the result of a lookup may be another one; None for never."""
-        moment = now or datetime.now(UTC)
-        return next((expiry for expiry in self._expiries if expiry > moment), None)
-
-    def alive(self, now: datetime | None = None) -> Sequence[int]:
-        """The entries that have not expired; `now` None for the clock's."""
-        return alive_entries(self.metadata, now) if self._expiries else range(len(self.metadata.entries))
 
     def lookup(self, query: QueryFeatures, top_k: int | None, now: datetime | None = None) -> MemoryLookup:
         """Find the entries and weights for a request; `top_k` None means all entries.
@@ -110,7 +109,7 @@ class MemoryIndex:
     def _retrieve(self, key: FloatArray | None, entries: IntArray, top_k: int | None) -> Retrieval:
         """Weights for entries [n], or for the `top_k` of them that are closest to the key."""
         if self.metadata.weighting == "uniform":
-            return all_of(entries)
+            return Retrieval(entries, np.ones(len(entries), dtype=np.float32))
         assert self.index is not None
         assert key is not None
         among = None if len(entries) == len(self.metadata.entries) else entries

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 from vllm.lora.request import LoRARequest
 
-from ..bundle import Bundle, BundleMetadata, EntryRecord
+from ..bundle import Bundle, EntryRecord
 from ..bundle.activation import first_active_position
-from ..bundle.lookup import alive_entries
+from ..bundle.lookup import DatedEntries
 from ..retrieval.entry_terms import Weighting
 from .wire import DecideSpec, Decision, InjectionSpec, TaskAdapter
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(DatedEntries):
     """One version of a memory. A changed file is another version with another digest."""
 
-    metadata: BundleMetadata
     path: str  # the workers read the same file
     file_bytes: int
 
@@ -52,10 +51,6 @@ class Memory:
     def adapter(self) -> str | None:
         """The LoRA adapter that its requests run with, whether the gate is open or closed."""
         return self.metadata.adapter
-
-    def alive(self) -> Sequence[int]:
-        """The entries that have not expired."""
-        return alive_entries(self.metadata)
 
     @property
     def needs_decision(self) -> bool:
