@@ -21,12 +21,11 @@ import hashlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cachetools import LRUCache
-from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -36,7 +35,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .engine.wire import DECISIONS, STARTS, DecideSpec, Decision, InjectionSpec, Start, TaskAdapter, parse_spec
+from .engine.wire import DECISIONS, STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
 from .host.config import InduceKVConfig
 
 NEVER = 1 << 60  # a step
@@ -52,7 +51,8 @@ class _MemoryRequests(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
-        self.undecided: dict[str, DecideSpec] = {}  # by request id, as the next three
+        # By request id.
+        self.undecided: dict[str, tuple[DecideSpec, bytes]] = {}  # with its `_identity`
         self.decisions: dict[str, Decision] = {}  # for the API process
         self.told: set[str] = set()  # requests whose first output has brought it
         self.starts: dict[str, Start] = {}  # for the workers, with the request's next step
@@ -68,12 +68,14 @@ class _MemoryRequests(Scheduler):
         if isinstance(spec, InjectionSpec):
             self._keep_apart(request, spec)
         elif spec is not None and request.request_id not in self.requests:
-            known = self.known.get(_identity(request, spec))
+            identity = _identity(request, spec)
+            known = self.known.get(identity)
             if known is not None and (known.valid_until is None or time.time() < known.valid_until):
-                decision = replace(known, source="cached", seconds=0.0)
-                self._settle(request, spec, decision)
+                self.decisions[request.request_id] = replace(known, source="cached", seconds=0.0)
+                self.starts[request.request_id] = start = _start_of(spec, known)
+                self._take_blocks(request, start)
             else:
-                self.undecided[request.request_id] = spec
+                self.undecided[request.request_id] = spec, identity
                 request.skip_reading_prefix_cache |= spec.retrieval  # until it is decided
         super().add_request(request)
 
@@ -102,12 +104,12 @@ class _MemoryRequests(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         decisions: Mapping[str, Decision] = getattr(model_runner_output, DECISIONS, {})
-        rewinding = [each for each in decisions.items() if self._decided(*each, model_runner_output)]
+        rewinding = [each for each, decision in decisions.items() if self._decided(each, decision, model_runner_output)]
         self._return_prompt_logprobs(model_runner_output)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        for request_id, decision in rewinding:
+        for request_id in rewinding:
             if (request := self.requests.get(request_id)) is not None and not request.is_finished():
-                self._rewind(request, decision)
+                self._rewind(request, self.starts[request_id])
         self._tell(outputs)
         return outputs
 
@@ -115,20 +117,20 @@ class _MemoryRequests(Scheduler):
 
     def _decided(self, request_id: str, decision: Decision, output: ModelRunnerOutput) -> bool:
         """Take a decision; whether the request goes back, and its token is dropped."""
-        spec, request = self.undecided.pop(request_id, None), self.requests.get(request_id)
-        if spec is None or request is None or request.is_finished():
+        undecided, request = self.undecided.pop(request_id, None), self.requests.get(request_id)
+        if undecided is None or request is None or request.is_finished():
             return False
+        spec, identity = undecided
         request.next_decode_eligible_step = 0
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
         self.decisions[request_id] = decision
         if decision.error is None:
             if self.known.maxsize:
-                self.known[_identity(request, spec)] = decision
-            adapter = dict(spec.adapters).get(decision.task or "")
-            if decision.injection is None and adapter is None:
+                self.known[identity] = decision
+            start = _start_of(spec, decision, request.mm_features if request_id in self.without_media else None)
+            if start.injection is None and start.adapter is None:
                 return False
-            media = request.mm_features if request_id in self.without_media else None
-            self.starts[request_id] = Start(decision.injection, adapter, media)
+            self.starts[request_id] = start
         # Dropped: no output, no check for a stop, no step of a grammar.
         index = output.req_id_to_index[request_id]
         output.sampled_token_ids[index] = []
@@ -139,33 +141,19 @@ class _MemoryRequests(Scheduler):
             return False
         return True
 
-    def _settle(self, request: Request, spec: DecideSpec, decision: Decision) -> None:
-        """A request that does not have to be decided; it has not been added."""
-        adapter = dict(spec.adapters).get(decision.task or "")
-        self.decisions[request.request_id] = decision
-        self.starts[request.request_id] = Start(decision.injection, adapter)
-        if decision.injection is not None:
-            self._keep_apart(request, decision.injection)
-        elif adapter is not None:
-            _switch_adapter(request, adapter)
-
-    def _rewind(self, request: Request, decision: Decision) -> None:
+    def _rewind(self, request: Request, start: Start) -> None:
         """Let the request compute the positions from A on again, in blocks of its own; with LoRA, all of them."""
-        num_full, first = len(request.block_hashes), 0
-        if (injection := decision.injection) is not None:
-            first = injection.start
-            self._keep_apart(request, injection)
-        elif (adapter := self.starts[request.request_id].adapter) is not None:
-            _switch_adapter(request, adapter)
+        num_full, injection = len(request.block_hashes), start.injection
+        self._take_blocks(request, start)
         if request.status != RequestStatus.RUNNING:  # preempted meanwhile, in asynchronous scheduling
             request.drop_stale_output = True
             self.rewound["preempted"] += 1
         elif (
             injection is not None
             and len(self.kv_cache_config.kv_cache_groups) == 1
-            and first // self.hash_block_size >= num_full
+            and injection.start // self.hash_block_size >= num_full
         ):
-            request.num_computed_tokens = first
+            request.num_computed_tokens = injection.start
             request.num_output_placeholders = 0  # asynchronous scheduling: the dropped token's
             # Drafts that follow the dropped token are ignored.
             request.is_prefill_chunk, request.spec_token_ids = True, []
@@ -176,6 +164,15 @@ class _MemoryRequests(Scheduler):
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)
             del request.events[events:]  # to vLLM's metrics it is no preemption
             self.rewound["other blocks"] += 1
+
+    def _take_blocks(self, request: Request, start: Start) -> None:
+        """A request's blocks are those of its memory, from A's on, or all those of its adapter."""
+        if start.injection is not None:
+            self._keep_apart(request, start.injection)
+        elif start.adapter is not None:
+            request.lora_request = start.adapter.lora_request
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def _keep_apart(self, request: Request, injection: InjectionSpec) -> None:
         """From A's block on, the request's blocks are its memory's."""
@@ -216,11 +213,8 @@ class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
 
 
-def _switch_adapter(request: Request, adapter: TaskAdapter) -> None:
-    """All of the request's blocks are the adapter's."""
-    request.lora_request = LoRARequest(adapter.name, adapter.number, adapter.path)
-    request.block_hashes.clear()
-    request.update_block_hashes()
+def _start_of(spec: DecideSpec, decision: Decision, media: Sequence[Any] | None = None) -> Start:
+    return Start(decision.injection, dict(spec.adapters).get(decision.task or ""), media)
 
 
 def _identity(request: Request, spec: DecideSpec) -> bytes:

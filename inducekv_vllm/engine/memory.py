@@ -81,10 +81,7 @@ class Memory(DatedEntries):
             task_adapters: adapters by task, of tasks that have one instead of entries.
         """
         if self.needs_decision:
-            adapters = tuple(
-                (task, TaskAdapter(each.lora_name, each.lora_int_id, each.lora_path))
-                for task, each in sorted((task_adapters or {}).items())
-            )
+            adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
             return DecideSpec(self.digest, self.weighting != "uniform", top_k, remainder, owner, adapters)
         alive = self.alive()
         if not alive:

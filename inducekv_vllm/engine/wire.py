@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from vllm.lora.request import LoRARequest
+
 from ..gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
@@ -69,6 +71,14 @@ class TaskAdapter:
     name: str
     number: int
     path: str
+
+    @classmethod
+    def of(cls, request: LoRARequest) -> TaskAdapter:
+        return cls(request.lora_name, request.lora_int_id, request.lora_path)
+
+    @property
+    def lora_request(self) -> LoRARequest:
+        return LoRARequest(self.name, self.number, self.path)
 
 
 @dataclass(frozen=True)

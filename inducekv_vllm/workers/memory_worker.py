@@ -19,7 +19,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
@@ -222,8 +221,7 @@ class MemoryWorker(Worker):
             if request_id in scheduled.scheduled_cached_reqs.req_ids:
                 self._runner.take_back(request_id, start.injection.start)
         if start.adapter is not None:
-            adapter = start.adapter
-            self._runner.switch_adapter(request_id, LoRARequest(adapter.name, adapter.number, adapter.path))
+            self._runner.switch_adapter(request_id, start.adapter.lora_request)
 
     def _inject(self, request_id: str, spec: InjectionSpec) -> None:
         bundle = self.resident[spec.bundle]
