@@ -71,7 +71,7 @@ class _MemoryRequests(Scheduler):
             identity = _identity(request, spec)
             known = self.known.get(identity)
             if known is not None and (known.valid_until is None or time.time() < known.valid_until):
-                self.decisions[request.request_id] = replace(known, source="cached", seconds=0.0)
+                self.decisions[request.request_id] = replace(known, source="cached", seconds=0.0, same_pass=False)
                 self.starts[request.request_id] = start = _start_of(spec, known)
                 self._take_blocks(request, start)
             else:
@@ -128,6 +128,9 @@ class _MemoryRequests(Scheduler):
             if self.known.maxsize:
                 self.known[identity] = decision
             start = _start_of(spec, decision, request.mm_features if request_id in self.without_media else None)
+            if decision.same_pass:
+                self._take_blocks(request, start)
+                return False
             if start.injection is None and start.adapter is None:
                 return False
             self.starts[request_id] = start

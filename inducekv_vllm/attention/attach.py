@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 class AddsMemory(Protocol):
     """What the layers ask in every forward pass."""
+
+    deciding: dict[int, Callable[[], None]]  # by layer: what is decided once the layer's values are in the KV cache
 
     def needs_lse(self, num_rows: int) -> bool:
         """Whether `add` needs the log-sum-exp of self-attention for a forward pass of this many rows."""
@@ -89,6 +92,8 @@ def _with_memory(base: Any) -> type:
                 query, output = query[: len(lse)], output[: len(lse)]
             if query.dtype != output.dtype:  # quantised for the KV cache
                 query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
+            if (decide := self.memory.deciding.pop(self.layer_index, None)) is not None:
+                decide()  # memory may act from this layer on
             self.memory.add(self.layer_index, query, output, lse, self.scale)
             return result
 

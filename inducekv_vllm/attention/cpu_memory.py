@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -77,7 +77,12 @@ class CPUMemoryAttention:
             starts = [self._requests.first_active(request_id) for request_id in rows.request_ids]
             self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
 
+    def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
+        """See `MemoryAttention`."""
+        self.decoupled.deciding[layer] = decide
+
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._merged = None
+        self.decoupled.deciding.clear()
         self.decoupled.active, self.decoupled.merged = [], []

@@ -9,7 +9,7 @@ Shapes: see the package.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class DecoupledStep:
 
     active: list[ActiveRows] = field(default_factory=list)
     merged: list[ActiveRows] = field(default_factory=list)  # of merged memory, which is added elsewhere
+    deciding: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def needs_lse(self, num_rows: int) -> bool:
         """Never."""

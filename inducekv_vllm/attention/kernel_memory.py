@@ -85,6 +85,7 @@ class KernelMemoryAttention:
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
+        self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
         self._step: list[StepLaunch] = []  # of the running step, unless it replays a graph
 
@@ -132,10 +133,15 @@ class KernelMemoryAttention:
                 StepLaunch.of_step(part, self._geometry.of_step(part), self._device) for part in found.launches
             ]
 
+    def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
+        """See `MemoryAttention`."""
+        self.deciding[layer] = decide
+
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
         self._step = []
+        self.deciding.clear()
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -45,7 +45,14 @@ class MemoryAttention(Protocol):
         ...
 
     def begin_step(self, rows: StepRows) -> None:
-        """Find the memory of the step's rows, before its attention metadata is built."""
+        """Find the memory of the step's rows, before its attention metadata is built.
+
+        A step without a graph may be begun again in a layer's forward pass, if decoupled memory has joined.
+        """
+        ...
+
+    def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
+        """Call `decide` in this layer of the running step, before its memory acts. Its values are in the KV cache."""
         ...
 
     def end_step(self) -> None:

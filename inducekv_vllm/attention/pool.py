@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ..bundle.lookup import MemoryIndex
 from ..errors import CapacityError, UnsupportedModel
 from ..host.device import Device
 from ..pace import rest
+from ..retrieval.entry_terms import IntArray
 from .ranges import Ranges, Region
 from .resident_bundle import LayerMemory, ResidentBundle
 from .resident_gate import ResidentGate
@@ -151,6 +153,7 @@ class MemoryPool:
             first_map_row=first_map_row,
             index=MemoryIndex.from_bundle(bundle),
             gate=gate,
+            first_layers=first_layers(bundle),
         )
 
     def _erase(self, place: range) -> None:
@@ -180,6 +183,22 @@ class MemoryPool:
             assert layer.map_out is not None
             write(layer.map_in, bundle.map_in[number])
             write(layer.map_out, bundle.map_out[number].transpose(-1, -2))
+
+
+def first_layers(bundle: Bundle) -> IntArray:
+    """The first layer in which each entry of decoupled memory does anything, L if none: [B].
+
+    Values of 0 add nothing to the output, whatever their keys are. To merged memory they do.
+    """
+    L, B = bundle.payload_values.shape[:2]
+    if bundle.metadata.form == "merged":
+        return np.zeros(B, dtype=np.int64)
+    acts = bundle.payload_values.flatten(2).any(dim=2)  # [L, B]
+    if bundle.map_out is not None:
+        acts |= bundle.map_out.flatten(2).any(dim=2)
+    acts &= (bundle.value_gates != 0)[:, None]
+    found: IntArray = torch.where(acts.any(dim=0), acts.int().argmax(dim=0), L).numpy()
+    return found
 
 
 def map_rank(bundle: Bundle) -> int:

@@ -49,6 +49,7 @@ class ResidentBundle:
     first_token: int  # place in the pool
     first_map_row: int  # place among the rows of maps
     index: MemoryIndex  # on the host
+    first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
 
 

@@ -125,6 +125,7 @@ class Decision:
 
     injection: InjectionSpec | None  # None: nothing is injected
     source: Source = "computed"
+    same_pass: bool = False  # the prompt's forward pass went on with the injection; without it, the request goes back
     task: str | None = None  # the gate's; None if it is closed, or there is none
     margins: tuple[float, ...] | None = None  # of the gate's tasks, in their order; None without a gate
     closed: Closed | None = None  # why the gate is closed

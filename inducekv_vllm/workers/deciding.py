@@ -37,9 +37,10 @@ class Deciding:
         self._gate_log.close()
 
     def _decide_all(self, completed: Completed) -> dict[str, Decision]:
-        return {request_id: self._decide(request) for request_id, request in completed}
+        return {request_id: request.decision or self.decide(request) for request_id, request in completed}
 
-    def _decide(self, request: Undecided) -> Decision:
+    def decide(self, request: Undecided) -> Decision:
+        """Wait for what the prompt tells, and decide."""
         began, index = time.perf_counter(), request.bundle.index
         try:
             features = request.features()

@@ -43,6 +43,7 @@ from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from .cached_values import CachedValues
 from .deciding import Deciding
 from .resident import ResidentBundles
+from .same_pass import SamePass
 from .undecided import Undecided, UndecidedRequests
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class MemoryWorker(Worker):
         self.cached_values: CachedValues
         self.undecided: UndecidedRequests
         self.deciding: Deciding | None = None  # on the first rank
+        self.same_pass: SamePass | None = None  # if it is the only one
         self._device: Device
         self._runner: RunnerTables
 
@@ -136,6 +138,13 @@ class MemoryWorker(Worker):
         if get_tensor_model_parallel_rank() == 0:
             gate_log = GateLog.of(InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig())
             self.deciding = Deciding(placeholders, gate_log)
+            self.same_pass = self._make_same_pass(self.deciding, kv_cache_config)
+
+    def _make_same_pass(self, deciding: Deciding, kv_cache: KVCacheConfig) -> SamePass | None:
+        if get_tensor_model_parallel_world_size() > 1 or len(kv_cache.kv_cache_groups) > 1:
+            return None
+        block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
+        return SamePass(self.undecided, deciding, self.attention, self._inject, block_size)
 
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""
@@ -230,6 +239,8 @@ class MemoryWorker(Worker):
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
         self.attention.begin_step(rows)
+        if self.same_pass is not None:
+            self.same_pass.begin_step(rows)
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 

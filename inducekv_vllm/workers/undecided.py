@@ -9,16 +9,15 @@ Shapes: T prompt tokens of a request, t of them deciding, d hidden size, H evide
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..attention.resident_bundle import ResidentBundle
 from ..bundle.lookup import QueryFeatures
-from ..engine.wire import DecideSpec
+from ..engine.wire import DecideSpec, Decision
 from ..errors import InduceKVError
 from ..gate import deciding_tokens, last_averaged
 from ..host.device import Device, HostCopy
@@ -38,8 +37,9 @@ class Undecided:
     blocks: list[list[int]]
     seen: int = 0  # tokens whose hidden states are in `total`
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
-    key: HostCopy | None = field(default=None)  # [d]
-    evidence: HostCopy | None = field(default=None)  # [H]
+    key: HostCopy | None = None  # [d]
+    evidence: HostCopy | None = None  # [H]
+    decision: Decision | None = None  # if it was taken in the forward pass (`same_pass`)
 
     def features(self) -> QueryFeatures:
         """Wait for what the prompt tells. Raises InduceKVError: it is not finite, because the model overflowed."""
@@ -105,32 +105,41 @@ class UndecidedRequests:
         Args:
             final_hidden: the step's final hidden states [rows, d] by their number.
         """
-        completed: list[tuple[str, Undecided]] = []
         if not self._requests:
-            return completed
-        hidden: Tensor | None = None
-        for number, (request_id, computed, scheduled) in enumerate(
-            zip(rows.request_ids, rows.num_computed, rows.num_scheduled, strict=True)
-        ):
-            if (request := self._requests.get(request_id)) is None:
-                continue
-            if request.spec.retrieval:
-                hidden = final_hidden(rows.starts[-1]) if hidden is None else hidden
-                first, end = next(itertools.islice(itertools.pairwise(rows.starts), number, None))
+            return []
+        hidden, starts = None, rows.starts
+        for number, request_id in enumerate(rows.request_ids):
+            if (request := self._requests.get(request_id)) is not None and request.spec.retrieval:
+                hidden = final_hidden(starts[-1]) if hidden is None else hidden
                 assert hidden is not None
-                self._add(request, hidden[first:end])
-            if computed + scheduled >= len(request.token_ids):
-                self._find(request)
-                self.settle(request_id)
-                completed.append((request_id, request))
+                self._add(request, hidden[starts[number] : starts[number + 1]])
+        completed = self.completing(rows)
+        for request_id, request in completed:
+            if request.decision is None:
+                self.find(request)
+            self.settle(request_id)
         return completed
+
+    def completing(self, rows: StepRows) -> list[tuple[str, Undecided]]:
+        """The requests whose last prompt token is in this step."""
+        if not self._requests:
+            return []
+        return [
+            (request_id, request)
+            for request_id, computed, scheduled in zip(
+                rows.request_ids, rows.num_computed, rows.num_scheduled, strict=True
+            )
+            if (request := self._requests.get(request_id)) is not None
+            and computed + scheduled >= len(request.token_ids)
+        ]
 
     def _add(self, request: Undecided, hidden: Tensor) -> None:
         """Add the final hidden states [rows, d] of the request's next rows, in order."""
         request.total = request.total + hidden.float().sum(0)
         request.seen += len(hidden)
 
-    def _find(self, request: Undecided) -> None:
+    def find(self, request: Undecided) -> None:
+        """Send what the prompt tells on its way to the host. The values that the gate looks at are in the KV cache."""
         if request.spec.retrieval:
             T = len(request.token_ids)
             assert request.seen == T, f"the key of {T} tokens has seen {request.seen}"

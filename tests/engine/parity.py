@@ -34,7 +34,7 @@ from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_in, token_values
 from selector.backbone.turns import turn_marks
-from tests.bundles import remade
+from tests.bundles import as_decoupled, remade
 from tests.reference import reference_evidence, reference_logprobs
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
@@ -140,14 +140,22 @@ def make_world(
     return World(model, backbone, bundles, paths)
 
 
-def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Bundle:
+def gated_bundle(
+    world: World,
+    questions: Sequence[Prompt],
+    tasks: Sequence[str | None],
+    last_layer: int | None = None,
+    **changes: Any,
+) -> Bundle:
     """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
 
-    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. Its prototypes are tokens of
-    these prompts; its weights are the least-norm ones with margin 0.5 for a question's task and -0.5 for the others.
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. It looks at the first layer and
+    at `last_layer`, None for the model's. Its prototypes are tokens of these prompts; its weights are the least-norm
+    ones with margin 0.5 for a question's task and -0.5 for the others.
     """
     backbone, ungated, names = world.backbone, world.bundles["prior"], ("a", "b")
-    layers, marks = (0, backbone.num_layers - 1), turn_marks(backbone)
+    layers = (0, backbone.num_layers - 1 if last_layer is None else last_layer)
+    marks = turn_marks(backbone)
     encoded = [backbone.encode(p.chat_messages, p.images) for p in questions]
     values = token_values(backbone, encoded, layers, marks)  # N times [t, S, F]
     tokens = torch.cat(values)
@@ -177,6 +185,19 @@ def gated_bundle(world: World, questions: Sequence[Prompt], tasks: Sequence[str 
     torch.testing.assert_close(evidence @ bundle.gate.weights.T.double() - 1, margins, rtol=0, atol=1e-3)
     assert bundle.gate.weights.abs().sum(1).max() * TOLERANCE < 0.1  # the tolerance of evidence changes no decision
     return bundle
+
+
+def silent_below(world: World, layer: int, map_rank: int) -> dict[str, Any]:
+    """Changes for `gated_bundle`: both tasks act on the generation, "a" in no layer below this one."""
+    late = as_decoupled(world.bundles["prior"], "generation", map_rank=map_rank)
+    changes: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "value_gates": late.value_gates}
+    changes["activations"] = dict.fromkeys(("a", "b"), "generation")
+    for name in ("payload_values", "map_in", "map_out"):
+        if (tensor := getattr(late, name)) is not None:
+            changes[name] = tensor.clone()
+            if name != "map_in":
+                changes[name][:layer, ::2] = 0  # the entries of "a"
+    return changes
 
 
 @contextmanager

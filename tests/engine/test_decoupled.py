@@ -26,6 +26,7 @@ from tests.engine.parity import (
     make_world,
     prompts,
     served_logprobs,
+    silent_below,
 )
 
 BLOCK = 32
@@ -179,6 +180,28 @@ def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEn
             answers = served.check(questions, ["gated"] * 20, greedy(max_tokens=40))
             assert [answer.decision and answer.decision.task for answer in answers] == tasks
     assert preemptions(served) > before
+
+
+@pytest.mark.parametrize("map_rank", [0, 3])
+def test_memory_of_the_generation_joins_the_pass_that_decides(served: MemoryEngine, map_rank: int) -> None:
+    """Task "a" does nothing before the gate's last layer; task "b" does, and so its requests go back."""
+    questions, tasks = prompts(12, seed=31), [("a", None, "b", "a")[i % 4] for i in range(12)]
+    with served.gated(questions, tasks, last_layer=2, **silent_below(served.world, 2, map_rank)):
+        before = rewound(served)
+        answers = served.check(questions, ["gated"] * len(questions))
+        assert [answer.decision and answer.decision.task for answer in answers] == tasks
+        joined = [answer.decision is not None and answer.decision.same_pass for answer in answers]
+        lengths = [len(answer.output.prompt_token_ids or ()) for answer in answers]
+        assert joined == [task == "a" and T % BLOCK > 0 for task, T in zip(tasks, lengths, strict=True)]
+        assert any(joined)
+        assert rewound(served) - before == sum(task is not None for task in tasks) - sum(joined)
+        again = served.check(questions, ["gated"] * len(questions))  # with cached decisions and blocks
+        assert all(answer.decision is not None and answer.decision.source == "cached" for answer in again)
+
+
+def rewound(served: MemoryEngine) -> int:
+    """How many requests have gone back."""
+    return int(served.offline.llm.llm_engine.engine_core.engine_core.scheduler.rewound.total())
 
 
 def preemptions(served: MemoryEngine) -> int:

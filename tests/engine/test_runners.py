@@ -33,6 +33,7 @@ from tests.engine.parity import (
     make_world,
     prompts,
     served_logprobs,
+    silent_below,
 )
 from tests.reference import reference_logprobs
 
@@ -163,12 +164,22 @@ def test_gates(served: MemoryEngine, weighting: str) -> None:
             assert [answer.decision and answer.decision.task for answer in answers] == tasks
 
 
+def test_memory_of_the_generation_joins_the_pass_that_decides(served: MemoryEngine) -> None:
+    questions, tasks = prompts(6, seed=19), [("a", None, "b")[i % 3] for i in range(6)]
+    with served.gated(questions, tasks, last_layer=2, **silent_below(served.world, 2, map_rank=3)):
+        answers = served.check(questions, ["gated"] * 6)
+    for answer, task in zip(answers, tasks, strict=True):
+        assert answer.decision is not None
+        assert answer.decision.same_pass == (task == "a" and len(answer.output.prompt_token_ids or ()) % BLOCK > 0)
+    assert any(answer.decision is not None and answer.decision.same_pass for answer in answers)
+
+
 @pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="the memory attention of CPUs")
 def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None:
     calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
     assert all(calls[kind] >= 36 for kind in ("twin", "graphs", "lse")), calls
     kernels = calls["kernels"]  # of each test above that has memory
-    assert len(kernels) == 10, kernels
+    assert len(kernels) == 11, kernels
     assert all(number >= 1 for number in kernels.values()), kernels
 
 
