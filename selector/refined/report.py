@@ -49,9 +49,10 @@ def report_update(
         "refinement": {"history": [asdict(record) for record in chosen.history]},
         "activation": {
             "chosen": chosen.activation,
+            "first_layer": chosen.first_layer,
             "search": [
-                {"activation": c.activation, "learning_rate": c.learning_rate, "accuracy": c.accuracy}
-                | {"nll": c.validation_nll}
+                {"activation": c.activation, "first_layer": c.first_layer, "learning_rate": c.learning_rate}
+                | {"accuracy": c.accuracy, "nll": c.validation_nll}
                 for c in candidates
                 if len(candidates) > 1
             ],

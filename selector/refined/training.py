@@ -53,6 +53,7 @@ class TrainingProblem:
     log_prior: Tensor  # [n, K] float32, of the training questions: 0, or -inf for an entry that must not be retrieved
     validation: Questions
     calibrate: bool  # train temperature, gates and layer bias too
+    first_layer: int = 0  # entries of decoupled memory stay without effect in the layers before it
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Training:
                 layer_bias=float(memory.layer_bias.detach().mean()),
             )
         )
-        for name, gradient in clipped(by_name).items():
+        for name, gradient in clipped(self._of_trained_layers(by_name)).items():
             trained[name].grad = gradient
         decay = 0.5 * (1 + math.cos(math.pi * self.step / self.settings.steps))
         for optimizer in self.optimizers.values():
@@ -171,6 +172,17 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
+
+    def _of_trained_layers(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients, those of payloads 0 in the layers that stay as they are."""
+        first = self.problem.first_layer
+        if not first:
+            return gradients
+        later = torch.arange(self.problem.memory.payload_keys.shape[0]) >= first  # [L]
+        return {
+            name: torch.where(later.view(-1, *[1] * (g.ndim - 1)), g, 0) if name in PAYLOADS else g
+            for name, g in gradients.items()
+        }
 
     def check(self) -> None:
         """Measure the state on validation questions, and keep it if it is the best so far. Collective."""

@@ -79,7 +79,7 @@ def update_refined(
         calibrate = settings.form == "merged" and inputs.previous is None
         prior = log_prior(inputs.training, records)
         problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
-        candidates = train_candidates(problem, settings, checkpoint, progress)
+        candidates = train_candidates(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
         chosen = latest_good(candidates, len(validation))
         counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
         bundle = _bundle(backbone, inputs.previous, settings, chosen, records, fitted, counts)

@@ -146,7 +146,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(stream: Stream, tmp_p
     expected = stream.update("colours", "--steps", "40").digest
     stream.output("colours").unlink()
     options = ("--steps", "40", "--anchors", str(tmp_path / "other"))
-    progress = stream.progress("colours") / "refinement-prompt-0.05.safetensors"
+    progress = stream.progress("colours") / "refinement-prompt-0-0.05.safetensors"
     kill_when(progress.exists, small_select.__name__, *stream.arguments("colours", *options))
     assert progress.exists()
     assert not stream.output("colours").exists()
@@ -186,10 +186,10 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     printed = capsys.readouterr()
     told = printed.err.splitlines()
     assert "inducekv-select: this CPU has no bfloat16 instructions: training in float32 (--precision)" in told
-    estimate = next(number for number, line in enumerate(told) if "at most 6 trainings of 4 steps, about " in line)
+    estimate = next(number for number, line in enumerate(told) if "at most 8 trainings of 4 steps, about " in line)
     first = next(number for number, line in enumerate(told) if line.startswith("Training "))
     assert estimate < first
-    assert told[first].startswith("Training 1 of at most 6, generation, rate 0.1: 1 of 4 after")
+    assert told[first].startswith("Training 1 of at most 8, generation from layer 1, rate 0.1: 1 of 4 after")
     last = printed.out.splitlines()[-1]
     guessing = "100.0% by always giving the most frequent answer"
     assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"

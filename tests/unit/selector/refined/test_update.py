@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.bundle.activation import ACTIVATIONS
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.injection import Memory
@@ -121,9 +120,9 @@ def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples
     assert losses[0] == losses[1]
 
 
-def candidate(activation: str, accuracy: float, loss: float = 1.0) -> Candidate:
-    made: Any = SimpleNamespace(activation=activation, accuracy=accuracy, validation_nll=loss)
-    return made  # type: ignore[no-any-return]
+def candidate(activation: Activation, accuracy: float | None, loss: float | None = 1.0, layer: int = 0) -> Candidate:
+    memory: Any = None
+    return Candidate(activation, layer, 0.1, memory, (), accuracy, loss)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +144,38 @@ def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float,
 
 def test_the_least_loss_of_an_activation_stands_for_it() -> None:
     made = [
-        candidate(*each)
-        for each in (
-            ("prompt", 0.9, 2.0),
-            ("prompt", 0.7, 3.0),
-            ("text", 0.4, 3.0),
-            ("text", 0.88, 2.0),
-            ("text", 0.9, 2.0),
-        )
+        candidate("prompt", 0.9, 2.0),
+        candidate("prompt", 0.7, 3.0),
+        candidate("text", 0.4, 3.0),
+        candidate("text", 0.88, 2.0),
+        candidate("text", 0.9, 2.0),
     ]
     assert latest_good(made, 100) is made[3]
     assert latest_good(made[:2], 100) is made[0]
-    alone: Any = SimpleNamespace(activation="prompt", accuracy=None, validation_nll=None)
+    alone = candidate("prompt", None, None)
     assert latest_good([alone], 0) is alone
+
+
+@pytest.mark.parametrize(("accuracy", "chosen"), [(0.88, 2), (0.8, 1)])
+def test_late_layers_count_as_later(accuracy: float, chosen: int) -> None:
+    made = [candidate("text", 0.9), candidate("generation", 0.89), candidate("generation", accuracy, layer=2)]
+    assert latest_good(made, 100) is made[chosen]
+
+
+def test_memory_from_a_layer_on_has_no_effect_before_it(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is chosen, because no accuracy is better than another."""
+    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 0.5)
+    result = learn(llava, tmp_path, examples, activation="search", map_rank=2)
+    bundle, layer = result.bundle, result.report["activation"]["first_layer"]
+    assert bundle.gate is not None
+    assert bundle.map_out is not None
+    assert layer == bundle.gate.layers[-1] > 0
+    assert result.report["activation"]["chosen"] == "generation"
+    for trained in (bundle.payload_values, bundle.map_out):
+        acts = trained.flatten(1).any(dim=1).tolist()  # [L]
+        assert acts == [number >= layer for number in range(len(acts))]
 
 
 def test_activation_and_learning_rate_are_searched_together(
@@ -165,14 +183,12 @@ def test_activation_and_learning_rate_are_searched_together(
 ) -> None:
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
     trials = result.report["activation"]["search"]
-    latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["activation"] == "generation"}
+    latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["first_layer"]}
     assert set(latest) == set(LEARNING_RATES)
     rate = min(latest, key=lambda each: latest[each])
-    earlier = [(t["activation"], t["learning_rate"]) for t in trials if t["activation"] != "generation"]
-    assert {("prompt", rate), ("text", rate)} <= set(earlier)
+    earlier = [(t["activation"], t["learning_rate"]) for t in trials if not t["first_layer"]]
+    assert {("prompt", rate), ("text", rate), ("generation", rate)} <= set(earlier)
     assert result.bundle.metadata.settings["learning_rate"] == rate
-    alone = learn(llava, tmp_path / "alone", examples, activation="generation", learning_rate=rate)
-    assert torch.equal(result.bundle.payload_values, alone.bundle.payload_values)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +208,17 @@ def test_an_earlier_activation_worse_than_a_later_one_gets_the_lower_rate_too(
     losses: list[float],
     tried: list[tuple[str, float]],
 ) -> None:
-    """`losses` are made up: of the generation with 0.1 and 0.3, then of what is trained after it."""
+    """`losses` are made up: of the generation with 0.1 and 0.3, then of what is trained after it.
+
+    The generation in all layers is a little better than in the later ones.
+    """
+    losses = [*losses[:2], min(losses[:2]) - 0.01, *losses[2:]]
     measured, made_up = Scorer.mean_loss, iter(losses)
     monkeypatch.setattr(Scorer, "mean_loss", lambda *args: next(made_up, None) or measured(*args))
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
     trials = [t for t in result.report["activation"]["search"] if t["activation"] != "generation"]
     assert sorted((t["activation"], t["learning_rate"]) for t in trials) == tried
-    assert {t["nll"] for t in trials} == set(losses[2:])
+    assert {t["nll"] for t in trials} == set(losses[3:])
 
 
 def test_nothing_earlier_is_tried_once_all_answers_are_right(
@@ -206,7 +226,8 @@ def test_nothing_earlier_is_tried_once_all_answers_are_right(
 ) -> None:
     monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
     result = learn(llava, tmp_path, examples, activation="search")
-    assert result.report["activation"] == {"chosen": "generation", "search": []}
+    layer = result.bundle.gate and result.bundle.gate.layers[-1]
+    assert result.report["activation"] == {"chosen": "generation", "first_layer": layer, "search": []}
 
 
 @pytest.mark.parametrize(("patience", "rates"), [(3, [0.1]), (None, [0.1, 0.3])])
