@@ -145,14 +145,14 @@ class OwnerMiddleware:
 
 
 class TurnMiddleware:
-    """Lets a request wait while a change takes effect in all API processes."""
+    """Lets a request see every change that was acknowledged before it, by whichever API process."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await scope["app"].state.inducekv_registry.may_begin()
+            await scope["app"].state.inducekv_registry.follow()
         await self._app(scope, receive, send)
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 from inducekv_vllm import __version__
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files.audit_chain import AuditWriter
-from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
 from .access import key_digest
@@ -28,14 +27,17 @@ WRONG_KEYS_S: Final = 60.0
 
 
 class AuditLog:
-    """See the module docstring. Without a file it records nothing. It belongs to the server's event loop."""
+    """See the module docstring. Without a file it records nothing. It belongs to an API process's event loop."""
 
-    def __init__(self, path: str | None = None, *, answers: bool = False, admin_key: str | None = None) -> None:
+    def __init__(
+        self, path: str | None = None, *, answers: bool = False, admin_key: str | None = None, is_first: bool = True
+    ) -> None:
         """Open the log and record the start of the server.
 
         Args:
             answers: record answers too.
             admin_key: recorded as its digest.
+            is_first: of the server's API processes; it alone records the start.
 
         Raises:
             ConfigError: the file cannot be used.
@@ -46,13 +48,9 @@ class AuditLog:
         self._wrong_keys = 0  # since the timer began
         self._wrong_keys_end: asyncio.TimerHandle | None = None
         self._disk = ThreadPoolExecutor(1, "audit-log")  # of its own: a disk that hangs takes no thread from others
-        if self._writer is not None:
+        if self._writer is not None and is_first:
             self._writer.append("start", {"version": __version__, "admin_key": _digest(admin_key)})
             self._writer.sync()
-
-    @classmethod
-    def of(cls, config: InduceKVConfig, admin_key: str | None) -> AuditLog:
-        return cls(config.audit_log, answers=config.audit_answers, admin_key=admin_key)
 
     def close(self) -> None:
         """Wait until all that was recorded is on the disk."""

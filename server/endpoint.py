@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import shutil
+import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,22 +28,16 @@ from vllm.tasks import SupportedTask
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.engine.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.stopping import EngineStop
-from inducekv_vllm.errors import (
-    InduceKVError,
-    UnsupportedModel,
-)
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE, NO_DATA_PARALLEL, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
+from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE, RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
 from . import inspection
 from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
 from .audit import AuditLog
-from .first import handlers
-from .followers import Followers
 from .metrics import POOL_BYTES
+from .names import PIN
 from .openapi import TAG, describe_routes
-from .peer_registry import PeerRegistry
-from .pins import PIN
 from .registry import BundleRegistry
 from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
 from .schemas import (
@@ -51,6 +49,7 @@ from .schemas import (
     UnloadMemoryBundleRequest,
     UnloadMemoryBundleResponse,
 )
+from .state import ServerState
 
 logger = logger_of(__name__)
 router = APIRouter(tags=[TAG])
@@ -82,28 +81,30 @@ class InduceKVEndpoint:
         """
         assert engine_client is not None, "required_tasks keeps this plugin off servers without an engine"
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
+        stop = EngineStop(engine_client)
+        stop.install()
         await check_server(engine_client)
         model = engine_client.model_config
         cache = engine_client.vllm_config.load_config.download_dir
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
         models: OpenAIServingModels = state.openai_serving_models
-        stop = EngineStop(engine_client)
-        stop.install()
         access = Access.from_environment(config.roots, os.environ)
         parallel = engine_client.vllm_config.parallel_config
-        registry: BundleRegistry | PeerRegistry
-        audit: AuditLog | PeerRegistry
-        if parallel._api_process_rank == 0:
-            audit = AuditLog.of(config, os.environ.get(ADMIN_KEY_VARIABLE))
-            followers = Followers(parallel._api_process_count - 1)
-            stop.others_run = lambda: followers.any_left
-            registry = BundleRegistry(engine_client, models, backbone, config, stop, audit, followers)
-            await registry.start(handlers(registry, access, audit))
-        else:
-            registry = audit = PeerRegistry(engine_client, models, backbone, parallel._api_process_rank, config, stop)
-            await registry.start()
-        engine = MemoryEngine(engine_client, registry, config, stop, audit.answer if config.audit_answers else None)
-        registry.on_gone, registry.own_traces = engine.forget, engine.traces.of_response
+        process, processes = parallel._api_process_rank, parallel._api_process_count
+        run = run_folder(processes)
+        memory_state = await asyncio.to_thread(
+            lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
+        )
+        audit = AuditLog(
+            config.audit_log,
+            answers=config.audit_answers,
+            admin_key=os.environ.get(ADMIN_KEY_VARIABLE),
+            is_first=process == 0,
+        )
+        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, audit, processes)
+        await registry.start(run.name)
+        record_answer = audit.answer if config.audit_answers else None
+        engine = MemoryEngine(engine_client, registry, config, stop, record_answer, registry.put_trace)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
@@ -111,11 +112,24 @@ class InduceKVEndpoint:
         state.inducekv_access = access
 
 
+def run_folder(processes: int) -> Path:
+    """A folder for this run of the server, which all of its API processes know.
+
+    Raises:
+        ConfigError: there are several, and none of them was started by `inducekv-serve`.
+    """
+    if (folder := os.environ.get(RUN_VARIABLE)) is not None:
+        return Path(folder)
+    if processes > 1:
+        raise ConfigError(f"--api-server-count {processes} needs inducekv-serve, which makes a folder for them")
+    folder = tempfile.mkdtemp(prefix="inducekv-run-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 async def check_server(client: EngineClient) -> None:
     """Raise UnsupportedModel if the bundles of this engine cannot be managed; export its pool's size."""
     parallel = client.vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:  # a dense model's workers do not see it
-        raise UnsupportedModel(f"{NO_DATA_PARALLEL}, found --data-parallel-size {parallel.data_parallel_size}")
     if parallel.pipeline_parallel_size > 1:
         size = parallel.pipeline_parallel_size
         raise UnsupportedModel(f"memory bundles cannot be served with --pipeline-parallel-size {size}")
@@ -132,7 +146,7 @@ async def check_server(client: EngineClient) -> None:
     POOL_BYTES.set(stats["pool_bytes"])
 
 
-def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry | PeerRegistry) -> None:
+def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
     """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
 
     def refusal(lora_name: str) -> str | None:

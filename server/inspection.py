@@ -14,20 +14,19 @@ import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.engine.owner import OWNER
 
+from .names import unpinned
 from .openapi import TAG
-from .pins import unpinned
 from .requests import AdminKey, access_of, error_answer, errors, registry_of
 from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
-NO_ANSWER = errors(SERVICE_UNAVAILABLE="Another API process of the server is gone, or has not answered in time.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 
 
-@router.get("/v1/memory_bundles", summary="List the loaded bundles", responses=NO_ANSWER)
+@router.get("/v1/memory_bundles", summary="List the loaded bundles")
 async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
     """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
-    return await registry_of(request).show(is_admin=access_of(request).is_admin(key))
+    return registry_of(request).shown(is_admin=access_of(request).is_admin(key))
 
 
 @router.get(
@@ -37,8 +36,7 @@ async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundle
     responses=errors(
         BAD_REQUEST="`state` is none of the four.",
         NOT_FOUND="Nothing is known of the name, or it is not in the state that was asked for.",
-    )
-    | NO_ANSWER,
+    ),
 )
 async def memory_bundle(
     name: Name,
@@ -53,7 +51,7 @@ async def memory_bundle(
 
     The admin also sees paths and reasons.
     """
-    detail = await registry_of(request).show_one(name, is_admin=access_of(request).is_admin(key))
+    detail = await registry_of(request).detail(name, is_admin=access_of(request).is_admin(key))
     if state is not None and state != detail.state:
         return error_answer(f"memory bundle {name!r:.200} is {detail.state}, not {state}", HTTPStatus.NOT_FOUND)
     return detail
@@ -65,8 +63,7 @@ async def memory_bundle(
     response_model=MemoryTrace,
     responses=errors(
         NOT_FOUND="It was not traced, is not finished, is too old, or belongs to another API key or cache salt."
-    )
-    | NO_ANSWER,
+    ),
 )
 async def memory_trace(
     response_id: Annotated[str, Path(description="The `id` of the response.", examples=["chatcmpl-8f0c"])],

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -21,7 +22,7 @@ from inducekv_vllm.host.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,
-    NO_DATA_PARALLEL,
+    RUN_VARIABLE,
     SCHEDULER_CLS,
     WORKER_CLS,
     InduceKVConfig,
@@ -103,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_argument(
         "--memory-state",
-        metavar="DIR",
-        help="keep copies of the loaded bundles and their registry in DIR, and serve them again after a restart",
+        metavar="FILE",
+        help="keep what is loaded, with its versions, in FILE, and serve it again after a restart",
     )
     cli.add_argument(
         "--memory-pool-entries",
@@ -148,7 +149,6 @@ def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
     additional_flag, rest = take(rest, "--additional-config")
     settings = settings_of(own)
     warn_of_misspelt(rest)
-    refuse_data_parallel(rest, from_file)
     if rest and not rest[0].startswith("-"):
         model, rest = rest[0], rest[1:]
     elif "model" in from_file or has_flag(rest, "--model"):
@@ -199,10 +199,10 @@ def settings_of(own: argparse.Namespace) -> dict[str, Any]:
         if not Path(own.memory_state).absolute().parent.is_dir():
             raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
         settings["state"] = str(Path(own.memory_state).absolute())
-        from .history import require_state_folder
+        from .state import check_state_file
 
         with refused_for("--memory-state"):
-            require_state_folder(Path(settings["state"]))
+            check_state_file(Path(settings["state"]))
     if own.require_signature:
         settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
     if own.memory_audit_log:
@@ -365,17 +365,6 @@ def warn_of_misspelt(rest: list[str]) -> None:
             print(f"inducekv-serve: warning: {flag} is left to vLLM; did you mean {near[0]}?", file=sys.stderr)
 
 
-def refuse_data_parallel(rest: list[str], from_file: dict[str, Any]) -> None:
-    """`endpoint.check_server` refuses it too, when two engines have been started."""
-    sizes = [str(from_file.get("data-parallel-size", 1))]
-    for position, argument in enumerate(rest):
-        name, separator, value = argument.partition("=")
-        if normal(name) in ("--data-parallel-size", "-dp"):
-            sizes.append(value if separator else "".join(rest[position + 1 : position + 2]))
-    if sizes[-1].isdecimal() and int(sizes[-1]) > 1:
-        raise UsageError(f"{NO_DATA_PARALLEL}, found --data-parallel-size {sizes[-1]}")
-
-
 def has_flag(rest: list[str], flag: str) -> bool:
     return any(normal(argument.partition("=")[0]) == flag for argument in rest)
 
@@ -421,6 +410,8 @@ def run_vllm(arguments: list[str]) -> None:
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
 
+    run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
+    os.environ[RUN_VARIABLE] = run.name
     sys.argv = ["vllm", "serve", *arguments]
     cli_env_setup()  # type: ignore[no-untyped-call]
     command = ServeSubcommand()

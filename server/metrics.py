@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import vllm
 from prometheus_client import Counter, Gauge, Histogram
@@ -16,7 +16,8 @@ from prometheus_client import Counter, Gauge, Histogram
 import inducekv_vllm
 from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
 
-from .version import Version
+if TYPE_CHECKING:
+    from .names import Version
 
 CHANGES: Final = ("load", "rollback", "unload", "forget", "restore")
 OUTCOMES: Final = ("done", "refused")

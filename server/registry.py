@@ -1,8 +1,14 @@
-"""The loaded bundles: their names, their versions and the requests that use them.
+"""The loaded bundles: their names, their versions, and how they change.
 
 A *version* is one content (digest). It is resident on the workers once, under any number of names. A request leases the
-version of its name when it begins and keeps it until it ends. A version without names is released with its last lease.
-A server has one registry. Its other API processes, if it has any, follow it (`followers.py`).
+version of its name when it begins and keeps it until it ends. Every API process of a server has a registry, over the
+state that they share (`state.py`); none of them is special once the server has started:
+
+- A change is made by the process that is asked, one at a time: load on every rank of every engine, record, serve.
+- A process looks whether the state has changed before it begins with a request. So no request that begins after another
+  one was answered by the new version is answered by the old one, whichever processes the two reach.
+- A version that no name stands for any more drains: each process says when none of its own requests uses it, and the
+  last one unloads it.
 """
 
 from __future__ import annotations
@@ -12,17 +18,28 @@ import contextlib
 import dataclasses
 import os
 import re
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.chat_utils import MM_PARSER_MAP
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from inducekv_vllm.bundle import AdapterRecord, BackboneFingerprint, read_bundle, read_public_key, require_signature
+from inducekv_vllm.bundle import (
+    AdapterRecord,
+    BackboneFingerprint,
+    read_bundle,
+    read_public_key,
+    require_signature,
+    write_bundle,
+)
 from inducekv_vllm.bundle.adapters import read_adapter
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease
@@ -31,6 +48,7 @@ from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
     ConfigError,
+    InduceKVError,
     LoadTimeout,
     TooManyChanges,
     UnknownBundle,
@@ -39,19 +57,14 @@ from inducekv_vllm.errors import (
 )
 from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.workers.cpu_lora import groups_adapters
 
+from . import engines
 from .access import Access, opened
 from .audit import AuditLog
-from .followers import Followers
-from .history import START, History, VersionRecord
 from .metrics import RegistryMetrics
-from .named import NamedVersions
-from .peers import Handler
-from .pins import PIN
-from .readiness import Readiness
-from .reading import read_in_thread
-from .residency import EngineMemory, adapter_folder
+from .names import PIN, Names, adapter_folder, task_adapters
 from .schemas import (
     NAME_PATTERN,
     BundleState,
@@ -60,96 +73,140 @@ from .schemas import (
     MemoryBundleCard,
     MemoryBundleDetail,
     MemoryBundleList,
+    MemoryFailure,
 )
-from .version import Version
+from .state import ServerState, VersionRecord
 
 logger = logger_of(__name__)
+T = TypeVar("T")
 
-_NAME = re.compile(NAME_PATTERN)
+START: Final = "start"  # who loads the bundles of the command line
+ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
+POLL_S: Final = 0.2  # how often a process looks for changes without being asked
+TURN_S: Final = 0.01  # how often it looks whether another one's change has ended
+LOADS: Final = frozenset({"load", "rollback", "restore"})
+# They say nothing about the bundle.
+PASSING: Final = (TooManyChanges, UnknownBundle, VersionConflict)
+_NAME: Final = re.compile(NAME_PATTERN)
 # vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
-PART_KINDS = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {"audio", "file", "image", "text", "video"}
-# A request that ends by a stop string ends in this process shortly before it ends in the engine.
-RELEASE_DELAY_S = 0.05
-ERASE_S = 5.0  # changes wait so long for the memory of a version to be overwritten
-_CHANGED = {"loaded": "replaced"}  # what a change is called where a name stood for another version
-_NOBODY: Final[Mapping[str, int]] = {}
-# What changes are called in the audit log.
-_EVENTS = {"loaded": "load", "replaced": "replace", "rolled back": "rollback", "restored": "restore"}
+PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
+    "audio",
+    "file",
+    "image",
+    "text",
+    "video",
+}
+_DONE: Final = {"load": "loaded", "replace": "replaced", "rollback": "rolled back", "restore": "restored"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A bundle that has been read and checked."""
+
+    memory: Memory
+    bundle: bytes | None = None  # the content of its file, to be kept
 
 
 class BundleRegistry:
-    """See the module docstring. It belongs to the server's event loop; changes happen one at a time."""
+    """See the module docstring. It belongs to the event loop of its API process."""
 
     def __init__(
         self,
         client: EngineClient,
         models: OpenAIServingModels,
         backbone: BackboneFingerprint,
+        state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
         audit: AuditLog | None = None,
-        followers: Followers | None = None,
+        processes: int = 1,
     ) -> None:
-        """`followers` are the server's other API processes.
-
-        Raises:
-            ConfigError: the state folder or a public key cannot be used.
-        """
-        self._client = client
+        """`processes` is the number of the server's API processes. Raises ConfigError: a public key cannot be used."""
+        self._client, self._models, self._backbone, self._state = client, models, backbone, state
         self._config = config or InduceKVConfig()
-        self._audit = audit or AuditLog()
+        self._stop, self._audit = stop or EngineStop(client), audit or AuditLog()
         self._signers = [read_public_key(path) for path in self._config.require_signature]
-        self._history = History(self._config.state, self._config.keep_versions)
-        self._stop = stop or EngineStop(client)
-        self._followers = followers or Followers()
-        self._models = models
-        self._engine = EngineMemory(client, models)
-        self._backbone = backbone
-        self._metrics = RegistryMetrics()
-        self._names = NamedVersions(models, self._metrics, self._release_if_unused)
-        self._change = asyncio.Lock()
-        self._limit: asyncio.Timeout | None = None  # of the running change
-        self._known: set[str] = set()  # versions that are loaded or kept
-        self.on_gone: Callable[[str], None] = lambda digest: None  # called for a version that is neither any more
-        self.own_traces: Callable[..., list[dict[str, Any]]] = lambda *_: []  # of answers of this process
+        self._processes = range(processes)
+        self._metrics = RegistryMetrics(is_first=state.process == 0)
+        self._names = Names(models, self._metrics, self._on_idle)
+        self._seen = -1  # the state's change number that the names follow
+        self._following, self._turn = asyncio.Lock(), asyncio.Lock()
         self._waiting = 0  # changes, the running one included
-        self._readiness = Readiness()
+        self._limit: asyncio.Timeout | None = None  # of the running change
+        self._draining: frozenset[str] = frozenset()  # what this process has not left
+        self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
+        self.background: set[asyncio.Task[Any]] = set()
+        self.following: asyncio.Task[None] | None = None
 
-    # ---- changes -----------------------------------------------------------------------------------------------
+    # ---- start ---------------------------------------------------------------------------------------------------
 
-    async def start(self, handlers: Callable[[int], Mapping[str, Handler]] = lambda rank: {}) -> None:
-        """Load the bundles of the settings, and those that an earlier server with this state folder has left.
+    async def start(self, run: str) -> None:
+        """The first process loads the bundles of the settings, and those that an earlier server with this state left.
 
-        A name that was changed while that server ran keeps its version, whatever the settings say. If the file of that
-        version is gone or damaged, the name is not served, and keeps what is recorded of it. The server's other API
-        processes have all of them too when this returns.
-
-        Args:
-            handlers: what another API process may call here, by its rank.
+        A name that was changed while that server ran keeps its version, whatever the settings say. If that version is
+        damaged, the name is not served, and keeps what is recorded of it. The other processes wait for the first one.
 
         Raises:
             InduceKVError: a bundle cannot be loaded.
         """
-        for name in self._history.names:
-            (served, *_) = self._history.of(name)
-            if served.by == START:
-                if name not in self._config.bundles:
-                    await self._audit.change("unload", name=name, digest=served.digest, by=START)
-                    self._history.drop(name)
-            else:
+        if self._state.process == 0:
+            await asyncio.to_thread(self._state.begin)
+            await self._restore()
+            for name, path in self._config.bundles.items():
+                records = self._state.records(name)
+                if name in self._names and records[0].by != START:
+                    digest = records[0].digest
+                    logger.warning("memory bundle %r stays at digest %s of the state file, not %s", name, digest, path)
+                elif all(record.by == START for record in records[:1]):
+                    await self.load(name, path)
+            await asyncio.to_thread(self._state.begun, run)
+        while not await asyncio.to_thread(self._state.has_begun, run):
+            await asyncio.sleep(POLL_S)
+        await self.follow()
+        self.following = asyncio.get_running_loop().create_task(self._keep_following())
+
+    async def _restore(self) -> None:
+        for name in await asyncio.to_thread(lambda: self._state.names):
+            (served, *_) = self._state.records(name)
+            if served.by != START:
                 await self._restore_if_whole(name, served)
-        for name, path in self._config.bundles.items():
-            if name in self._names:
-                digest = self._names.of(name).memory.digest
-                logger.warning("memory bundle %r stays at digest %s of the state folder, not %s", name, digest, path)
-            elif all(served.by == START for served in self._history.of(name)[:1]):
-                await self.load(name, path)
-        await self._followers.meet(self._client, handlers)
-        for name, version in self._names.by_name.items():
-            await self._followers.prepare(name, version, version.memory.path)
-            handle_id = self._models.lora_requests[name].lora_int_id
-            self._followers.point(name, version, version.names[name], handle_id)
-        await self._followers.begin()
+            elif name not in self._config.bundles:
+                await self._audit.change("unload", name=name, digest=served.digest, by=START)
+                await asyncio.to_thread(self._state.drop, name, ())
+
+    async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
+        """Serve the version that the state has of a name, as it was; one that is gone or damaged is logged, no more."""
+        try:
+            async with self._changing("restore", name, START):
+                self._check_name(name, replace=False)
+                await self._serve_kept("restore", record)
+        except BundleError:
+            async with self._file_of(record) as path:
+                if await asyncio.to_thread(_holds, path, record.digest):
+                    raise  # it is refused for what it is
+
+    async def _keep_following(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self.follow()
+            except Exception as error:
+                logger.error("the state of the server cannot be followed: %s", error)
+
+    async def follow(self) -> None:
+        """Serve what the state has now. Call it before a request begins."""
+        if self._state.change_number() == self._seen:
+            return
+        async with self._following:
+            if (number := self._state.change_number()) == self._seen:
+                return
+            snapshot = await asyncio.to_thread(self._state.snapshot)
+            self._names.follow(snapshot)
+            self._seen, self._draining = number, snapshot.draining
+            for digest in snapshot.draining:
+                self._on_idle(digest)
+
+    # ---- changes -------------------------------------------------------------------------------------------------
 
     async def load(
         self,
@@ -181,17 +238,16 @@ class BundleRegistry:
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """
-        async with self._timed("load", name, who):
-            began = time.monotonic()
-            self._check_expected(name, expected_digest)
-            replace = replace or expected_digest is not None
-            self._check_name(name, replace)
+        async with self._changing("load", name, who, expected_digest):
+            self._check_name(name, replace or expected_digest is not None)
             if access is None:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
                 source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
-            memory = await read_in_thread(self._client, self._read_checked, name, source, access)
-            return await self._serve(name, memory, source, replace, who, "loaded", began)
+            checked = await self._in_thread(self._read_checked, name, source, access, self._state.keeps_bundles)
+            memory = checked.memory
+            record = VersionRecord(name, memory.digest, memory.metadata.parent_digest, datetime.now(UTC), who, source)
+            return await self._serve("load", record, checked)
 
     async def rollback(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -206,112 +262,17 @@ class BundleRegistry:
             BundleError: its file is gone or has changed.
             VersionConflict, UnsupportedModel, CapacityError, TooManyChanges, RetryableRequestError: as for `load`.
         """
-        async with self._timed("rollback", name, who):
-            began = time.monotonic()
+        async with self._changing("rollback", name, who, expected_digest):
             self._names.of(name)
-            self._check_expected(name, expected_digest)
-            _, *earlier = self._history.of(name)
+            _, *earlier = self._names.records[name]
             wanted = earlier[:1] if digest is None else [each for each in earlier if each.digest == digest]
             if not wanted:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 found = "no earlier version" if digest is None else f"no earlier version of digest {digest:.100}"
                 raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
-            memory = await read_in_thread(self._client, self._read_version, name, wanted[0])
-            return await self._serve(name, memory, wanted[0].source, True, who, "rolled back", began)
-
-    async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
-        """`_restore`; a file that is gone or damaged is a refused change in the log, and no more."""
-        try:
-            await self._restore(name, record)
-        except BundleError:
-            if await asyncio.to_thread(self._history.is_whole, record):
-                raise  # it is refused for what it is
-
-    async def _restore(self, name: str, record: VersionRecord) -> None:
-        """Serve the version that the state folder has of a name, as it was."""
-        async with self._timed("restore", name, START):
-            began = time.monotonic()
-            self._check_name(name, replace=False)
-            memory = await read_in_thread(self._client, self._read_version, name, record)
-            await self._serve(name, memory, record.source, False, START, "restored", began)
-
-    async def _serve(
-        self, name: str, memory: Memory, source: str, replace: bool, who: str, done: str, began: float
-    ) -> MemoryBundleCard:
-        """Make a checked memory resident, record it, point `name` to it and log it."""
-        version = await self._resident(name, memory)
-        previous = self._names.by_name.get(name)
-        try:
-            await self._followers.prepare(name, version, memory.path)
-            self._check_name(name, replace)
-            record = self._history.record(memory.digest, memory.metadata.parent_digest, who, source, memory.path)
-            await self._record_change(name, memory, source, who, done)
-            async with self._taking_effect():
-                # Without an await: an adapter may have taken the name before.
-                self._check_name(name, replace)
-                self._history.push(name, record)
-                self._names.versions[memory.digest] = version
-                handle_id = self._models.lora_id_counter.inc(1)
-                self._names.point(name, version, source, handle_id)
-                self._followers.point(name, version, source, handle_id)
-        except BaseException:
-            self._followers.discard(memory.digest)
-            self._names.versions.setdefault(memory.digest, version)
-            self._release_if_unused(version)
-            raise
-        logger.info(
-            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
-            name,
-            done if previous is None else f"{_CHANGED.get(done, done)} (digest before {previous.memory.digest})",
-            who,
-            time.monotonic() - began,
-            memory.digest,
-            memory.num_entries,
-            version.resident_bytes,
-            source,
-        )
-        if num_expired := memory.num_entries - len(memory.alive()):
-            logger.warning(
-                "memory bundle %r: %d of %d entries have expired and are not used",
-                name,
-                num_expired,
-                memory.num_entries,
+            return await self._serve_kept(
+                "rollback", dataclasses.replace(wanted[0], loaded_at=datetime.now(UTC), by=who)
             )
-        self._drop_what_is_gone()
-        return self._card(name, is_admin=True)
-
-    async def _resident(self, name: str, memory: Memory) -> Version:
-        """The version of this content, made resident if it is not."""
-        self._check_adapter(name, memory)
-        version = self._names.versions.get(memory.digest)
-        if version is None:
-            resident_bytes = await self._engine.load(memory)
-            version = Version(memory, resident_bytes, await self._engine.load_adapters(name, memory))
-        return version
-
-    @contextlib.asynccontextmanager
-    async def _taking_effect(self) -> AsyncIterator[None]:
-        """In the block, which must not wait, a change takes effect: no other process begins with a request meanwhile,
-        and the change's time limit does not end it any more.
-        """
-        async with self._followers.paused():
-            assert self._limit is not None
-            if self._limit.expired():
-                raise TimeoutError
-            self._limit.reschedule(None)
-            yield
-
-    async def _record_change(self, name: str, memory: Memory, source: str, who: str, done: str) -> None:
-        before = self._names.of(name).memory.digest if name in self._names else None
-        await self._audit.change(
-            _EVENTS[done] if before is None else _EVENTS[_CHANGED.get(done, done)],
-            name=name,
-            digest=memory.digest,
-            parent=memory.metadata.parent_digest,
-            before=before,
-            by=who,
-            source=source,
-        )
 
     async def forget(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -323,31 +284,19 @@ class BundleRegistry:
             ConfigError: no such version is kept, the name stands for it, or the change cannot be recorded.
             VersionConflict, TooManyChanges, RetryableRequestError: as for `load`.
         """
-        async with self._timed("forget", name, who):
-            version = self._names.of(name)
-            self._check_expected(name, expected_digest)
-            _, *earlier = self._history.of(name)
-            if digest == version.memory.digest:
+        async with self._changing("forget", name, who, expected_digest):
+            served = self._names.of(name).memory.digest
+            _, *earlier = self._names.records[name]
+            if digest == served:
                 raise ConfigError(f"memory bundle {name!r} stands for the version {digest}: load another one first")
             gone = [each.digest for each in earlier if digest in (None, each.digest)]
             if digest is not None and not gone:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
-            await self._audit.change("forget", name=name, digests=gone, served=version.memory.digest, by=who)
-            async with self._taking_effect():
-                self._history.forget(name, gone)
-                self._drop_what_is_gone()
-            in_use = [each for each in gone if each in self._history.digests or each in self._names.versions]
+            await self._audit.change("forget", name=name, digests=gone, served=served, by=who)
+            in_use = await self._record(self._state.forget, name, gone)
             logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
-            return ForgottenVersions(name=name, digest=version.memory.digest, forgotten=gone, in_use=in_use)
-
-    def _drop_what_is_gone(self) -> None:
-        """Drop what is left of versions that are neither loaded nor kept."""
-        there = self._history.digests | self._names.versions.keys()
-        gone, self._known = self._known - there, set(there)
-        for digest in gone:
-            self.on_gone(digest)
-            self._followers.gone(digest)
+            return ForgottenVersions(name=name, digest=served, forgotten=gone, in_use=in_use)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -359,34 +308,111 @@ class BundleRegistry:
             TooManyChanges: too many changes wait.
             RetryableRequestError: the server is shutting down.
         """
-        async with self._timed("unload", name, who):
-            digest = self._names.of(name).memory.digest
-            self._check_expected(name, expected_digest)
+        async with self._changing("unload", name, who, expected_digest):
+            version = self._names.of(name)
+            digest = version.memory.digest
             await self._audit.change("unload", name=name, digest=digest, by=who)
-            async with self._taking_effect():
-                self._history.drop(name)
-                self._readiness.unloaded(name, digest)
-                active = self._names.remove(name).active
-                self._followers.remove(name)
-            logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, active)
-            self._drop_what_is_gone()
+            await self._record(self._state.drop, name, self._processes)
+            logger.info(
+                "memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, version.active
+            )
             return digest
 
+    async def _serve_kept(self, change: str, record: VersionRecord) -> MemoryBundleCard:
+        """`_serve`, with a version that the state has."""
+        async with self._file_of(record) as path:
+            return await self._serve(change, record, await self._in_thread(self._read_version, path, record))
+
+    async def _serve(self, change: str, record: VersionRecord, checked: Checked) -> MemoryBundleCard:
+        """Make a checked bundle resident, record it, and log it."""
+        began, memory = time.monotonic(), checked.memory
+        name, digest = record.name, memory.digest
+        self._check_adapters(name, memory)
+        before = self._names.of(name).memory.digest if name in self._names else None
+        version = self._names.versions.get(digest)
+        try:
+            resident_bytes = version.resident_bytes if version else await engines.load(self._client, memory)
+            event = change if before is None or change == "rollback" else "replace"
+            facts = {"name": name, "digest": digest, "parent": record.parent_digest, "before": before}
+            await self._audit.change(event, **facts, by=record.by, source=record.source)
+            await self._record(
+                self._state.point,
+                *(record, memory, resident_bytes, checked.bundle, self._config.keep_versions, self._processes),
+            )
+        except BaseException as error:
+            if version is None:
+                unloading = self.in_background(engines.unload(self._client, memory, self._adapters()))
+                if not isinstance(error, asyncio.CancelledError):  # out of time
+                    await unloading
+            raise
+        logger.info(
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
+            name,
+            _DONE[event] if before is None else f"{_DONE[event]} (digest before {before})",
+            *(record.by, time.monotonic() - began, digest, memory.num_entries, resident_bytes, record.source),
+        )
+        if num_expired := memory.num_entries - len(memory.alive()):
+            entries = memory.num_entries
+            logger.warning(
+                "memory bundle %r: %d of %d entries have expired and are not used", name, num_expired, entries
+            )
+        return self._names.card(name, is_admin=True)
+
+    async def _record(self, change: Callable[..., T], *arguments: Any) -> T:
+        """Record a change, which takes effect with that. Its time limit does not end it any more."""
+        assert self._limit is not None
+        if self._limit.expired():
+            raise TimeoutError
+        self._limit.reschedule(None)
+        result = await asyncio.to_thread(change, *arguments)
+        await self.follow()
+        return result
+
     @contextlib.asynccontextmanager
-    async def _timed(self, change: str, name: str, who: str) -> AsyncIterator[None]:
+    async def _changing(
+        self, change: str, name: str, who: str, expected_digest: str | None = None
+    ) -> AsyncIterator[None]:
         """One change, alone and within the time that it may take; a refusal is logged, and leaves nothing behind."""
-        limit = self._config.load_timeout_s
-        with self._logged(change, name, who), self._metrics.change(change), self._readiness.change(change, name):
+        limit, loading = self._config.load_timeout_s, change in LOADS
+        with self._logged(change, name, who), self._metrics.change(change), self._stop.running():
+            if self._waiting > self._config.max_waiting_changes:
+                raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
+            self._waiting += 1
+            failure: BaseException | None = None
             try:
-                async with asyncio.timeout(limit) as timer, self._changing():
-                    self._limit = timer
-                    try:
+                await asyncio.to_thread(self._state.attempt, name, loading=loading)
+                try:
+                    async with asyncio.timeout(limit) as timer, self._alone():
+                        self._limit = timer
+                        self._check_expected(name, expected_digest, must_exist=change not in ("load", "restore"))
                         yield
-                    except BaseException:
-                        self._history.sweep()
-                        raise
-            except TimeoutError as error:
-                raise LoadTimeout(f"{change} of {name!r} took longer than {limit:g} s; nothing has changed") from error
+                except TimeoutError as error:
+                    reason = f"{change} of {name!r} took longer than {limit:g} s; nothing has changed"
+                    raise LoadTimeout(reason) from error
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self._waiting -= 1
+                ended = partial(self._state.attempted, name, loading=loading, change=change)
+                says_something = failure is None or (
+                    isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
+                )
+                with contextlib.suppress(InduceKVError):  # the disk is full
+                    why = None if failure is None else str(failure)
+                    await asyncio.to_thread(ended, reason=why, says_something=says_something)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """One change at a time, in all API processes; what the others have changed is there."""
+        async with self._turn:
+            while not self._state.begin_change():
+                await asyncio.sleep(TURN_S)
+            try:
+                await self.follow()
+                yield
+            finally:
+                self._state.end_change()
 
     @contextlib.contextmanager
     def _logged(self, change: str, name: str, who: str) -> Iterator[None]:
@@ -402,65 +428,69 @@ class BundleRegistry:
             self._audit.refusal(change, name, who, reason)
             raise
 
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    async def _in_thread(self, read: Callable[..., T], *arguments: object) -> T:
+        """What a function returns that leaves the cores to requests."""
+
+        def run() -> T:
+            with beside_requests(lambda: cast(AsyncLLM, self._client).get_num_unfinished_requests() > 0):
+                return read(*arguments)
+
+        return await asyncio.to_thread(run)
+
     @contextlib.asynccontextmanager
-    async def _changing(self) -> AsyncIterator[None]:
-        """One change at a time; a shutdown with a time-out waits for it.
+    async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
+        """A file with a version that is kept: a copy of what the state has, or what it was loaded from."""
+        path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
+        if bundle is None:
+            yield path
+            return
+        copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
+        await asyncio.to_thread(copy.write_bytes, bundle)
+        try:
+            yield str(copy)
+        finally:
+            copy.unlink()
 
-        Raises:
-            TooManyChanges: as many as may wait are waiting.
-        """
-        if self._waiting > self._config.max_waiting_changes:
-            raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
-        with self._stop.running():
-            self._waiting += 1
-            try:
-                async with self._change:
-                    yield
-            finally:
-                self._waiting -= 1
-
-    def _read_version(self, name: str, record: VersionRecord) -> Memory:
+    def _read_version(self, path: str, record: VersionRecord) -> Checked:
         """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
-        path = str(self._history.path(record))
-        memory = self._read_checked(name, path, None)
-        if memory.digest != record.digest:
+        checked = self._read_checked(record.name, path, None, keep=False)
+        if checked.memory.digest != record.digest:
             raise BundleError(
-                f"bundle {name!r} ({path}): the file has changed: expected digest {record.digest}, found "
-                f"{memory.digest}; a server with a state folder keeps copies"
+                f"bundle {record.name!r} ({path}): the file has changed: expected digest {record.digest}, found "
+                f"{checked.memory.digest}; a server with a state file keeps bundles"
             )
-        return memory
+        return checked
 
-    def _read(self, name: str, path: str, access: Access | None) -> Memory:
-        """Read and check a file; runs in a thread. With `access`, `path` is what it has found inside."""
+    def _read_checked(self, name: str, path: str, access: Access | None, keep: bool) -> Checked:
+        """Read and check a file and its tasks' adapters; runs in a thread. `path` is what `access` has found inside."""
         with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
-            return self._read_opened(name, path, file)
+            checked = self._read(name, path, file, keep)
+        for record in checked.memory.metadata.task_adapters:
+            _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
+        return checked
 
-    def _read_opened(self, name: str, path: str, file: str) -> Memory:
+    def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
         """`file` is what leads to the bundle now, `path` what will later."""
         source = f"bundle {name!r} ({path})"
-        bundle = read_bundle(
-            file,
-            backbone=self._backbone,
-            max_bytes=self._config.max_bundle_bytes,
-            name=source,
-        )
+        bundle = read_bundle(file, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
+        if self._signers:
+            # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
+            require_signature(bundle.signature, bundle.digest, self._signers, source)
         try:
-            if self._signers:
-                # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
-                require_signature(bundle.signature, bundle.digest, self._signers, source)
-            kept = self._history.store(bundle, path)
-            return dataclasses.replace(Memory.from_bundle(bundle, file), path=kept)
+            memory = dataclasses.replace(Memory.from_bundle(bundle, file), path=path)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
+        if not keep or bundle.metadata.task_adapters:  # their folders may be relative to its own
+            return Checked(memory)
+        copy = Path(self._folder.name, f"{bundle.digest}.safetensors")
+        write_bundle(bundle, copy, verify=False)
+        content = copy.read_bytes()
+        copy.unlink()
+        return Checked(memory, content)
 
-    def _read_checked(self, name: str, path: str, access: Access | None) -> Memory:
-        """`_read`, and the adapters of its tasks are those that the bundle was made with; runs in a thread."""
-        memory = self._read(name, path, access)
-        for record in memory.metadata.task_adapters:
-            _check_adapter_files(name, adapter_folder(memory, record), record, access)
-        return memory
-
-    # ---- checks ------------------------------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------------------------
 
     def _check_name(self, name: str, replace: bool) -> None:
         if not _NAME.fullmatch(name):
@@ -478,84 +508,84 @@ class BundleRegistry:
             raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
         if name in self._names and not replace:
             raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
-        if name not in self._names and len(self._names.by_name) >= self._config.max_bundles:
-            raise CapacityError(f"{len(self._names.by_name)} bundles are loaded, and no more are allowed (max_bundles)")
+        if name not in self._names and len(self._names.records) >= self._config.max_bundles:
+            raise CapacityError(f"{len(self._names.records)} bundles are loaded, and no more are allowed (max_bundles)")
 
-    def _check_expected(self, name: str, expected: str | None) -> None:
+    def _check_expected(self, name: str, expected: str | None, *, must_exist: bool) -> None:
+        if must_exist:
+            self._names.of(name)
         found = self._names.of(name).memory.digest if name in self._names else "no bundle"
         if expected is not None and found != expected:
             raise VersionConflict(f"memory bundle {name!r}: expected digest {expected:.100}, found {found}")
 
-    def _check_adapter(self, name: str, memory: Memory) -> None:
-        lora_on = self._client.vllm_config.lora_config is not None
-        if memory.metadata.task_adapters:
-            self._check_task_adapters(name, memory)
-        elif memory.adapter is None and lora_on and not groups_adapters(self._client.vllm_config):
+    def _check_adapters(self, name: str, memory: Memory) -> None:
+        """Raises UnsupportedModel: its adapters cannot be served here."""
+        config, records = self._client.vllm_config.lora_config, memory.metadata.task_adapters
+        groups = groups_adapters(self._client.vllm_config)
+        if memory.adapter is not None:
+            self._names.adapter(name, memory.adapter)
+        elif config is not None and not groups and not records:
             raise UnsupportedModel(
                 f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
                 "without one"
             )
-        if memory.adapter is not None:
-            self._names.adapter(name, memory.adapter)
-
-    def _check_task_adapters(self, name: str, memory: Memory) -> None:
-        config = self._client.vllm_config.lora_config
+        if not records:
+            return
         if config is None:
             raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")
-        if not groups_adapters(self._client.vllm_config):
+        if not groups:
             raise UnsupportedModel(
                 f"bundle {name!r} sends tasks to LoRA adapters, which vLLM on CPUs mixes up with other requests of a "
                 "batch (vllm-project/vllm#48421) unless the server runs with --enforce-eager"
             )
-        for record in memory.metadata.task_adapters:
+        for record in records:
             if record.rank > config.max_lora_rank:
                 raise UnsupportedModel(
                     f"bundle {name!r}: the adapter of task {record.task!r} has rank {record.rank}, "
                     f"the server's --max-lora-rank is {config.max_lora_rank}"
                 )
 
-    # ---- requests ----------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------------
 
     def lease(self, model: str) -> AbstractContextManager[Lease]:
-        """`NamedVersions.lease`: keep the current version of a name resident until the context ends."""
+        """`Names.lease`: keep the current version of a name resident until the context ends."""
         return self._names.lease(model)
 
-    async def may_begin(self) -> None:
-        """Return at once: the other API processes wait for this one, not it for them."""
+    def _on_idle(self, digest: str) -> None:
+        """No request of this process uses a version, perhaps."""
+        version = self._names.versions.get(digest)
+        if digest in self._draining and version is not None and not version.active:
+            self._draining -= {digest}
+            self.in_background(self._leave(digest, version.memory))
 
-    # ---- release -----------------------------------------------------------------------------------------------
-
-    def _release_if_unused(self, version: Version) -> None:
-        if not version.names:
-            self._metrics.holds(self._names.versions.values())
-        if version.is_unused:
-            self._engine.in_background(self._release(version))
-
-    def released_by(self, rank: int, digest: str) -> None:
-        """The API process of this rank does not have a version any more."""
-        if (version := self._names.versions.get(digest)) is not None:
-            version.holders.discard(rank)
-            self._release_if_unused(version)
-
-    async def _release(self, version: Version) -> None:
-        await asyncio.sleep(RELEASE_DELAY_S)
-        async with self._change:
-            digest = version.memory.digest
-            if not version.is_unused or self._names.versions.get(digest) is not version:
-                return  # loaded again in the meantime, or released by another task
-            del self._names.versions[digest]
-            self._metrics.holds(self._names.versions.values())
-            self._drop_what_is_gone()
+    async def _leave(self, digest: str, memory: Memory) -> None:
+        """This process does not use a version any more. The last one unloads it."""
+        if not await asyncio.to_thread(self._state.leave, digest):
+            return
+        async with self._alone():  # it may be loaded again meanwhile
+            if not await asyncio.to_thread(self._state.release, digest):
+                return
+            await self.follow()
             try:
-                await self._engine.unload(digest, version.task_adapters)
-                is_erased = await self._engine.wait_until_erased(digest, ERASE_S)
+                await engines.unload(self._client, memory, self._adapters())
+                is_erased = await engines.wait_until_erased(self._client, digest, ERASE_S)
             except Exception as error:  # the engine is gone, and the bundle with it
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
                 logger.info("memory of digest %s released: no name and no request uses it", digest)
                 self._audit.note("release", digest=digest, erased=is_erased)
 
-    # ---- reports -----------------------------------------------------------------------------------------------
+    def _adapters(self) -> list[Any]:
+        """Of all tasks of all versions that are resident."""
+        return [each for version in self._names.versions.values() for each in task_adapters(version.memory).values()]
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        return task
+
+    # ---- reports -------------------------------------------------------------------------------------------------
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -564,66 +594,60 @@ class BundleRegistry:
         """List the bundles that need this LoRA adapter."""
         return self._names.users_of_adapter(adapter)
 
-    async def show(self, *, is_admin: bool = False) -> MemoryBundleList:
-        """`list`, with the requests of all API processes."""
-        return self.list(is_admin=is_admin, elsewhere=await self._followers.active())
-
-    async def show_one(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
-        """`detail`, with the requests of all API processes."""
-        return self.detail(name, is_admin=is_admin, elsewhere=await self._followers.active())
-
-    async def traces(
-        self, owner: str, cache_salt: str | None, response_id: str, *, asker: int | None = None
-    ) -> list[dict[str, Any]]:
-        """The traces of a response of any API process but the one that asks."""
-        asked = {"owner": owner, "cache_salt": cache_salt, "response_id": response_id}
-        return self.own_traces(*asked.values()) or await self._followers.traces(asker, **asked)
-
-    def list(self, *, is_admin: bool = False, elsewhere: Mapping[str, int] = _NOBODY) -> MemoryBundleList:
-        """What is loaded; `elsewhere` are the requests of other API processes, by digest."""
-        draining = [v for v in self._names.versions.values() if not v.names]
+    def shown(self, *, is_admin: bool = False) -> MemoryBundleList:
+        """What is loaded; requests are those of this API process."""
+        draining = [version for version in self._names.versions.values() if not version.names]
         return MemoryBundleList(
-            data=[self._card(name, is_admin, elsewhere) for name in self._names.by_name],
-            draining=[
-                DrainingMemory(digest=v.memory.digest, active_requests=v.active + elsewhere.get(v.memory.digest, 0))
-                for v in draining
-            ],
+            data=[self._names.card(name, is_admin) for name in self._names.records],
+            draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
         )
 
-    def detail(
-        self, name: str, *, is_admin: bool = False, elsewhere: Mapping[str, int] = _NOBODY
-    ) -> MemoryBundleDetail:
-        """What is known of a name; `elsewhere` are the requests of other API processes, by digest.
+    async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
+        """What is known of a name.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
         """
-        loading, failure = self._readiness.is_loading(name), self._readiness.failure(name)
-        left = self._names.versions.get(self._readiness.last_digest(name) or "")
+        attempt = await asyncio.to_thread(self._state.attempt_of, name)
+        left = self._names.versions.get(attempt.left_digest or "")
         state: BundleState
         if name in self._names:
             state = "ready"
-        elif loading:
+        elif attempt.loading:
             state = "loading"
-        elif failure is not None:
+        elif attempt.reason is not None:
             state = "failed"
         elif left is not None and not left.names:
             state = "draining"
         else:
             raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
-        if failure is not None and not is_admin:
-            failure = failure.model_copy(update={"reason": None})
+        failure = None
+        if attempt.change is not None and attempt.at is not None:
+            reason = attempt.reason if is_admin else None
+            failure = MemoryFailure(change=attempt.change, reason=reason, at=attempt.at)
         return MemoryBundleDetail(
             name=name,
             state=state,
-            loading=loading,
+            loading=attempt.loading,
             failure=failure,
-            bundle=self._card(name, is_admin, elsewhere) if name in self._names else None,
+            bundle=self._names.card(name, is_admin) if name in self._names else None,
         )
 
-    def _card(self, name: str, is_admin: bool, elsewhere: Mapping[str, int] = _NOBODY) -> MemoryBundleCard:
-        version = self._names.of(name)
-        return version.card(name, self._history.of(name), is_admin, elsewhere.get(version.memory.digest, 0))
+    async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
+        """Keep what a request was answered with."""
+        await asyncio.to_thread(self._state.put_trace, owner, cache_salt, request_id, trace)
+
+    async def traces(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:
+        """The traces of a response of any API process."""
+        return await asyncio.to_thread(self._state.traces, owner, cache_salt, response_id)
+
+
+def _holds(path: str, digest: str) -> bool:
+    """Whether a file is a bundle of this digest."""
+    try:
+        return read_bundle(path).digest == digest
+    except BundleError:
+        return False
 
 
 def _check_adapter_files(name: str, folder: Path, record: AdapterRecord, access: Access | None) -> None:

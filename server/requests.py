@@ -18,7 +18,6 @@ from inducekv_vllm.host.logs import logger_of
 
 from .access import Access, ChangeRefused, who
 from .audit import AuditLog
-from .peer_registry import PeerRegistry
 from .registry import BundleRegistry
 
 logger = logger_of(__name__)
@@ -47,8 +46,8 @@ def access_of(request: Request) -> Access:
     return access
 
 
-def registry_of(request: Request) -> BundleRegistry | PeerRegistry:
-    registry: BundleRegistry | PeerRegistry = request.app.state.inducekv_registry
+def registry_of(request: Request) -> BundleRegistry:
+    registry: BundleRegistry = request.app.state.inducekv_registry
     return registry
 
 
@@ -62,7 +61,7 @@ async def admin(request: Request, key: AdminKey) -> str:
         access_of(request).require_admin(key)
     except ChangeRefused as error:
         logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
-        audit: AuditLog | PeerRegistry = request.app.state.inducekv_audit
+        audit: AuditLog = request.app.state.inducekv_audit
         audit.refusal(request.url.path, None, f"unknown at {_host(request) or 'a local socket'}", str(error))
         raise
     return who(_host(request))

@@ -59,8 +59,13 @@ class Memory(DatedEntries):
 
     @property
     def acts_on_prompt(self) -> bool:
-        """Whether some prompt position before the last one may be computed with memory."""
-        return self.metadata.form == "merged" or set(self.metadata.activations.values()) - {"generation"} != set()
+        """Whether some prompt position before the last one may be computed with memory, or with a task's adapter."""
+        metadata = self.metadata
+        return (
+            metadata.form == "merged"
+            or bool(metadata.task_adapters)
+            or any(each != "generation" for each in metadata.activations.values())
+        )
 
     def spec(
         self,

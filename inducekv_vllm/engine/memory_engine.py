@@ -40,10 +40,11 @@ from .options import (
 )
 from .owner import OWNER
 from .stopping import EngineStop
-from .trace import TraceLog, describe
+from .trace import describe
 from .wire import Decision
 
 RecordAnswer = Callable[[str, str, dict[str, Any]], Awaitable[None]]
+PutTrace = Callable[[str, str | None, str, dict[str, Any]], Awaitable[None]]
 
 
 class MemoryRequest(LoRARequest):
@@ -100,8 +101,13 @@ class MemoryEngine:
         config: InduceKVConfig,
         stop: EngineStop | None = None,
         record_answer: RecordAnswer | None = None,
+        put_trace: PutTrace | None = None,
     ) -> None:
-        """`record_answer` is called before each answer with its request id, its owner and what it is answered with."""
+        """
+        Args:
+            record_answer: called before each answer with its request id, its owner and what it is answered with.
+            put_trace: called at the end of each answer that is traced, with its owner, cache salt and request id.
+        """
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
@@ -110,7 +116,7 @@ class MemoryEngine:
         self._record_answer = record_answer
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
-        self.traces = TraceLog()
+        self._put_trace = put_trace
 
     def generate(
         self,
@@ -184,7 +190,8 @@ class MemoryEngine:
                         observed.finished(output)
                     if output.finished and memory_options.trace and decision is not None:
                         trace = {**describe(metrics.bundle, memory, decision), "timings": observed.timings}
-                        self.traces.put(held.owner, cache_salt_of(prompt), request_id, trace)
+                        if self._put_trace is not None:
+                            await self._put_trace(held.owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
 
@@ -211,10 +218,6 @@ class MemoryEngine:
             except InduceKVError as error:
                 raise VLLMValidationError(str(error)) from error
             yield lease
-
-    def forget(self, digest: str) -> None:
-        """Drop what is left of answers with this version of a memory: traces."""
-        self.traces.drop(digest)
 
     def invalidate_mm_cache(self, prompt: Any) -> None:
         """Call this for a rendered prompt that the engine never receives.

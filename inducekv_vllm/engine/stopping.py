@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 from vllm.engine.protocol import EngineClient
@@ -42,12 +43,11 @@ class EngineStop:
         self._running = 0
         self._calls: set[asyncio.Future[Any]] = set()
         self.requested = False
-        self.others_run: Callable[[], bool] = lambda: False  # a shutdown with a time-out waits for them too
 
     def install(self) -> None:
         """Replace the client's `shutdown` and `collective_rpc`. Call it on the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._plain_shutdown, self._plain_rpc = self._client.shutdown, self._client.collective_rpc
+        self._plain_shutdown, self._plain_rpc = self._client.shutdown, _rpc_of(self._client)
         self._client.shutdown = self.shutdown  # type: ignore[method-assign]
         self._client.collective_rpc = self.collective_rpc  # type: ignore[method-assign]
 
@@ -67,7 +67,7 @@ class EngineStop:
             self._running -= 1
 
     async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """`AsyncLLM.collective_rpc`, which does not wait for an engine that is gone.
+        """`AsyncLLM.collective_rpc` with the answers of all engines, which does not wait for one that is gone.
 
         Raises:
             RetryableRequestError: the server is shutting down, and the engine has not answered.
@@ -107,7 +107,7 @@ class EngineStop:
 
     def _busy(self) -> bool:
         unfinished = cast(AsyncLLM, self._client).get_num_unfinished_requests()
-        return bool(self._running or unfinished or self.others_run())
+        return bool(self._running or unfinished)
 
     def _end_on_loop(self) -> None:
         """Run `_end_what_waits` where streams and calls live; give up if the event loop is stuck."""
@@ -136,3 +136,20 @@ class EngineStop:
         processor.abort_requests(list(processor.request_states), internal=True)
         for call in self._calls:
             call.cancel()
+
+
+def _rpc_of(client: EngineClient) -> Callable[..., Awaitable[list[Any]]]:
+    """The client's `collective_rpc`. With data parallelism it calls all engines, and returns the first one's answers:
+    then one that returns those of all ranks of all engines.
+    """
+    core = getattr(client, "engine_core", None)
+    if len(getattr(core, "core_engines", ())) < 2:
+        return client.collective_rpc
+
+    async def of_all(
+        method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        answers = await cast(Any, core).call_utility_all_async("collective_rpc", method, timeout, args, kwargs)
+        return list(itertools.chain.from_iterable(answers))
+
+    return of_all

@@ -22,20 +22,32 @@ TAIL_BYTES: Final = 2**23  # of a log that are read to go on with it
 
 
 class AuditWriter:
-    """Appends to a log: one thread of one process at a time; any thread may `sync`."""
+    """Appends to a log: one thread of each process at a time; any thread may `sync`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open a log, or begin one that only its owner can read. Raises ConfigError: it cannot be used."""
         self.path = Path(path)
         with _told(f"{path}: cannot be used as an audit log"):
             self._file = open(path, "ab+", buffering=0, opener=open_regular)  # noqa: SIM115
-            with _told(f"{path}: another server writes to this audit log"):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.close = self._file.close
-            self._find_end()
+            self._end = -1  # where this process found the end of the log last
+            with self._alone():
+                pass
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process writes, and behind what others have written."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            if self._end != os.fstat(self._file.fileno()).st_size:
+                self._find_end()
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _find_end(self) -> None:
-        begin = max(0, os.fstat(self._file.fileno()).st_size - TAIL_BYTES)
+        self._end = os.fstat(self._file.fileno()).st_size
+        begin = max(0, self._end - TAIL_BYTES)
         lines = os.pread(self._file.fileno(), TAIL_BYTES, begin).split(b"\n")
         at = next((at for at in reversed(range(len(lines))) if _record(lines[at])), 0)
         if not (last := _record(lines[at])) and (len(lines) > 1 or begin):
@@ -47,7 +59,7 @@ class AuditWriter:
 
     def append(self, event: str, facts: Mapping[str, Any]) -> None:
         """Write one record. It is on the disk after the next `sync`. Raises ConfigError: it cannot be written."""
-        with _told(f"{self.path}: cannot write the audit log"):
+        with _told(f"{self.path}: cannot write the audit log"), self._alone():
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             record = {"n": self._number, "time": now, "event": event, **facts, "previous": self.head}
             line = json.dumps(record, allow_nan=False).encode()
@@ -56,6 +68,7 @@ class AuditWriter:
                 while left:
                     left = left[os.write(self._file.fileno(), left) :]
                 self._number, self.head, self._gap = self._number + 1, hashlib.sha256(line).hexdigest(), b""
+                self._end = os.fstat(self._file.fileno()).st_size
             except OSError:
                 self._find_end()
                 raise

@@ -18,9 +18,7 @@ WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
 ADMIN_KEY_VARIABLE = "INDUCEKV_ADMIN_KEY"  # of the server, and of whoever changes its bundles
 ADMIN_HEADER = "X-InduceKV-Admin-Key"
 SCHEDULER_CLS = "inducekv_vllm.scheduler.memory_scheduler"  # for --scheduler-cls
-NO_DATA_PARALLEL = (
-    "memory needs one engine: of a load, vLLM tells the first one's outcome alone; run one server for each instead"
-)
+RUN_VARIABLE = "INDUCEKV_RUN"  # a folder of one run of a server; `inducekv-serve` makes it
 
 
 class InduceKVConfig(BaseModel):
@@ -38,7 +36,7 @@ class InduceKVConfig(BaseModel):
     decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
-    state: str | None = None  # a folder for copies of what is loaded, and for its registry; None keeps neither
+    state: str | None = None  # a file for what is loaded, with its versions; None keeps it while the server runs
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
     max_bundles: int = Field(default=64, ge=1)  # names
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one

@@ -67,7 +67,6 @@ class MemoryWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
         self._last_step = -math.inf  # when it began or ended
-        self._meeting: str | None = None
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         self._completed: list[tuple[str, Undecided]] = []  # in the running step
         # Set when the device is known, the model is loaded, and the KV cache is there.
@@ -243,11 +242,6 @@ class MemoryWorker(Worker):
             self.same_pass.begin_step(rows)
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
-
-    def inducekv_meet(self, address: str | None) -> str | None:
-        """Where the server's first API process listens for the others. It says so; None asks."""
-        self._meeting = address or self._meeting
-        return self._meeting
 
     def inducekv_load_bundle(self, path: str, digest: str) -> None:
         """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""

@@ -12,10 +12,13 @@ from vllm.exceptions import RetryableRequestError, VLLMNotFoundError, VLLMValida
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from inducekv_vllm.bundle import AdapterRecord
+from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.host.config import InduceKVConfig
+from tests.engine.parity import World
 from tests.engine.served import Served, handle, last
 
 pytestmark = pytest.mark.anyio
@@ -128,21 +131,23 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(served: Served) ->
 
 async def test_an_owner_shares_decisions_and_nobody_else(served: Served) -> None:
     params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
+    kept: list[tuple[str, str | None, str, str]] = []
+
+    async def put_trace(owner: str, salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
+        kept.append((owner, salt, request_id, trace["digest"]))
+
+    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), put_trace=put_trace)
 
     async def source(request_id: str, owner: str) -> str:
         OWNER.set(owner)
         prompt = await served.render(seed=82)
-        answer = await last(served.engine.generate(prompt, params, request_id, lora_request=handle()))
+        answer = await last(engine.generate(prompt, params, request_id, lora_request=handle()))
         return str(answer.kv_transfer_params["inducekv"]["timings"]["decision_source"])
 
     assert [await source(f"o{i}", owner) for i, owner in enumerate("aab")] == ["computed", "cached", "computed"]
     OWNER.set("")
     digest = served.memories.memories["m"].digest
-    assert served.engine.traces.of_response("a", None, "o0")
-    served.engine.forget("another")
-    assert served.engine.traces.of_response("a", None, "o0")
-    served.engine.forget(digest)
-    assert not served.engine.traces.of_response("a", None, "o0")
+    assert kept == [("a", None, "o0", digest), ("a", None, "o1", digest), ("b", None, "o2", digest)]
 
 
 async def test_the_first_output_of_a_stream_tells_the_decision(served: Served) -> None:
@@ -166,3 +171,13 @@ async def test_prompt_logprobs_are_refused_where_they_would_be_the_untouched_mod
     params = SamplingParams(max_tokens=2, prompt_logprobs=1)
     with pytest.raises(VLLMValidationError, match="log-probabilities of the prompt cannot be had from a memory"):
         served.engine.generate(await served.render(seed=84), params, "logprobs", lora_request=handle())
+
+
+def test_a_tasks_adapter_acts_on_the_prompt(world: World) -> None:
+    """As memory of the generation does not."""
+    metadata = world.bundles["prior"].metadata.model_copy(
+        update={"form": "decoupled", "activations": {"t": "generation"}}
+    )
+    adapter = AdapterRecord(task="u", path="u", digest="0" * 64, rank=1)
+    routed = metadata.model_copy(update={"task_adapters": (adapter,)})
+    assert [Memory(each, "/nowhere", 0).acts_on_prompt for each in (metadata, routed)] == [False, True]

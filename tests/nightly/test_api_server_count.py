@@ -1,4 +1,4 @@
-"""A real server with `--api-server-count 2` and two ranks of tensor parallelism, under requests."""
+"""Real servers with `--api-server-count 2`, under requests: two ranks of tensor parallelism, and two engines."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ pytestmark = pytest.mark.slow
 CLIENTS = 8
 VERSIONS = 6
 # vLLM on CPUs reads the number of API servers as one of data-parallel ranks when it shares out the cores by itself.
-RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+KINDS = {
+    "ranks": (["--tensor-parallel-size", "2"], {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+    "engines": (["--data-parallel-size", "2"], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
+}
 
 
 @dataclass(frozen=True)
 class Running:
     url: str
-    folder: Path  # has state/, audit.jsonl and log
+    folder: Path  # has state, audit.jsonl and log
+    kind: str
 
     def connections(self, process: str) -> int:
         """How many clients an API process has."""
@@ -42,15 +46,17 @@ class Running:
         return sum(c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port for c in connections)
 
 
-@pytest.fixture(scope="module")
-def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("several")
+@pytest.fixture(scope="module", params=list(KINDS))
+def running(
+    request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    folder, (flags, environment) = tmp_path_factory.mktemp("several"), KINDS[request.param]
     kept = [f"--memory-state={folder / 'state'}", f"--memory-audit-log={folder / 'audit.jsonl'}"]
     arguments = [str(world.model), "--served-model-name", "base", f"--memory=m={world.paths['sqrt']}", *kept]
     arguments += ["--memory-audit-answers", "--memory-root", str(folder), *FLAGS]
-    arguments += ["--api-server-count", "2", "--tensor-parallel-size", "2"]
-    with serving(arguments, folder / "log", {**ENVIRONMENT, **RANKS}) as url:
-        yield Running(url, folder)
+    arguments += ["--api-server-count", "2", *flags]
+    with serving(arguments, folder / "log", {**ENVIRONMENT, **environment}) as url:
+        yield Running(url, folder, request.param)
 
 
 def written(bundle: Bundle, path: Path) -> Path:
@@ -76,6 +82,8 @@ def test_answers_are_those_of_the_bundle_whichever_process_gives_them(running: R
             assert found["digest"] == trace_of(answer)["digest"] == world.bundles["sqrt"].digest
     lines = httpx.get(f"{running.url}/metrics").text.splitlines()  # sums over both processes
     assert f'inducekv:decisions_total{{bundle="m",source="computed"}} {CLIENTS}.0' in lines
+    engines = {line.partition('engine="')[2][:1] for line in lines if line.startswith("vllm:prompt_tokens_total{")}
+    assert engines == ({"0", "1"} if running.kind == "engines" else {"0"})
 
 
 def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, world: World) -> None:

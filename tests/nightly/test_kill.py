@@ -5,9 +5,11 @@ The next server serves what was acknowledged last.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -86,5 +88,6 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
         served = Bundles(url).cards()["m"]["digest"]
     # A change that was under way may have been recorded before its acknowledgement could be sent.
     assert served in {swapping.acknowledged[-1], swapping.asked[-1]}
-    assert (state / f"{served}.safetensors").is_file()
-    assert not list(state.glob("*.tmp*"))
+    with contextlib.closing(sqlite3.connect(state)) as found:
+        assert found.execute("SELECT bundle FROM contents WHERE digest = ?", (served,)).fetchone() != (None,)
+        assert found.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.trace import TraceLog
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access, ChangeRefused, opened
@@ -123,11 +122,11 @@ class TestExchange:
 
     @pytest.mark.parametrize("exchanged", ["b.safetensors", "sub/b.safetensors", "sub"])
     async def test_between_the_check_and_the_reading(self, root: Path, outside: str, exchanged: str) -> None:
-        registry = begin(InduceKVConfig(), Workers())
+        registry = begin(InduceKVConfig(), Workers(), root.parent / "state")
         path = "b.safetensors" if exchanged == "b.safetensors" else "sub/b.safetensors"
         with pytest.raises(BundleError, match=r"became a symbolic link|Not a directory"):
             await registry.load("m", path, access=Exchanging(root, root / exchanged))
-        assert not registry.list().data
+        assert not registry.shown().data
 
 
 def test_the_admin_key() -> None:
@@ -143,21 +142,6 @@ def test_the_admin_key() -> None:
         with pytest.raises(ChangeRefused) as error:
             Access((), without).require_admin("")
         assert error.value.status == HTTPStatus.FORBIDDEN
-
-
-def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten() -> None:
-    log = TraceLog()
-    log.put("alice", None, "chatcmpl-1", {"of": "alice"})
-    log.put("bob", None, "chatcmpl-1", {"of": "bob"})
-    log.put("alice", None, "chatcmpl-1", {"of": "mallory"})
-    log.put("alice", "salt", "chatcmpl-1", {"of": "salted"})
-    log.put("bob", None, "cmpl-2-0", {"of": "first"})
-    assert log.of_response("alice", None, "chatcmpl-1") == [{"of": "alice"}]
-    assert log.of_response("bob", None, "chatcmpl-1") == [{"of": "bob"}]
-    assert log.of_response("alice", "salt", "chatcmpl-1") == [{"of": "salted"}]
-    assert log.of_response("bob", None, "cmpl-2") == [{"of": "first"}]
-    for nobody in (("carol", None), ("bob", "salt"), ("", None)):
-        assert log.of_response(*nobody, "chatcmpl-1") == []
 
 
 class TestServer:

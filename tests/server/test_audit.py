@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import sqlite3
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -22,29 +24,30 @@ from inducekv_vllm.host.config import InduceKVConfig
 from server.audit import WRONG_KEYS, AuditLog
 from server.registry import BundleRegistry
 from tests.bundles import random_bundle
-from tests.server.test_versions import BUNDLES, DIGEST, Workers, begin
+from tests.server.test_versions import BUNDLES, DIGEST, RUN, Workers, begin, end
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin at 10.0.0.7"
 
 
 class Audited:
-    """A registry with a state folder and an audit log, and what its engine is told to drop."""
+    """A registry with a state file and an audit log."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.log = folder, folder / "audit.jsonl"
         config = InduceKVConfig(state=str(folder / "state"), audit_log=str(self.log), **settings)
-        self.workers, self.dropped = Workers(), list[str]()
+        self.workers = Workers()
         self.registry: BundleRegistry = begin(config, self.workers)
-        self.audit = self.registry._audit = AuditLog.of(config, "the admin's key")
-        self.registry.on_gone = self.dropped.append
+        answers = config.audit_answers
+        self.audit = self.registry._audit = AuditLog(str(self.log), answers=answers, admin_key="the admin's key")
 
     async def load(self, content: str, **options: Any) -> None:
         await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
 
     async def released(self) -> None:
-        while self.registry._engine.background:
-            await asyncio.gather(*self.registry._engine.background)
+        await self.registry.follow()
+        while self.registry.background:
+            await asyncio.gather(*self.registry.background)
 
     def records(self) -> list[dict[str, Any]]:
         verify(self.log)
@@ -54,11 +57,12 @@ class Audited:
         return [record["event"] for record in self.records()]
 
     def copies(self) -> set[str]:
-        return {path.stem for path in (self.folder / "state").glob("*.safetensors")}
+        with contextlib.closing(sqlite3.connect(self.folder / "state")) as found:
+            return {digest for (digest,) in found.execute("SELECT digest FROM contents WHERE bundle IS NOT NULL")}
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await end(self.registry)
         self.audit.close()
-        self.registry._history.close()
 
 
 @pytest.fixture
@@ -103,21 +107,21 @@ async def test_every_change_is_recorded(files: Path) -> None:
 async def test_a_restart_goes_on_with_the_chain(files: Path) -> None:
     server = Audited(files)
     await server.load("a")
-    server.close()
+    await server.close()
     server.log.write_bytes(server.log.read_bytes() + b'{"n": 2, "time')  # it was killed while it wrote
     again = Audited(files)
-    await again.registry.start()
+    await again.registry.start(RUN)
     lines = again.log.read_bytes().splitlines()
     assert json.loads(lines[3])["previous"] == hashlib.sha256(b"\n".join(lines[1:3])).hexdigest()
     assert [json.loads(lines[row])["event"] for row in (0, 1, 3, 4)] == ["start", "load", "start", "restore"]
     verify(again.log)
-    assert again.registry.list().data[0].digest == DIGEST["a"]
+    assert again.registry.shown().data[0].digest == DIGEST["a"]
 
 
 async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Audited(files, audit_answers=True)
     await server.load("a")
-    before, copies = server.registry.list(), server.copies()
+    before, copies = server.registry.shown(), server.copies()
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -134,7 +138,7 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
         with pytest.raises(ConfigError):
             await server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
     await server.released()
-    assert (server.registry.list(), server.copies()) == (before, copies)
+    assert (server.registry.shown(), server.copies()) == (before, copies)
     assert set(server.workers.resident) == {DIGEST["a"]}
     await server.load("b")
     verify(server.log)
@@ -147,7 +151,7 @@ async def test_wrong_keys_do_not_fill_the_log(files: Path) -> None:
         server.audit.refusal("/v1/load_memory_bundle", None, "unknown at 10.0.0.9", "found another key")
     with pytest.raises(UnknownBundle):
         await server.registry.unload("m", who=ADMIN)
-    server.close()
+    await server.close()
     refused = [record.get("count") for record in server.records() if record["event"] == "refusal"]
     assert refused == [None] * (WRONG_KEYS + 1) + [1000 - WRONG_KEYS]
 
@@ -177,11 +181,11 @@ async def test_a_change_waits_for_the_disk_and_requests_do_not(files: Path, monk
     await server.audit.answer("r", "", {"bundle": "m", "digest": DIGEST["a"], "gate": None, "entries": []})
     await asyncio.sleep(0.05)
     assert not change.done()
-    assert server.registry.list().data[0].digest == DIGEST["a"]
+    assert server.registry.shown().data[0].digest == DIGEST["a"]
     assert server.events()[-2:] == ["replace", "answer"]
     disk.answers.set()
     await change
-    assert server.registry.list().data[0].digest == DIGEST["b"]
+    assert server.registry.shown().data[0].digest == DIGEST["b"]
 
 
 async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_later(files: Path) -> None:
@@ -190,15 +194,18 @@ async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_la
     await server.load("a")
     with pytest.raises(ConfigError, match="stands for the version"):
         await server.registry.forget("m", digest=DIGEST["a"])
+    await server.registry.put_trace("owner", None, "r", {"digest": DIGEST["a"]})
     with server.registry.lease("m"):
         await server.load("b")
         assert (await server.registry.forget("m")).in_use == [DIGEST["a"]]
         await server.registry.load("n", str(files / "a.safetensors"))
     await server.released()
-    assert server.dropped == []
+    assert server.copies() == {DIGEST["a"], DIGEST["b"]}
+    assert await server.registry.traces("owner", None, "r")
     await server.registry.unload("n")
     await server.released()
-    assert server.dropped == [DIGEST["a"]]
+    assert server.copies() == {DIGEST["b"]}
+    assert not await server.registry.traces("owner", None, "r")
 
 
 class TestSignatures:
@@ -221,7 +228,7 @@ class TestSignatures:
         self.signed(files, "a", keys["k2"])
         with pytest.raises(BundleError, match=r"is signed by the key .*, expected"):
             await server.load("a")
-        assert server.registry.list().data == []
+        assert server.registry.shown().data == []
         assert server.copies() == set()
         self.signed(files, "a", keys["k1"])
         await server.load("a")
@@ -233,19 +240,19 @@ class TestSignatures:
         """A copy that was stored without a signature gets the one that its content is loaded with later."""
         server = Audited(files)
         await server.load("a")
-        server.close()
+        await server.close()
         server = Audited(files, require_signature=[str(files / "k1.pem")])
         with pytest.raises(BundleError, match="not signed"):
-            await server.registry.start()
-        server.close()
+            await server.registry.start(RUN)
+        await server.close()
         server = Audited(files)
-        await server.registry.start()
+        await server.registry.start(RUN)
         self.signed(files, "a", keys["k1"])
         await server.load("a")
-        server.close()
+        await server.close()
         server = Audited(files, require_signature=[str(files / "k2.pem"), str(files / "k1.pem")])
-        await server.registry.start()
-        assert server.registry.list().data[0].digest == DIGEST["a"]
+        await server.registry.start(RUN)
+        assert server.registry.shown().data[0].digest == DIGEST["a"]
 
 
 async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
@@ -257,7 +264,7 @@ async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
     write_bundle(with_entries(bundle, tuple(entries)), files / "e.safetensors")
     server = Audited(files)
     await server.load("e")
-    (card,) = server.registry.list().data
+    (card,) = server.registry.shown().data
     assert (card.entries, card.expired_entries) == (5, 2)
 
 

@@ -14,6 +14,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import UnsupportedModel
 from server.registry import BundleRegistry
+from server.state import ServerState
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted
@@ -60,11 +61,13 @@ def test_a_bundle_that_names_no_adapter_runs_without_one(adapted: Adapted) -> No
             assert deviation(world, response, prompt, bundle) <= TOLERANCE
 
 
-def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted) -> None:
+def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted, tmp_path: Path) -> None:
     """vLLM's own LoRA on CPUs would mix adapters up with requests that have none."""
     config = SimpleNamespace(lora_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False))
     client: Any = SimpleNamespace(vllm_config=config)
-    registry = BundleRegistry(client, SimpleNamespace(lora_requests={}), adapted.bundle.metadata.backbone)  # type: ignore[arg-type]
+    models: Any = SimpleNamespace(lora_requests={})
+    state = ServerState(tmp_path / "state", keeps_bundles=False)
+    registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
     memory = Memory.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
-        registry._check_adapter("n", memory)
+        registry._check_adapters("n", memory)

@@ -6,7 +6,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.engine.memory_engine import MemoryRequest
-from server.pins import ServedNames, unpinned
+from server.names import ServedNames, unpinned
 
 DIGEST = "0123456789abcdef" * 4
 

@@ -20,7 +20,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import AdapterRecord, write_bundle
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.errors import (
     BundleError,
@@ -34,7 +33,8 @@ from inducekv_vllm.errors import (
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
-from server.registry import BundleRegistry
+from server.registry import BundleRegistry, Checked
+from server.state import ServerState
 from tests.bundles import random_bundle
 from tests.engine.parity import World
 from tests.engine.served import Served, handle, last
@@ -45,10 +45,11 @@ pytestmark = pytest.mark.anyio
 class Registered:
     """A registry on a running engine, new for each test."""
 
-    def __init__(self, served: Served, world: World) -> None:
+    def __init__(self, served: Served, world: World, folder: Path) -> None:
         self.llm, self.world = served.llm, world
         self.models = OpenAIServingModels(served.llm, [BaseModelPath(name="base", model_path=str(world.model))])
-        self.registry = BundleRegistry(served.llm, self.models, world.backbone.fingerprint)
+        self.state = ServerState(folder / "state", keeps_bundles=False)
+        self.registry = BundleRegistry(served.llm, self.models, world.backbone.fingerprint, self.state)
         self.engine = MemoryEngine(served.llm, self.registry, InduceKVConfig())
         self.render = served.render
 
@@ -63,8 +64,9 @@ class Registered:
 
     async def released(self) -> set[str]:
         """The resident bundles after all releases."""
-        while self.registry._engine.background:
-            await asyncio.gather(*self.registry._engine.background)
+        await self.registry.follow()
+        while self.registry.background:
+            await asyncio.gather(*self.registry.background)
         return await self.resident()
 
     def digest(self, name: str) -> str:
@@ -75,15 +77,15 @@ class Registered:
 
 
 @pytest.fixture
-async def registered(served: Served, world: World) -> AsyncIterator[Registered]:
+async def registered(served: Served, world: World, tmp_path: Path) -> AsyncIterator[Registered]:
     """The engine must be empty again after each test."""
-    registered = Registered(served, world)
+    registered = Registered(served, world, tmp_path)
     before = await registered.resident()
     yield registered
-    for card in registered.registry.list().data:
+    for card in registered.registry.shown().data:
         await registered.registry.unload(card.name)
     assert await registered.released() == before
-    assert registered.registry.list().draining == []
+    assert registered.registry.shown().draining == []
 
 
 async def test_a_request_runs_on_the_version_its_options_were_checked_against(registered: Registered) -> None:
@@ -91,7 +93,7 @@ async def test_a_request_runs_on_the_version_its_options_were_checked_against(re
     await registered.load("m", "other")
     streams = [registered.stream("m", await registered.render(seed=34), inducekv_top_k=k) for k in (2, 12)]
     await registered.load("m", "prior", replace=True)
-    (draining,) = registered.registry.list().draining
+    (draining,) = registered.registry.shown().draining
     assert (draining.digest, draining.active_requests) == (registered.digest("other"), 2)
     await registered.registry.unload("m")
     for stream, k in zip(streams, (2, 12), strict=True):
@@ -109,18 +111,18 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     await registered.load("m", "prior")
     read = registered.registry._read
 
-    def read_and_change(name: str, path: str, access: Any) -> Any:
-        memory = read(name, path, access)
+    def read_and_change(name: str, path: str, *options: Any) -> Any:
+        checked = read(name, path, *options)
         shutil.copy(registered.world.paths["sqrt"], path)
-        return memory
+        return checked
 
     monkeypatch.setattr(registered.registry, "_read", read_and_change)
-    before = registered.registry.list(), await registered.resident(), dict(registered.models.lora_requests)
+    before = registered.registry.shown(), await registered.resident(), dict(registered.models.lora_requests)
     for name, replacing in (("m", True), ("new", False)):
         shutil.copy(registered.world.paths["other"], path)
         with pytest.raises(BundleError, match="changed while it was loaded"):
             await registered.registry.load(name, str(path), replace=replacing)
-    assert (registered.registry.list(), await registered.resident(), registered.models.lora_requests) == before
+    assert (registered.registry.shown(), await registered.resident(), registered.models.lora_requests) == before
 
 
 async def test_a_server_with_a_bundle_of_another_backbone_does_not_start(
@@ -140,7 +142,7 @@ class TestLimits:
     def limited(self, registered: Registered, **limits: Any) -> BundleRegistry:
         config = InduceKVConfig(**limits)
         registered.registry = BundleRegistry(
-            registered.llm, registered.models, registered.world.backbone.fingerprint, config
+            registered.llm, registered.models, registered.world.backbone.fingerprint, registered.state, config
         )
         return registered.registry
 
@@ -175,7 +177,7 @@ class TestLimits:
         monkeypatch.setattr(registered.llm, "collective_rpc", slow)
         with pytest.raises(LoadTimeout, match=r"load of 'm' took longer than 0.2 s; nothing has changed"):
             await registered.load("m", "other")
-        assert registry.list().data == []
+        assert registry.shown().data == []
         assert registered.digest("other") not in await registered.released()
 
 
@@ -186,7 +188,7 @@ async def test_a_running_request_keeps_its_version_through_a_rollback(registered
     await anext(old)  # it now waits until it is iterated again
     card = await registered.registry.rollback("m", expected_digest=registered.digest("prior"))
     assert card.digest == registered.digest("other")
-    (draining,) = registered.registry.list().draining
+    (draining,) = registered.registry.shown().draining
     assert (draining.digest, draining.active_requests) == (registered.digest("prior"), 1)
     assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
     new = await last(registered.stream("m", await registered.render(seed=71)))
@@ -203,14 +205,18 @@ async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
     read = registered.registry._read
     record = AdapterRecord(task="t", path=str(outside), digest="d", rank=1)
 
-    def read_routed(name: str, path: str, access: Any) -> Memory:
-        memory = read(name, path, access)
-        return replace(memory, metadata=memory.metadata.model_copy(update={"task_adapters": (record,)}))
+    def read_routed(*arguments: Any) -> Checked:
+        return with_metadata(read(*arguments), task_adapters=(record,))
 
     monkeypatch.setattr(registered.registry, "_read", read_routed)
     access = Access([str(bundle.parent)], "key")
     with pytest.raises(BundleError, match=r"the adapter of task 't': .*outside' is not in a folder"):
         await registered.registry.load("m", str(bundle), access=access)
+
+
+def with_metadata(checked: Checked, **changes: Any) -> Checked:
+    memory = checked.memory
+    return replace(checked, memory=replace(memory, metadata=memory.metadata.model_copy(update=changes)))
 
 
 class TestAdapters:
@@ -222,9 +228,8 @@ class TestAdapters:
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
         read = registered.registry._read
 
-        def read_styled(name: str, path: str, access: Any) -> Memory:
-            memory = read(name, path, access)
-            return replace(memory, metadata=memory.metadata.model_copy(update={"adapter": "style"}))
+        def read_styled(*arguments: Any) -> Checked:
+            return with_metadata(read(*arguments), adapter="style")
 
         monkeypatch.setattr(registered.registry, "_read", read_styled)
         guard_adapters(registered.models, registered.registry)
@@ -250,7 +255,6 @@ class TestAdapters:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
     ],

@@ -1,79 +1,67 @@
-"""Several API processes in one event loop: they talk over real sockets, and their engine's workers are imitated."""
+"""Several API processes in one event loop, over one state file; their engine's workers are imitated."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, UnknownBundle, VersionConflict
+from inducekv_vllm.files.audit_chain import verify
 from inducekv_vllm.host.config import InduceKVConfig
-from server import followers as followers_module
 from server.access import Access, ChangeRefused
 from server.audit import AuditLog
-from server.first import handlers
-from server.followers import Followers
-from server.peer_registry import PeerRegistry
 from server.registry import BundleRegistry
+from server.state import ServerState
 from tests.bundles import FINGERPRINT
-from tests.server.test_versions import BUNDLES, DIGEST, NAMES, Workers, models
+from tests.server.test_versions import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
 
 pytestmark = pytest.mark.anyio
 PROCESSES = 3
-
-
-class Meeting(Workers):
-    """Workers that also tell the processes where to meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.address: str | None = None
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "inducekv_meet":
-            self.address = args[0] or self.address
-            return [self.address]
-        return await super().collective_rpc(method, args)
 
 
 class Processes:
     """The registries of all API processes of a server; the first one is at 0."""
 
     def __init__(self, files: Path, **settings: Any) -> None:
-        self.files, self.workers = files, Meeting()
-        config = InduceKVConfig(audit_log=str(files / "audit.jsonl"), **settings)
-        self.audit = AuditLog.of(config, None)
-        self.first = BundleRegistry(
-            self.workers, models(), FINGERPRINT, config, audit=self.audit, followers=Followers(PROCESSES - 1)
-        )
+        self.files, self.workers = files, Workers()
+        self.config = InduceKVConfig(**settings)
         # Nobody's bundles are loaded from elsewhere than the folder, whichever process is asked.
         self.access = Access([str(files)])
-        others = [PeerRegistry(self.workers, models(), FINGERPRINT, rank, config) for rank in range(1, PROCESSES)]
-        self.followers = others
-        self.all: list[BundleRegistry | PeerRegistry] = [self.first, *others]
+        self.all: list[BundleRegistry] = []
+        self.audits: list[AuditLog] = []
 
     async def start(self) -> None:
-        start = self.first.start(handlers(self.first, self.access, self.audit))
-        await asyncio.gather(start, *(follower.start() for follower in self.followers))
+        started = await asyncio.gather(*(self._start(process) for process in range(PROCESSES)))
+        self.all, self.audits = [list(each) for each in zip(*started, strict=True)]
+
+    async def _start(self, process: int) -> tuple[BundleRegistry, AuditLog]:
+        path, keeps = self.config.state or self.files / "temporary", self.config.state is not None
+        state = await asyncio.to_thread(lambda: ServerState(path, keeps_bundles=keeps, process=process))
+        audit = AuditLog(str(self.files / "audit.jsonl"), answers=True, is_first=process == 0)
+        registry = BundleRegistry(
+            self.workers, models(), FINGERPRINT, state, self.config, audit=audit, processes=PROCESSES
+        )
+        await registry.start(RUN)
+        return registry, audit
 
     async def load(self, content: str, process: int, name: str = "m", **options: Any) -> Any:
         path = str(self.files / f"{content}.safetensors")
         options = {"replace": True, "who": "admin", "access": self.access, **options}
         return await self.all[process].load(name, path, **options)
 
-    def served(self, name: str = "m") -> list[str | None]:
+    async def served(self) -> list[str | None]:
         """What a new request gets from each process."""
-        return [self.of(process, name) for process in range(PROCESSES)]
+        return [await self.of(process) for process in range(PROCESSES)]
 
-    def of(self, process: int, model: str) -> str | None:
+    async def of(self, process: int, model: str = "m") -> str | None:
+        await self.all[process].follow()  # as the middleware does
         try:
             with self.all[process].lease(model) as lease:
                 return next(each for each in NAMES if DIGEST[each] == lease.memory.digest)
@@ -82,10 +70,10 @@ class Processes:
 
     async def settled(self) -> None:
         """All that is released has been released."""
-        for _ in range(3):
-            await self.first.show()  # what others have said before is here
-            while self.first._engine.background:
-                await asyncio.gather(*self.first._engine.background)
+        for _ in range(2):
+            for registry in self.all:
+                await registry.follow()
+                await asyncio.gather(*registry.background)
 
     def resident(self) -> str:
         return "".join(name for name in NAMES if DIGEST[name] in self.workers.resident)
@@ -93,31 +81,27 @@ class Processes:
     def recorded(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.files / "audit.jsonl").read_text().splitlines()]
 
-    def close(self) -> None:
-        for follower in self.followers:
-            follower._first.close()
-        self.audit.close()
-        self.first._history.close()
+    async def close(self) -> None:
+        for registry, audit in zip(self.all, self.audits, strict=True):
+            await end(registry)
+            audit.close()
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundles"
-    folder.mkdir()
     for name, bundle in BUNDLES.items():
-        write_bundle(bundle, folder / f"{name}.safetensors")
-    return folder
+        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+    return tmp_path
 
 
 @asynccontextmanager
 async def started(files: Path, **settings: Any) -> AsyncIterator[Processes]:
     processes = Processes(files, **settings)
+    await processes.start()
     try:
-        await processes.start()
         yield processes
     finally:
-        processes.close()
-        await asyncio.sleep(0.05)
+        await processes.close()
 
 
 @pytest.fixture
@@ -128,22 +112,20 @@ async def processes(files: Path) -> AsyncIterator[Processes]:
 
 @pytest.mark.parametrize("asked", range(PROCESSES))
 async def test_a_change_is_seen_by_all_when_it_is_acknowledged(processes: Processes, asked: int) -> None:
-    assert processes.served() == ["a", "a", "a"]
+    assert await processes.served() == ["a", "a", "a"]
     card = await processes.load("b", asked)
-    assert processes.served() == ["b", "b", "b"]
+    assert await processes.served() == ["b", "b", "b"]
     assert (card.digest, [v.digest for v in card.versions]) == (DIGEST["b"], [DIGEST["b"], DIGEST["a"]])
     assert (await processes.all[asked].rollback("m", who="admin")).digest == DIGEST["a"]
-    assert processes.served() == ["a", "a", "a"]
+    assert await processes.served() == ["a", "a", "a"]
     await processes.load("c", asked, "n")
-    assert processes.served("n") == ["c", "c", "c"]
     assert await processes.all[asked].unload("n", who="admin") == DIGEST["c"]
-    assert processes.served("n") == [None, None, None]
+    for each in processes.all:
+        await each.follow()
+        assert (await each.detail("m", is_admin=True)).bundle.path == str(processes.files / "a.safetensors")  # type: ignore[union-attr]
+        assert ("m" in each, "n" in each) == (True, False)
     await processes.settled()
     assert processes.resident() == "a"
-    for each in processes.all:
-        assert {card.name: card.digest for card in (await each.show()).data} == {"m": DIGEST["a"]}
-        assert (await each.show_one("m", is_admin=True)).bundle.path == str(processes.files / "a.safetensors")
-        assert ("m" in each, "n" in each) == (True, False)
     events = [(record["event"], record.get("by")) for record in processes.recorded() if record["event"] != "release"]
     changes = [("replace", "admin"), ("rollback", "admin"), ("load", "admin"), ("unload", "admin")]
     assert events == [("start", None), ("load", "start"), *changes]
@@ -151,50 +133,33 @@ async def test_a_change_is_seen_by_all_when_it_is_acknowledged(processes: Proces
 
 @pytest.mark.parametrize("asked", range(PROCESSES))
 async def test_a_refusal_is_the_same_everywhere_and_changes_nothing(processes: Processes, asked: int) -> None:
-    before = await processes.first.show(is_admin=True)
+    before = processes.all[0].shown(is_admin=True)
     with pytest.raises(VersionConflict, match=f"found {DIGEST['a']}"):
         await processes.load("b", asked, expected_digest=DIGEST["c"])
     with pytest.raises(UnknownBundle):
         await processes.all[asked].unload("n", who="admin")
     with pytest.raises(BundleError, match="is not in a folder that this server loads from"):
         await processes.load("../outside", asked)
+    for each in processes.all:  # whichever is asked why
+        failure = (await each.detail("m", is_admin=True)).failure
+        assert failure is not None
+        assert "is not in a folder" in str(failure.reason)
     processes.access._roots = ()
     with pytest.raises(ChangeRefused, match="no folder is allowed") as refused:
         await processes.load("b", asked)
     assert refused.value.status == 403
-    assert processes.served() == ["a", "a", "a"]
-    assert await processes.first.show(is_admin=True) == before
-
-
-async def test_a_process_that_cannot_read_the_bundle_keeps_all_at_the_old_version(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable(name: str, path: str) -> Any:
-        raise BundleError(f"{path}: no such file")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(processes.followers[1], "_read", unreadable)
-        for asked in range(PROCESSES):
-            with pytest.raises(BundleError, match=r"b\.safetensors: no such file"):
-                await processes.load("b", asked)
-            assert processes.served() == ["a", "a", "a"]
-    await processes.settled()
-    assert processes.resident() == "a"
-    assert [set(each._names.versions) for each in (processes.first, *processes.followers)] == 3 * [{DIGEST["a"]}]
-    assert not any(record["event"] == "replace" for record in processes.recorded())
-    await processes.load("b", 0)
-    assert processes.served() == ["b", "b", "b"]
+    assert await processes.served() == ["a", "a", "a"]
+    assert processes.all[0].shown(is_admin=True) == before
 
 
 async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_one(processes: Processes) -> None:
-    """Each reader notes what it sees, in the order of one clock; HTTP requests wait for `may_begin` first."""
+    """Each reader notes what it sees, in the order of one clock; HTTP requests wait for `follow` first."""
     seen: list[tuple[int, str | None]] = []
     is_done = False
 
     async def read(process: int) -> None:
         while not is_done:
-            await processes.all[process].may_begin()
-            seen.append((process, processes.of(process, "m")))
+            seen.append((process, await processes.of(process)))
             await asyncio.sleep(0)
 
     readers = [asyncio.ensure_future(read(process)) for process in range(PROCESSES)]
@@ -209,6 +174,16 @@ async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_on
     assert {process for process, _ in seen} == set(range(PROCESSES))
 
 
+async def test_changes_of_all_processes_come_one_after_the_other(processes: Processes) -> None:
+    """Of those who have seen the same version, one wins."""
+    loads = (processes.load("bc"[process % 2], process, expected_digest=DIGEST["a"]) for process in range(PROCESSES))
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["MemoryBundleCard", *["VersionConflict"] * 2]
+    await processes.settled()
+    assert processes.resident() in ("b", "c")
+    assert await processes.served() == [processes.resident()] * PROCESSES
+
+
 async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(processes: Processes) -> None:
     with ExitStack() as requests:
         for process in (1, 1, 2):
@@ -216,109 +191,79 @@ async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(p
         await processes.load("b", 0)
         await processes.settled()
         assert processes.resident() == "ab"
+        running = []
         for each in processes.all:
-            (draining,) = (await each.show()).draining
-            assert (draining.digest, draining.active_requests) == (DIGEST["a"], 3)
-        # Loaded again in the meantime: nobody reads it anew, and its requests count for the name.
+            (draining,) = each.shown().draining
+            assert draining.digest == DIGEST["a"]
+            running.append(draining.active_requests)
+        assert running == [0, 2, 1]
+        # Loaded again in the meantime: its requests count for the name.
         await processes.load("a", 1)
         await processes.settled()
-        shown = await processes.all[2].show()
-        assert ([card.active_requests for card in shown.data], shown.draining) == ([3], [])
+        shown = processes.all[1].shown()
+        assert ([card.active_requests for card in shown.data], shown.draining) == ([2], [])
         await processes.load("c", 1)
     await processes.settled()
     assert processes.resident() == "c"
-    assert [len(each._names.versions) for each in (processes.first, *processes.followers)] == [1, 1, 1]
+    assert [len(each._names.versions) for each in processes.all] == [1, 1, 1]
 
 
-async def test_while_a_process_is_behind_it_answers_nobody(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has paused, and then hangs: what the others acknowledge is not answered by the old version there."""
-    monkeypatch.setattr(followers_module, "PAUSE_S", 0.2)
-    follower, goes_on = processes.followers[0], asyncio.Event()
-    told = follower._first.handlers
-
-    async def point(**facts: Any) -> None:
-        await goes_on.wait()
-        await follower._point(**facts)
-
-    async def resume() -> None:
-        await goes_on.wait()
-        await follower._resume()
-
-    with monkeypatch.context() as patch:
-        patch.setitem(told, "point", point)  # type: ignore[arg-type]
-        patch.setitem(told, "resume", resume)  # type: ignore[arg-type]
-        await processes.load("b", 0)
-        assert (processes.of(0, "m"), processes.of(2, "m")) == ("b", "b")
-        waits = asyncio.ensure_future(follower.may_begin())
-        await asyncio.sleep(0.05)
-        assert not waits.done()
-        goes_on.set()
-        await waits
-    assert processes.served() == ["b", "b", "b"]
-
-
-async def test_without_the_first_process_bundles_are_refused(processes: Processes) -> None:
-    follower = processes.followers[0]
-    follower._first.close()
-    await asyncio.sleep(0.05)
-    for refused in (processes.load("b", 1), follower.show(), follower.answer("r", "", {})):
-        with pytest.raises(RetryableRequestError, match="the first API process of this server is gone"):
-            await refused
-    with pytest.raises(RetryableRequestError, match="is gone"):
-        processes.of(1, "m")
-    with pytest.raises(RetryableRequestError, match="API process 1 of this server is gone"):
-        await processes.load("b", 0)  # vLLM ends the server now
-    assert processes.of(0, "m") == "a"
+async def test_a_change_of_a_process_that_is_killed_holds_nobody_up(processes: Processes) -> None:
+    """Its lock ends with it, and what it has not recorded has not happened."""
+    killed = processes.all[2]
+    assert killed._state.begin_change()
+    load = asyncio.ensure_future(processes.load("b", 0))
+    await asyncio.sleep(0.1)
+    assert not load.done()
+    await end(killed)
+    await load
+    assert [await processes.of(process) for process in (0, 1)] == ["b", "b"]
+    processes.all.remove(killed)
+    processes.audits.pop()
 
 
 async def test_forgetting_reaches_every_process_before_it_is_acknowledged(processes: Processes) -> None:
-    forgotten: list[tuple[int, str]] = []
-    for number, each in enumerate(processes.all):
-        each.on_gone = lambda digest, number=number: forgotten.append((number, digest))  # type: ignore[misc]
+    traces = {content: {"digest": DIGEST[content]} for content in "ab"}
     await processes.load("b", 0)
     await processes.settled()
-    assert forgotten == []  # it is kept for a rollback
+    for process, content in enumerate("ab"):
+        await processes.all[process].put_trace("owner", None, f"r-{content}", traces[content])
+    assert [await each.traces("owner", None, "r-a") for each in processes.all] == 3 * [[traces["a"]]]
     assert (await processes.all[1].forget("m", who="admin")).forgotten == [DIGEST["a"]]
-    assert sorted(forgotten) == [(number, DIGEST["a"]) for number in range(PROCESSES)]
+    assert [await each.traces("owner", None, "r-a") for each in processes.all] == 3 * [[]]
+    assert [await each.traces("owner", None, "r-b") for each in processes.all] == 3 * [[traces["b"]]]
+    assert [await each.traces("owner", "salt", "r-b") for each in processes.all] == 3 * [[]]
 
 
-async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(files: Path) -> None:
+async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(processes: Processes) -> None:
     trace = {"bundle": "m", "digest": "d", "gate": None, "entries": []}
-    async with started(files, audit_answers=True) as processes:
-        await processes.followers[0].answer("r1", "", trace)
-        await processes.audit.answer("r0", "", trace)
-        processes.followers[1].refusal("/v1/load_memory_bundle", None, "unknown", "no key")
-        await processes.followers[1].answer("r2", "", trace)
-        found = [(record["event"], record.get("request")) for record in processes.recorded()]
-    assert found == [("start", None), ("answer", "r1"), ("answer", "r0"), ("refusal", None), ("answer", "r2")]
+    first, second, third = processes.audits
+    for number in range(3):
+        await second.answer(f"r{number}-1", "", trace)
+        await first.answer(f"r{number}-0", "", trace)
+        third.refusal("/v1/load_memory_bundle", None, "unknown", "no key")
+    found = [(record["event"], record.get("request")) for record in processes.recorded()[2:]]
+    assert found == [
+        each for n in range(3) for each in (("answer", f"r{n}-1"), ("answer", f"r{n}-0"), ("refusal", None))
+    ]
+    assert verify(processes.files / "audit.jsonl")[0] == len(found) + 2
 
 
-async def test_all_restart_from_one_state_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no start leaves the folder in which the processes have met."""
-    state, made, make = str(files / "state"), list[Path](), tempfile.mkdtemp
-
-    def noted(**options: str) -> str:
-        made.append(Path(make(**options)))
-        return str(made[-1])
-
-    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+async def test_all_restart_from_one_state_file(files: Path) -> None:
+    state = str(files / "state")
     async with started(files, state=state) as processes:
         await processes.load("a", 1)
         await processes.load("b", 2)
     async with started(files, state=state) as processes:
-        assert processes.served() == ["b", "b", "b"]
+        assert await processes.served() == ["b", "b", "b"]
         await processes.all[2].rollback("m", who="admin")
-        assert processes.served() == ["a", "a", "a"]
-    assert len(made) == 2
-    assert not any(folder.exists() for folder in made)
+        assert await processes.served() == ["a", "a", "a"]
 
 
 async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of tensor parallelism, of which the second has no room for b."""
+    """Two ranks of tensor parallelism, or two engines, of which the second has no room for b."""
     one_rank = processes.workers.collective_rpc
 
     async def two_ranks(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -332,6 +277,20 @@ async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
         with pytest.raises(CapacityError, match="rank 1: no room"):
             await processes.load("b", 1)
     await processes.settled()
-    assert (processes.served(), processes.resident()) == (["a", "a", "a"], "a")
+    assert (await processes.served(), processes.resident()) == (["a", "a", "a"], "a")
     await processes.load("b", 1)
-    assert processes.served() == ["b", "b", "b"]
+    assert await processes.served() == ["b", "b", "b"]
+
+
+async def test_what_cannot_be_recorded_has_not_happened(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = processes.all[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(registry._audit, "change", _failing)
+        with pytest.raises(InduceKVError, match="no room for the record"):
+            await processes.load("b", 1)
+    await processes.settled()
+    assert (await processes.served(), processes.resident()) == (["a", "a", "a"], "a")
+
+
+async def _failing(*_: Any, **__: Any) -> None:
+    raise CapacityError("no room for the record")

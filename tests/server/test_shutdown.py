@@ -22,7 +22,7 @@ from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import with_entries, write_bundle
 from tests.engine.parity import FEWER_PROCESSES, Prompt, World, prompts
 from tests.server.http import Bundles, wait_until
-from tests.server.launch import ENVIRONMENT, FLAGS, STATE
+from tests.server.launch import ENVIRONMENT, FLAGS
 from tests.server.ranks import HELD_ENTRY, held_file
 
 STREAMS = 8  # of each model: more than the engine runs at once, so that others wait, some of them in their key pass
@@ -74,17 +74,16 @@ class Stopped:
     seconds: float  # from the signal to the last stream's end
 
 
-def stop(world: World, url: str, state: Path | None, *, drains: bool) -> Stopped:
+def stop(world: World, url: str, *, drains: bool) -> Stopped:
     """The server has ended by itself when this returns.
 
-    A load is under way when the signal comes, in the worker, which reads the copy in the server's `state` folder if
-    there is one; with `drains` it goes on then.
+    A load is under way when the signal comes, in the worker; with `drains` it goes on then.
     """
     late = world.paths["other"].with_name("late.safetensors")
     first, *others = world.bundles["other"].metadata.entries
     bundle = with_entries(world.bundles["other"], (first.model_copy(update={"id": HELD_ENTRY}), *others))
     write_bundle(bundle, late)
-    held = held_file(late if state is None else state / f"{bundle.digest}.safetensors")
+    held = held_file(late)
     server = psutil.Process(processes_of(url)[0])
     with ThreadPoolExecutor() as pool:
         streams = [Stream(model) for model in ("sqrt", "base") * STREAMS]
@@ -102,10 +101,8 @@ def stop(world: World, url: str, state: Path | None, *, drains: bool) -> Stopped
     return stopped
 
 
-def test_without_a_timeout_streams_end_where_they_are_and_the_load_is_refused(
-    server: str, server_folder: Path, world: World
-) -> None:
-    stopped = stop(world, server, server_folder / STATE, drains=False)
+def test_without_a_timeout_streams_end_where_they_are_and_the_load_is_refused(server: str, world: World) -> None:
+    stopped = stop(world, server, drains=False)
     assert all(stream.is_done for stream in stopped.streams), stopped.streams
     answer = stopped.load.result(SECONDS)
     assert (answer.status_code, answer.json().get("name")) == (503, None)
@@ -121,7 +118,7 @@ def test_with_a_timeout_what_has_begun_is_done(world: World, tmp_path: Path) -> 
     arguments += ["--memory-root", str(tmp_path.parents[1]), "--worker-cls", "tests.server.ranks.HoldingWorker"]
     arguments += ["--shutdown-timeout", "120"]
     with serving(arguments, tmp_path / "log", {**ENVIRONMENT, **FEWER_PROCESSES}) as url:
-        stopped = stop(world, url, None, drains=True)
+        stopped = stop(world, url, drains=True)
     assert all(stream.is_done for stream in stopped.streams), stopped.streams
     answer = stopped.load.result(SECONDS)
     assert (answer.status_code, answer.json().get("name")) == (200, "late")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
 from server.registry import BundleRegistry
+from server.state import ServerState
 from tests.bundles import FINGERPRINT, random_bundle
 
 pytestmark = pytest.mark.anyio
@@ -60,14 +63,29 @@ def models() -> Any:
     )
 
 
-def begin(config: InduceKVConfig, workers: Any) -> BundleRegistry:
-    """The registry of a server that starts."""
-    return BundleRegistry(workers, models(), FINGERPRINT, config)
+RUN = "this one"
+
+
+def begin(config: InduceKVConfig, workers: Any, temporary: Path | None = None) -> BundleRegistry:
+    """The registry of a server that starts; without a state file in the settings it has a temporary one."""
+    path = config.state or temporary
+    assert path is not None
+    state = ServerState(path, keeps_bundles=config.state is not None)
+    return BundleRegistry(workers, models(), FINGERPRINT, state, config)
+
+
+async def end(registry: BundleRegistry) -> None:
+    """As the end of its process does, by whatever signal."""
+    tasks = [task for task in (registry.following, *registry.background) if task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    registry._state.close()
 
 
 def served(registry: BundleRegistry, name: str = "m") -> str:
     """The versions of a name, the served one first: "cab" is c, before it a, and before that b."""
-    (card,) = (card for card in registry.list().data if card.name == name)
+    (card,) = (card for card in registry.shown().data if card.name == name)
     assert card.digest == card.versions[0].digest
     return "".join(next(n for n in NAMES if DIGEST[n] == version.digest) for version in card.versions)
 
@@ -79,14 +97,14 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / f"{name}.safetensors") for name in NAMES}
 
 
-@pytest.fixture(params=[False, True], ids=["in memory", "state folder"])
+@pytest.fixture(params=[False, True], ids=["temporary", "state file"])
 def state(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     return str(tmp_path / "state") if request.param else None
 
 
 @pytest.fixture
-def registry(state: str | None) -> BundleRegistry:
-    return begin(InduceKVConfig(state=state), Workers())
+def registry(state: str | None, tmp_path: Path) -> BundleRegistry:
+    return begin(InduceKVConfig(state=state), Workers(), tmp_path / "temporary")
 
 
 async def test_compare_and_swap(registry: BundleRegistry, files: dict[str, str]) -> None:
@@ -144,7 +162,7 @@ async def test_rollback_after_the_file_was_replaced(
 
 async def test_who_and_where_are_shown_to_the_admin_only(registry: BundleRegistry, files: dict[str, str]) -> None:
     await registry.load("m", files["a"], who="admin at 10.0.0.7")
-    shown = {is_admin: registry.list(is_admin=is_admin).data[0] for is_admin in (False, True)}
+    shown = {is_admin: registry.shown(is_admin=is_admin).data[0] for is_admin in (False, True)}
     assert [(v.by, v.source) for v in shown[True].versions] == [("admin at 10.0.0.7", files["a"])]
     assert "10.0.0.7" not in shown[False].model_dump_json()
     assert files["a"] not in shown[False].model_dump_json()
@@ -153,7 +171,7 @@ async def test_who_and_where_are_shown_to_the_admin_only(registry: BundleRegistr
 async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str], tmp_path: Path) -> None:
     config = InduceKVConfig(state=str(tmp_path / "state"), bundles={"kept": files["a"], "moved": files["a"]})
     first = begin(config, Workers())
-    await first.start()
+    await first.start(RUN)
     source = str(tmp_path / "m.safetensors")
     shutil.copy(files["a"], source)
     await first.load("m", source, who="admin")
@@ -161,53 +179,52 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
     await first.load("gone", files["c"], who="admin")
     await first.unload("gone", who="admin")
     Path(source).unlink()
-    with pytest.raises(ConfigError, match="another server uses this state folder"):
+    with pytest.raises(ConfigError, match="another server uses this state file"):
         begin(config, Workers())
-    first._history.close()  # as the end of its process does, by whatever signal
+    await end(first)
 
     changed = config.model_copy(update={"bundles": {"kept": files["c"], "moved": files["a"]}})
     workers = Workers()
     second = begin(changed, workers)
-    await second.start()
-    assert {card.name for card in second.list().data} == {"kept", "moved", "m"}
+    await second.start(RUN)
+    assert {card.name for card in second.shown().data} == {"kept", "moved", "m"}
     assert served(second, "m") == "a"
     assert served(second, "moved") == "ba"  # it was changed while the server ran
     assert served(second, "kept") == "ca"  # it was not: as the settings say now
     assert set(workers.resident) == set(DIGEST.values())
-    assert {str(Path(path).parent) for path in workers.resident.values()} == {config.state}
-    second._history.close()
+    await end(second)
 
     (tmp_path / "state").rename(tmp_path / "moved")
     third = begin(config.model_copy(update={"bundles": {}, "state": str(tmp_path / "moved")}), Workers())
-    await third.start()
-    assert {card.name for card in third.list().data} == {"moved", "m"}
+    await third.start(RUN)
+    assert {card.name for card in third.shown().data} == {"moved", "m"}
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle", "gone"])
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another bundle"])
 async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     """Not even the command line's version is served in its place, until the name is loaded again."""
     config = InduceKVConfig(state=str(tmp_path / "state"), bundles={"m": files["a"]})
     first = begin(config, Workers())
-    await first.start()
+    await first.start(RUN)
     await first.load("m", files["b"], replace=True, who="admin")
     await first.load("n", files["c"], who="admin")
-    first._history.close()
-    copy = tmp_path / "state" / f"{DIGEST['b']}.safetensors"
-    whole = copy.read_bytes()
-    if damage == "gone":
-        copy.unlink()
-    elif damage == "another bundle":
-        shutil.copy(files["c"], copy)
-    else:
-        copy.write_bytes(whole[:-1] if damage == "cut off" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    await end(first)
+    with contextlib.closing(sqlite3.connect(tmp_path / "state")) as found, found:
+        ((whole,),) = found.execute("SELECT bundle FROM contents WHERE digest = ?", (DIGEST["b"],)).fetchall()
+        damaged = {
+            "cut off": whole[:-1],
+            "changed": whole[:-1] + bytes([whole[-1] ^ 1]),
+            "another bundle": Path(files["c"]).read_bytes(),
+        }[damage]
+        found.execute("UPDATE contents SET bundle = ? WHERE digest = ?", (damaged, DIGEST["b"]))
 
     second = begin(config, Workers())
-    await second.start()
-    assert {card.name for card in second.list().data} == {"n"}
+    await second.start(RUN)
+    assert {card.name for card in second.shown().data} == {"n"}
     assert len([line for line in caplog.messages if "restore of memory bundle 'm' by start refused" in line]) == 1
-    assert second.detail("m").state == "failed"
+    assert (await second.detail("m")).state == "failed"
     await second.load("m", files["b"], who="admin")
     assert served(second) == "ba"
-    assert copy.read_bytes() == whole
+    assert second._state.kept(DIGEST["b"])[1] == whole

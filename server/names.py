@@ -1,0 +1,226 @@
+"""What one API process serves: its names, the versions that they stand for, and the requests that use them.
+
+Names are entries of vLLM's table of adapters, so every OpenAI route lists and accepts them. A request may be pinned to
+a version: the model "NAME@DIGEST" is the bundle NAME, while it stands for that content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
+
+from inducekv_vllm.bundle import AdapterRecord
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
+from inducekv_vllm.errors import UnknownBundle, UnsupportedModel
+
+from .metrics import RegistryMetrics
+from .schemas import MemoryBundleCard, MemoryVersion
+from .state import Snapshot, VersionRecord
+
+PIN = re.compile(r"(?P<name>.+)@(?P<digest>[0-9a-f]{12,64})")  # a digest, or how it begins
+
+
+def unpinned(model: str) -> tuple[str, str]:
+    """The name and the beginning of the digest; a model that is not pinned is a name, and any digest will do: ""."""
+    match = PIN.fullmatch(model)
+    return (match["name"], match["digest"]) if match else (model, "")
+
+
+class ServedNames(dict[str, LoRARequest]):
+    """vLLM's table of adapters, in which pinned names are found, but not listed."""
+
+    def __contains__(self, model: object) -> bool:
+        return super().__contains__(model) or (isinstance(model, str) and self._pinned(model) is not None)
+
+    def __missing__(self, model: str) -> LoRARequest:
+        if (found := self._pinned(model)) is None:
+            raise KeyError(model)
+        return found
+
+    def get(self, model: str, default: Any = None) -> Any:
+        """As `dict.get`, for pinned names too."""
+        try:
+            return self[model]
+        except KeyError:
+            return default
+
+    def _pinned(self, model: str) -> MemoryRequest | None:
+        name, digest = unpinned(model)
+        handle = super().get(name)
+        if not digest or not isinstance(handle, MemoryRequest) or not handle.lora_path.startswith(digest):
+            return None
+        return MemoryRequest(
+            lora_name=model,
+            lora_int_id=handle.lora_int_id,
+            lora_path=handle.lora_path,
+            base_model_name=handle.base_model_name,
+        )
+
+
+@dataclass(eq=False)
+class Version:
+    """One content that is resident on the workers."""
+
+    memory: Memory
+    resident_bytes: int  # in the pool of one worker rank
+    names: set[str] = field(default_factory=set)  # that stand for it
+    active: int = 0  # requests of this API process
+
+    @property
+    def task_adapters(self) -> dict[str, LoRARequest]:
+        return task_adapters(self.memory)
+
+
+class Names:
+    """See the module docstring. It belongs to the event loop of its API process."""
+
+    def __init__(self, models: OpenAIServingModels, metrics: RegistryMetrics, on_idle: Callable[[str], None]) -> None:
+        """`on_idle` is called with the digest of a version whose last request here has ended."""
+        models.lora_requests = ServedNames(models.lora_requests)
+        self._models, self._metrics, self._on_idle = models, metrics, on_idle
+        self.records: dict[str, tuple[VersionRecord, ...]] = {}  # of each name, the version served first
+        self.versions: dict[str, Version] = {}  # by digest
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Serve what a snapshot has. Without an await, so no request sees an intermediate state."""
+        for digest, (memory, resident_bytes) in snapshot.contents.items():
+            if digest not in self.versions:
+                self.versions[digest] = Version(memory, resident_bytes)
+        for name in self.records.keys() - snapshot.versions.keys():
+            self._remove(name)
+        for name, (newest, *_) in snapshot.versions.items():
+            self._point(name, newest.digest)
+        self.records = snapshot.versions
+        for digest in [each for each, version in self.versions.items() if each not in snapshot.contents]:
+            if not self.versions[digest].active:
+                del self.versions[digest]
+        self._metrics.holds(self.versions.values())
+
+    def _point(self, name: str, digest: str) -> None:
+        version = self.versions[digest]
+        if name in version.names:
+            return
+        if name in self.records:
+            self.of(name).names.discard(name)
+        version.names.add(name)
+        self._models.lora_requests[name] = MemoryRequest(
+            lora_name=name,
+            lora_int_id=_number(f"{name} {digest}"),
+            lora_path=digest,  # shown to everybody as the model's root
+            base_model_name=self._models.base_model_paths[0].name,
+        )
+        self._metrics.pointed(name, version)
+
+    def _remove(self, name: str) -> None:
+        self.of(name).names.discard(name)
+        del self._models.lora_requests[name]
+        self._metrics.unloaded(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.records
+
+    def of(self, name: str) -> Version:
+        """Raises UnknownBundle: no bundle of this name is loaded."""
+        try:
+            return self.versions[self.records[name][0].digest]
+        except KeyError:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded") from None
+
+    @contextlib.contextmanager
+    def lease(self, model: str) -> Iterator[Lease]:
+        """Keep the current version of a name resident until the context ends; the model may be pinned.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded, or it does not stand for the version that is asked for.
+            UnsupportedModel: its adapter is no longer loaded.
+        """
+        name, digest = unpinned(model)
+        version = self.of(name)
+        memory = version.memory
+        if not memory.digest.startswith(digest):
+            raise UnknownBundle(f"memory bundle {name!r} stands for {memory.digest}, not for {digest}")
+        adapter = self.adapter(name, memory.adapter) if memory.adapter is not None else None
+        version.active += 1
+        try:
+            yield Lease(memory, adapter, version.task_adapters, self._metrics.of_requests(name))
+        finally:
+            version.active -= 1
+            if not version.active:
+                self._on_idle(memory.digest)
+
+    def adapter(self, name: str, adapter: str) -> LoRARequest:
+        """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""
+        request = self._models.lora_requests.get(adapter)
+        if request is None or isinstance(request, MemoryRequest):
+            loaded = sorted(n for n, r in self._models.lora_requests.items() if not isinstance(r, MemoryRequest))
+            raise UnsupportedModel(
+                f"bundle {name!r} needs the LoRA adapter {adapter!r}; loaded are: {', '.join(loaded) or 'none'}"
+            )
+        return request
+
+    def users_of_adapter(self, adapter: str) -> list[str]:
+        """The names of bundles that need this LoRA adapter."""
+        return sorted(name for name in self.records if self.of(name).memory.adapter == adapter)
+
+    def card(self, name: str, is_admin: bool) -> MemoryBundleCard:
+        """What is shown of a name."""
+        version, records = self.of(name), self.records[name]
+        memory = version.memory
+        facts: dict[str, Any] = {
+            field: getattr(memory.metadata, field)
+            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
+        }
+        return MemoryBundleCard(
+            name=name,
+            path=records[0].source if is_admin else None,
+            entries=memory.num_entries,
+            expired_entries=memory.num_entries - len(memory.alive()),
+            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
+            tasks=dict(Counter(entry.task for entry in memory.entries)),
+            gate_tasks=list(memory.metadata.gate_tasks) or None,
+            file_bytes=memory.file_bytes,
+            resident_bytes=version.resident_bytes,
+            active_requests=version.active,
+            versions=[_shown(record, is_admin) for record in records],
+            **facts,
+        )
+
+
+def task_adapters(memory: Memory) -> dict[str, LoRARequest]:
+    """The LoRA adapters of a bundle's tasks. The prefix cache tells adapters apart by name."""
+    return {
+        record.task: LoRARequest(
+            f"inducekv-{record.digest}", _number(record.digest), str(adapter_folder(memory, record))
+        )
+        for record in memory.metadata.task_adapters
+    }
+
+
+def adapter_folder(memory: Memory, record: AdapterRecord) -> Path:
+    """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
+    return Path(memory.path).parent / record.path
+
+
+def _number(text: str) -> int:
+    """Of an adapter, the same in every API process, and far from those that vLLM counts."""
+    return (1 << 30) + int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
+
+
+def _shown(record: VersionRecord, is_admin: bool) -> MemoryVersion:
+    return MemoryVersion(
+        digest=record.digest,
+        parent_digest=record.parent_digest,
+        loaded_at=record.loaded_at,
+        by=record.by if is_admin else None,
+        source=record.source if is_admin else None,
+    )

@@ -1,0 +1,169 @@
+"""The state file of a server: what is kept, whose files are left alone, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.errors import CapacityError, ConfigError
+from server.state import ServerState, VersionRecord
+from tests.bundles import random_bundle
+
+BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
+
+
+def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3) -> None:
+    record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
+    content = bundle.digest.encode() if state.keeps_bundles else None
+    state.point(record, Memory(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0])
+
+
+def digests(state: ServerState, name: str) -> list[int]:
+    """The versions of a name, as positions in `BUNDLES`."""
+    numbers = {bundle.digest: number for number, bundle in enumerate(BUNDLES)}
+    return [numbers[record.digest] for record in state.records(name)]
+
+
+def contents(path: Path) -> set[str]:
+    with contextlib.closing(sqlite3.connect(path)) as found:
+        return {digest for (digest,) in found.execute("SELECT digest FROM contents")}
+
+
+def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path) -> None:
+    state = ServerState(tmp_path / "state", keeps_bundles=True)
+    for bundle in BUNDLES:
+        point(state, "m", bundle)
+        state.release(state.records("m")[-1].digest)
+    assert digests(state, "m") == [4, 3, 2]
+    point(state, "m", BUNDLES[2])
+    assert digests(state, "m") == [2, 4, 3]
+    assert list(state.snapshot().versions) == ["m"]
+    point(state, "n", BUNDLES[0])
+    state.drop("m", [0])
+    assert (state.names, state.records("m")) == (["n"], ())
+
+
+def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
+    path, secret = tmp_path / "state", BUNDLES[0].digest
+    state = ServerState(path, keeps_bundles=True)
+    for bundle in BUNDLES[:2]:
+        point(state, "m", bundle)
+    state.put_trace("owner", None, "r", {"digest": secret})
+    assert state.forget("m", [secret]) == [secret]  # its last request runs
+    assert state.leave(secret)
+    assert state.release(secret)
+    assert not state.release(secret)
+    assert contents(path) == {BUNDLES[1].digest}
+    assert state.traces("owner", None, "r") == []
+    for left in tmp_path.iterdir():
+        assert secret.encode() not in left.read_bytes(), left.name
+
+
+def test_a_server_that_starts_serves_nothing_of_its_predecessor_and_keeps_it(tmp_path: Path) -> None:
+    state = ServerState(tmp_path / "state", keeps_bundles=True)
+    for bundle in BUNDLES[:2]:
+        point(state, "m", bundle)
+    state.attempt("n", loading=True)
+    state.begun("one")
+    state.close()
+    again = ServerState(tmp_path / "state", keeps_bundles=True)
+    again.begin()
+    snapshot = again.snapshot()
+    assert (snapshot.versions, snapshot.contents, snapshot.draining) == ({}, {}, frozenset())
+    assert not again.has_begun("one")
+    assert not again.attempt_of("n").loading
+    assert digests(again, "m") == [1, 0]
+    assert again.kept(BUNDLES[0].digest)[1] == BUNDLES[0].digest.encode()
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path.mkdir(), "a state file is expected, and this is no file"),
+        (lambda path: write_bundle(BUNDLES[0], path), "file is not a database"),
+        (lambda path: path.write_text("notes"), "file is not a database"),
+        (lambda path: other(path, 0), "this is the database of another application"),
+        (lambda path: other(path, 0x494B5653), "a state file of version 1 is expected, found version 7"),
+    ],
+)
+def test_what_is_no_state_file_is_refused_and_left_as_it_is(tmp_path: Path, make: object, problem: str) -> None:
+    path = tmp_path / "state"
+    make(path)  # type: ignore[operator]
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(ConfigError, match=problem):
+        ServerState(path, keeps_bundles=True)
+    assert os.listdir(tmp_path) == ["state"]
+    assert before is None or path.read_bytes() == before
+
+
+def other(path: Path, application: int) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(
+            f"CREATE TABLE mine (x); PRAGMA application_id = {application}; PRAGMA user_version = 7;"
+        )
+
+
+def test_a_file_that_a_killed_server_has_only_begun_is_begun_again(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "state")) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    point(ServerState(tmp_path / "state", keeps_bundles=False), "m", BUNDLES[0])
+
+
+def test_one_server_uses_it_at_a_time(tmp_path: Path) -> None:
+    first = ServerState(tmp_path / "state", keeps_bundles=True)
+    with pytest.raises(ConfigError, match="another server uses this state file"):
+        ServerState(tmp_path / "state", keeps_bundles=True)
+    second = ServerState(tmp_path / "state", keeps_bundles=True, process=1)  # of the same server
+    first.close()
+    ServerState(tmp_path / "state", keeps_bundles=True)
+    second.close()
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    state = ServerState(tmp_path / "state", keeps_bundles=True)
+    point(state, "m", BUNDLES[0])
+    state._writer.execute("PRAGMA max_page_count = 12")
+    large = BUNDLES[1]
+    with pytest.raises(CapacityError, match=r"state: cannot record this; nothing changed: .*full"):
+        state.point(
+            VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
+            Memory(large.metadata, "/b", 1),
+            *(1, bytes(10**6), 3, [0]),
+        )
+    assert digests(state, "m") == [0]
+    assert list(state.snapshot().contents) == [BUNDLES[0].digest]
+
+
+def test_a_place_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="/proc/state: cannot be used as a state file: "):
+        ServerState("/proc/state", keeps_bundles=True)
+
+
+def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
+    state = ServerState(tmp_path / "state", keeps_bundles=False)
+    for owner, salt, response, of in (
+        ("alice", None, "chatcmpl-1", "alice"),
+        ("bob", None, "chatcmpl-1", "bob"),
+        ("alice", None, "chatcmpl-1", "mallory"),
+        ("alice", "salt", "chatcmpl-1", "salted"),
+        ("bob", None, "cmpl-2-0", "first"),
+        ("bob", None, "cmpl-2-1", "second"),
+    ):
+        state.put_trace(owner, salt, response, {"digest": "d", "of": of})
+
+    def found(owner: str, salt: str | None, response: str) -> list[str]:
+        return [trace["of"] for trace in state.traces(owner, salt, response)]
+
+    assert found("alice", None, "chatcmpl-1") == ["alice"]
+    assert found("bob", None, "chatcmpl-1") == ["bob"]
+    assert found("alice", "salt", "chatcmpl-1") == ["salted"]
+    assert found("bob", None, "cmpl-2") == ["first", "second"]
+    for owner, salt in (("carol", None), ("bob", "salt"), ("", None)):
+        assert found(owner, salt, "chatcmpl-1") == []
