@@ -87,12 +87,17 @@ def gated_bundles(model: Path, work: Path) -> dict[str, Path]:
     payload = (L, 1, J, sizes.payload_tokens, D)
     bundles = {gated_name(kind): work / f"gated_{kind}.safetensors" for kind in GATED}
     for kind, path in zip(GATED, bundles.values(), strict=True):
+        values = 0.01 * torch.randn(payload, generator=generator)
+        map_out = 1e-3 * torch.randn(L, 1, J, width, sizes.map_rank, generator=generator)
+        gate = fixed_gate(backbone, is_open=kind != "closed")
+        if kind == "same_pass":
+            values[: gate.layers[-1]], map_out[: gate.layers[-1]] = 0, 0
         bundle = Bundle.create(
             retrieval_keys=normalize(torch.randn(1, model_facts.hidden_size, generator=generator), dim=1),
             payload_keys=torch.randn(payload, generator=generator),
-            payload_values=0.01 * torch.randn(payload, generator=generator),
+            payload_values=values,
             map_in=torch.randn(L, 1, J, sizes.map_rank, width, generator=generator) / width**0.5,
-            map_out=1e-3 * torch.randn(L, 1, J, width, sizes.map_rank, generator=generator),
+            map_out=map_out,
             temperature=0.07,
             value_gates=torch.ones(L),
             layer_bias=torch.zeros(L),
@@ -103,8 +108,8 @@ def gated_bundles(model: Path, work: Path) -> dict[str, Path]:
             settings={},
             weighting="uniform",
             form="decoupled",
-            activations={TASK: "generation" if kind == "closed" else kind},
-            gate=fixed_gate(backbone, is_open=kind != "closed"),
+            activations={TASK: kind if kind in ("text", "prompt") else "generation"},
+            gate=gate,
         )
         write_bundle(bundle, path)
     return bundles

@@ -21,8 +21,9 @@ TOP_K = 8
 PAYLOAD_TOKENS = 8
 LONGER_BY = 256 * PAYLOAD_TOKENS  # tokens: what the largest memory would cost if it were text
 DECOUPLED_BUDGET = 64
-# Behind a gate, in the sizes of the default recipe: where the memory acts, or "closed".
-GATED: tuple[Activation | Literal["closed"], ...] = ("generation", "text", "prompt", "closed")
+# Behind a gate, in the sizes of the default recipe: where the memory acts, or "closed". "same_pass" is memory of the
+# generation in the layers from the gate's last one on.
+GATED: tuple[Activation | Literal["closed", "same_pass"], ...] = ("same_pass", "generation", "text", "prompt", "closed")
 PROMPT_TOKENS = 256
 
 

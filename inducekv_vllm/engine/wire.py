@@ -125,7 +125,6 @@ class Decision:
 
     injection: InjectionSpec | None  # None: nothing is injected
     source: Source = "computed"
-    same_pass: bool = False  # the prompt's forward pass went on with the injection; without it, the request goes back
     task: str | None = None  # the gate's; None if it is closed, or there is none
     margins: tuple[float, ...] | None = None  # of the gate's tasks, in their order; None without a gate
     closed: Closed | None = None  # why the gate is closed
@@ -133,6 +132,7 @@ class Decision:
     seconds: float = 0.0  # the time that gate and index took
     valid_until: float | None = None  # in seconds since the epoch: an entry expires then
     error: str | None = None  # why nothing could be decided
+    same_pass: bool = False  # the prompt's forward pass went on with the injection; without it, the request goes back
 
     @property
     def verdict(self) -> Literal["none", "open"] | Closed:

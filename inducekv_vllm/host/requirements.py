@@ -24,6 +24,8 @@ def check_engine(config: VllmConfig) -> None:
     Raises:
         UnsupportedModel: names the setting and why memory would be wrong with it.
     """
+    from vllm import envs
+
     parallel, model = config.parallel_config, config.model_config
     scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
     refusals = [
@@ -43,10 +45,16 @@ def check_engine(config: VllmConfig) -> None:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (
             parallel.data_parallel_size > 1,
-            "data parallelism: of a load, vLLM tells the first engine's outcome alone; run one server for each instead",
+            "data parallelism of a mixture of experts: its engines step together, which has not been tried",
         ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
+        (
+            config.ec_transfer_config is not None,
+            "encoder disaggregation: a request that goes back may need its pictures again",
+        ),
+        (model.enable_sleep_mode, "sleep mode: what becomes of the memory pool has not been tried"),
+        (envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT: memory attention shares its work out by the batch"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),
         (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
         (model.is_diffusion, "diffusion language models: their attention is not causal"),

@@ -93,8 +93,8 @@ def _engine(**changes: Any) -> Any:
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
-    model |= {"is_diffusion": False, "quantization": None}
-    top = {"speculative_config": None, "kv_transfer_config": None}
+    model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False}
+    top = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
     top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
     engine = SimpleNamespace(**(sizes | model | top | changes))
     engine.parallel_config = engine.model_config = engine.cache_config = engine.scheduler_config = engine
@@ -108,7 +108,9 @@ def _engine(**changes: Any) -> Any:
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
         ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "KV cache events"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism of a mixture of experts"),
+        ({"ec_transfer_config": object()}, "encoder disaggregation"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"prefill_context_parallel_size": 2}, "context parallelism: no rank sees all rows"),
@@ -126,6 +128,12 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
+
+
+def test_kernels_that_are_the_same_in_every_batch_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedModel, match="VLLM_BATCH_INVARIANT"):
+        check_engine(_engine())
 
 
 @pytest.mark.parametrize(
