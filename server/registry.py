@@ -18,29 +18,18 @@ import contextlib
 import dataclasses
 import os
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.chat_utils import MM_PARSER_MAP
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from inducekv_vllm.bundle import (
-    AdapterRecord,
-    BackboneFingerprint,
-    read_bundle,
-    read_public_key,
-    require_signature,
-    write_bundle,
-)
-from inducekv_vllm.bundle.adapters import read_adapter
+from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease
 from inducekv_vllm.engine.stopping import EngineStop
@@ -57,14 +46,14 @@ from inducekv_vllm.errors import (
 )
 from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
-from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from . import engines
-from .access import Access, opened
+from .access import Access
 from .audit import AuditLog
 from .metrics import RegistryMetrics
-from .names import PIN, Names, adapter_folder, task_adapters
+from .names import PIN, Names, task_adapters
+from .reader import BundleReader, Checked
 from .schemas import (
     NAME_PATTERN,
     BundleState,
@@ -99,14 +88,6 @@ PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
 _DONE: Final = {"load": "loaded", "replace": "replaced", "rollback": "rolled back", "restore": "restored"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """A bundle that has been read and checked."""
-
-    memory: Memory
-    bundle: bytes | None = None  # the content of its file, to be kept
-
-
 class BundleRegistry:
     """See the module docstring. It belongs to the event loop of its API process."""
 
@@ -122,10 +103,10 @@ class BundleRegistry:
         processes: int = 1,
     ) -> None:
         """`processes` is the number of the server's API processes. Raises ConfigError: a public key cannot be used."""
-        self._client, self._models, self._backbone, self._state = client, models, backbone, state
+        self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
         self._stop, self._audit = stop or EngineStop(client), audit or AuditLog()
-        self._signers = [read_public_key(path) for path in self._config.require_signature]
+        self._reader = BundleReader(client, backbone, state, self._config)
         self._processes = range(processes)
         self._metrics = RegistryMetrics(is_first=state.process == 0)
         self._names = Names(models, self._metrics, self._on_idle)
@@ -134,7 +115,6 @@ class BundleRegistry:
         self._waiting = 0  # changes, the running one included
         self._limit: asyncio.Timeout | None = None  # of the running change
         self._draining: frozenset[str] = frozenset()  # what this process has not left
-        self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
         self.background: set[asyncio.Task[Any]] = set()
         self.following: asyncio.Task[None] | None = None
 
@@ -181,9 +161,8 @@ class BundleRegistry:
                 self._check_name(name, replace=False)
                 await self._serve_kept("restore", record)
         except BundleError:
-            async with self._file_of(record) as path:
-                if await asyncio.to_thread(_holds, path, record.digest):
-                    raise  # it is refused for what it is
+            if await self._reader.is_whole(record):
+                raise  # it is refused for what it is
 
     async def _keep_following(self) -> None:
         while True:
@@ -244,7 +223,7 @@ class BundleRegistry:
                 source = os.path.abspath(os.path.expanduser(path))
             else:
                 source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
-            checked = await self._in_thread(self._read_checked, name, source, access, self._state.keeps_bundles)
+            checked = await self._reader.read(name, source, access)
             memory = checked.memory
             record = VersionRecord(name, memory.digest, memory.metadata.parent_digest, datetime.now(UTC), who, source)
             return await self._serve("load", record, checked)
@@ -320,8 +299,8 @@ class BundleRegistry:
 
     async def _serve_kept(self, change: str, record: VersionRecord) -> MemoryBundleCard:
         """`_serve`, with a version that the state has."""
-        async with self._file_of(record) as path:
-            return await self._serve(change, record, await self._in_thread(self._read_version, path, record))
+        async with self._reader.version(record) as checked:
+            return await self._serve(change, record, checked)
 
     async def _serve(self, change: str, record: VersionRecord, checked: Checked) -> MemoryBundleCard:
         """Make a checked bundle resident, record it, and log it."""
@@ -427,68 +406,6 @@ class BundleRegistry:
             )
             self._audit.refusal(change, name, who, reason)
             raise
-
-    # ---- files ---------------------------------------------------------------------------------------------------
-
-    async def _in_thread(self, read: Callable[..., T], *arguments: object) -> T:
-        """What a function returns that leaves the cores to requests."""
-
-        def run() -> T:
-            with beside_requests(lambda: cast(AsyncLLM, self._client).get_num_unfinished_requests() > 0):
-                return read(*arguments)
-
-        return await asyncio.to_thread(run)
-
-    @contextlib.asynccontextmanager
-    async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
-        """A file with a version that is kept: a copy of what the state has, or what it was loaded from."""
-        path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
-        if bundle is None:
-            yield path
-            return
-        copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
-        await asyncio.to_thread(copy.write_bytes, bundle)
-        try:
-            yield str(copy)
-        finally:
-            copy.unlink()
-
-    def _read_version(self, path: str, record: VersionRecord) -> Checked:
-        """Read a version that is kept; runs in a thread. Raises BundleError: its file holds something else now."""
-        checked = self._read_checked(record.name, path, None, keep=False)
-        if checked.memory.digest != record.digest:
-            raise BundleError(
-                f"bundle {record.name!r} ({path}): the file has changed: expected digest {record.digest}, found "
-                f"{checked.memory.digest}; a server with a state file keeps bundles"
-            )
-        return checked
-
-    def _read_checked(self, name: str, path: str, access: Access | None, keep: bool) -> Checked:
-        """Read and check a file and its tasks' adapters; runs in a thread. `path` is what `access` has found inside."""
-        with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
-            checked = self._read(name, path, file, keep)
-        for record in checked.memory.metadata.task_adapters:
-            _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
-        return checked
-
-    def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
-        """`file` is what leads to the bundle now, `path` what will later."""
-        source = f"bundle {name!r} ({path})"
-        bundle = read_bundle(file, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
-        if self._signers:
-            # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
-            require_signature(bundle.signature, bundle.digest, self._signers, source)
-        try:
-            memory = dataclasses.replace(Memory.from_bundle(bundle, file), path=path)
-        except OSError as error:
-            raise BundleError(f"{path}: the file was removed while it was loaded") from error
-        if not keep or bundle.metadata.task_adapters:  # their folders may be relative to its own
-            return Checked(memory)
-        copy = Path(self._folder.name, f"{bundle.digest}.safetensors")
-        write_bundle(bundle, copy, verify=False)
-        content = copy.read_bytes()
-        copy.unlink()
-        return Checked(memory, content)
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
@@ -640,21 +557,3 @@ class BundleRegistry:
     async def traces(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:
         """The traces of a response of any API process."""
         return await asyncio.to_thread(self._state.traces, owner, cache_salt, response_id)
-
-
-def _holds(path: str, digest: str) -> bool:
-    """Whether a file is a bundle of this digest."""
-    try:
-        return read_bundle(path).digest == digest
-    except BundleError:
-        return False
-
-
-def _check_adapter_files(name: str, folder: Path, record: AdapterRecord, access: Access | None) -> None:
-    if access is not None:
-        access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
-    if (digest := read_adapter(folder).digest) != record.digest:
-        raise BundleError(
-            f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle was made "
-            f"with: expected digest {record.digest:.12}, found {digest:.12}"
-        )

@@ -109,14 +109,14 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     path = tmp_path / "m.safetensors"
     shutil.copy(registered.world.paths["other"], path)
     await registered.load("m", "prior")
-    read = registered.registry._read
+    read = registered.registry._reader._read
 
     def read_and_change(name: str, path: str, *options: Any) -> Any:
         checked = read(name, path, *options)
         shutil.copy(registered.world.paths["sqrt"], path)
         return checked
 
-    monkeypatch.setattr(registered.registry, "_read", read_and_change)
+    monkeypatch.setattr(registered.registry._reader, "_read", read_and_change)
     before = registered.registry.shown(), await registered.resident(), dict(registered.models.lora_requests)
     for name, replacing in (("m", True), ("new", False)):
         shutil.copy(registered.world.paths["other"], path)
@@ -202,13 +202,13 @@ async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
 ) -> None:
     bundle, outside = registered.world.paths["other"], tmp_path / "outside"
     outside.mkdir()
-    read = registered.registry._read
+    read = registered.registry._reader._read
     record = AdapterRecord(task="t", path=str(outside), digest="d", rank=1)
 
     def read_routed(*arguments: Any) -> Checked:
         return with_metadata(read(*arguments), task_adapters=(record,))
 
-    monkeypatch.setattr(registered.registry, "_read", read_routed)
+    monkeypatch.setattr(registered.registry._reader, "_read", read_routed)
     access = Access([str(bundle.parent)], "key")
     with pytest.raises(BundleError, match=r"the adapter of task 't': .*outside' is not in a folder"):
         await registered.registry.load("m", str(bundle), access=access)
@@ -226,12 +226,12 @@ class TestAdapters:
     def styled(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Registered:
         """The server has an adapter "style"; every bundle read names it."""
         registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
-        read = registered.registry._read
+        read = registered.registry._reader._read
 
         def read_styled(*arguments: Any) -> Checked:
             return with_metadata(read(*arguments), adapter="style")
 
-        monkeypatch.setattr(registered.registry, "_read", read_styled)
+        monkeypatch.setattr(registered.registry._reader, "_read", read_styled)
         guard_adapters(registered.models, registered.registry)
         return registered
 

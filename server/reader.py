@@ -1,0 +1,151 @@
+"""Bundles are read and checked in a thread, which leaves the cores to the requests that run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inducekv_vllm.bundle import (
+    AdapterRecord,
+    BackboneFingerprint,
+    read_bundle,
+    read_public_key,
+    require_signature,
+    write_bundle,
+)
+from inducekv_vllm.bundle.adapters import read_adapter
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.errors import BundleError
+from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.pace import beside_requests
+
+from .access import Access, opened
+from .names import adapter_folder
+from .state import ServerState, VersionRecord
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A bundle that has been read and checked."""
+
+    memory: Memory
+    bundle: bytes | None = None  # the content of its file, to be kept
+
+
+class BundleReader:
+    """See the module docstring."""
+
+    def __init__(
+        self, client: EngineClient, backbone: BackboneFingerprint, state: ServerState, config: InduceKVConfig
+    ) -> None:
+        """Raises ConfigError: a public key cannot be used."""
+        self._client, self._backbone, self._state, self._config = client, backbone, state, config
+        self._signers = [read_public_key(path) for path in config.require_signature]
+        self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
+
+    async def read(self, name: str, path: str, access: Access | None) -> Checked:
+        """A bundle to be served under a name; `path` is what `access` has found inside.
+
+        Raises:
+            BundleError: it is no valid bundle, was made for another backbone, or an adapter of its tasks is another.
+        """
+        return await self._in_thread(self._read_checked, name, path, access, self._state.keeps_bundles)
+
+    @contextlib.asynccontextmanager
+    async def version(self, record: VersionRecord) -> AsyncIterator[Checked]:
+        """A version that is kept. Its file may be gone after the context.
+
+        Raises:
+            BundleError: as for `read`; or the file holds something else now.
+        """
+        async with self._file_of(record) as path:
+            yield await self._in_thread(self._read_version, path, record)
+
+    async def is_whole(self, record: VersionRecord) -> bool:
+        """Whether what is kept of a version holds what it held when it was loaded."""
+        async with self._file_of(record) as path:
+            return await asyncio.to_thread(_holds, path, record.digest)
+
+    @contextlib.asynccontextmanager
+    async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
+        """A copy of what the state has, or what it was loaded from."""
+        path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
+        if bundle is None:
+            yield path
+            return
+        copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
+        await asyncio.to_thread(copy.write_bytes, bundle)
+        try:
+            yield str(copy)
+        finally:
+            copy.unlink()
+
+    async def _in_thread(self, read: Callable[..., T], *arguments: object) -> T:
+        def run() -> T:
+            with beside_requests(lambda: cast(AsyncLLM, self._client).get_num_unfinished_requests() > 0):
+                return read(*arguments)
+
+        return await asyncio.to_thread(run)
+
+    def _read_version(self, path: str, record: VersionRecord) -> Checked:
+        checked = self._read_checked(record.name, path, None, keep=False)
+        if checked.memory.digest != record.digest:
+            raise BundleError(
+                f"bundle {record.name!r} ({path}): the file has changed: expected digest {record.digest}, found "
+                f"{checked.memory.digest}; a server with a state file keeps bundles"
+            )
+        return checked
+
+    def _read_checked(self, name: str, path: str, access: Access | None, keep: bool) -> Checked:
+        with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
+            checked = self._read(name, path, file, keep)
+        for record in checked.memory.metadata.task_adapters:
+            _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
+        return checked
+
+    def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
+        """`file` is what leads to the bundle now, `path` what will later."""
+        source = f"bundle {name!r} ({path})"
+        bundle = read_bundle(file, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
+        if self._signers:
+            # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
+            require_signature(bundle.signature, bundle.digest, self._signers, source)
+        try:
+            memory = dataclasses.replace(Memory.from_bundle(bundle, file), path=path)
+        except OSError as error:
+            raise BundleError(f"{path}: the file was removed while it was loaded") from error
+        if not keep or bundle.metadata.task_adapters:  # their folders may be relative to its own
+            return Checked(memory)
+        copy = Path(self._folder.name, f"{bundle.digest}.safetensors")
+        write_bundle(bundle, copy, verify=False)
+        content = copy.read_bytes()
+        copy.unlink()
+        return Checked(memory, content)
+
+
+def _holds(path: str, digest: str) -> bool:
+    """Whether a file is a bundle of this digest."""
+    try:
+        return read_bundle(path).digest == digest
+    except BundleError:
+        return False
+
+
+def _check_adapter_files(name: str, folder: Path, record: AdapterRecord, access: Access | None) -> None:
+    if access is not None:
+        access.inside(str(folder), f"bundle {name!r}: the adapter of task {record.task!r}")
+    if (digest := read_adapter(folder).digest) != record.digest:
+        raise BundleError(
+            f"bundle {name!r}: the adapter of task {record.task!r} in {folder} is not the one that the bundle was made "
+            f"with: expected digest {record.digest:.12}, found {digest:.12}"
+        )
