@@ -203,12 +203,10 @@ CHANGE_ERRORS = errors(
     FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
     CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
     TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
-    SERVICE_UNAVAILABLE="The server is shutting down, or one of its API processes is gone.",
+    SERVICE_UNAVAILABLE="The server is shutting down.",
+    INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are `max_bundles` names; nothing has changed.",
 )
 NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
-NO_ROOM = errors(
-    INSUFFICIENT_STORAGE="The memory pool has no room, or there are `max_bundles` names; nothing has changed."
-)
 TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")
 
 
@@ -216,7 +214,7 @@ TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing
     "/v1/load_memory_bundle",
     summary="Load or replace a bundle",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | NO_ROOM | TOO_LONG,
+    responses=CHANGE_ERRORS | TOO_LONG,
 )
 async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Check a file, make it resident on every rank, then let the name stand for it.
@@ -238,7 +236,7 @@ async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, ad
     "/v1/rollback_memory_bundle",
     summary="Go back to an earlier version",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | NOT_LOADED | NO_ROOM | TOO_LONG,
+    responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
 )
 async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Request, admin: Admin) -> MemoryBundleCard:
     """Let a name stand for an earlier version again; running requests keep the version that they began with."""
@@ -255,7 +253,7 @@ async def rollback_memory_bundle(body: RollbackMemoryBundleRequest, request: Req
 async def forget_memory_versions(
     body: ForgetMemoryVersionsRequest, request: Request, admin: Admin
 ) -> ForgottenVersions:
-    """Drop the versions of a name that are kept for a rollback, with their copies, traces and cached query keys."""
+    """Drop the versions of a name that are kept for a rollback, with their copies and traces."""
     registry = registry_of(request)
     return await registry.forget(body.name, digest=body.digest, expected_digest=body.expected_digest, who=admin)
 

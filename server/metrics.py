@@ -8,16 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import vllm
 from prometheus_client import Counter, Gauge, Histogram
 
 import inducekv_vllm
+from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
-
-if TYPE_CHECKING:
-    from .names import Version
 
 CHANGES: Final = ("load", "rollback", "unload", "forget", "restore")
 OUTCOMES: Final = ("done", "refused")
@@ -73,6 +71,15 @@ CHANGE_SECONDS = Histogram(
 _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 
 
+class Resident(Protocol):
+    """A version that is resident: see `names.Version`."""
+
+    memory: Memory
+    resident_bytes: int
+    names: set[str]
+    active: int
+
+
 class RegistryMetrics:
     """Keeps the metrics of one registry; it belongs to the server's event loop."""
 
@@ -90,7 +97,7 @@ class RegistryMetrics:
     def of_requests(self, name: str) -> BundleMetrics:
         return self._requests[name]
 
-    def pointed(self, name: str, version: Version) -> None:
+    def pointed(self, name: str, version: Resident) -> None:
         """`name` now stands for this version."""
         if name not in self._requests:
             self._requests[name] = BundleMetrics(name)
@@ -120,7 +127,7 @@ class RegistryMetrics:
         else:
             BUNDLE_INFO.remove(name, digest)
 
-    def holds(self, versions: Iterable[Version]) -> None:
+    def holds(self, versions: Iterable[Resident]) -> None:
         """These versions are resident."""
         held = list(versions)
         draining = [version for version in held if not version.names]

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.exceptions import RetryableRequestError
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm.bundle import BackboneFingerprint
@@ -115,6 +116,7 @@ class BundleRegistry:
         self._waiting = 0  # changes, the running one included
         self._limit: asyncio.Timeout | None = None  # of the running change
         self._draining: frozenset[str] = frozenset()  # what this process has not left
+        self._behind: str | None = None  # why this process cannot follow the state
         self.background: set[asyncio.Task[Any]] = set()
         self.following: asyncio.Task[None] | None = None
 
@@ -167,13 +169,21 @@ class BundleRegistry:
     async def _keep_following(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            try:
-                await self.follow()
-            except Exception as error:
-                logger.error("the state of the server cannot be followed: %s", error)
+            await self.see_changes()
+
+    async def see_changes(self) -> None:
+        """`follow`, before a request begins. If that fails, nobody knows what is current, and no bundle is served."""
+        try:
+            await self.follow()
+        except InduceKVError as error:
+            if self._behind is None:
+                logger.error("no bundle is served until the state can be read: %s", error)
+            self._behind = str(error)
+        else:
+            self._behind = None
 
     async def follow(self) -> None:
-        """Serve what the state has now. Call it before a request begins."""
+        """Serve what the state has now. Raises ConfigError: it cannot be read."""
         if self._state.change_number() == self._seen:
             return
         async with self._following:
@@ -465,7 +475,13 @@ class BundleRegistry:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def lease(self, model: str) -> AbstractContextManager[Lease]:
-        """`Names.lease`: keep the current version of a name resident until the context ends."""
+        """`Names.lease`: keep the current version of a name resident until the context ends.
+
+        Raises:
+            RetryableRequestError: the state cannot be read.
+        """
+        if self._behind is not None:
+            raise RetryableRequestError(self._behind)
         return self._names.lease(model)
 
     def _on_idle(self, digest: str) -> None:

@@ -194,7 +194,8 @@ class ServerState:
 
     def change_number(self) -> int:
         """Another one after any change, also of this process. It reads memory that the processes share."""
-        (number,) = self._reader.execute("PRAGMA data_version").fetchone()
+        with _told(f"{self.path}: cannot be read"):
+            (number,) = self._reader.execute("PRAGMA data_version").fetchone()
         return int(number)
 
     def snapshot(self) -> Snapshot:

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import (
+    BundleError,
+    CapacityError,
+    ConfigError,
+    InduceKVError,
+    UnknownBundle,
+    VersionConflict,
+)
 from inducekv_vllm.files.audit_chain import verify
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access, ChangeRefused
@@ -280,6 +288,25 @@ async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
     assert (await processes.served(), processes.resident()) == (["a", "a", "a"], "a")
     await processes.load("b", 1)
     assert await processes.served() == ["b", "b", "b"]
+
+
+async def test_a_process_that_cannot_read_the_state_serves_no_bundle(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the base model: `see_changes` is called before every request."""
+    behind = processes.all[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(behind._state, "snapshot", _unreadable)
+        await processes.load("b", 0)
+        await behind.see_changes()
+        with pytest.raises(RetryableRequestError, match="state: cannot be read"):
+            behind.lease("m")
+    await behind.see_changes()
+    assert await processes.served() == ["b", "b", "b"]
+
+
+def _unreadable() -> None:
+    raise ConfigError("state: cannot be read: disk I/O error")
 
 
 async def test_what_cannot_be_recorded_has_not_happened(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def imitated_server(answer: Callable[[Request], tuple[int, Any]]) -> Iterator[st
         request_queue_size = 64
 
     with Server(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{http.server_port}"
