@@ -37,7 +37,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     app.state.args = Namespace(api_key=["user"])
     InduceKVEndpoint().attach_router(app)
     app.add_middleware(AuthenticationMiddleware, tokens=["user"])
-    registry = begin(InduceKVConfig(), Workers())
+    registry = begin(InduceKVConfig(), Workers(), tmp_path / "state")
     await registry.load("m", str(tmp_path / "a.safetensors"))
     app.state.inducekv_registry, app.state.inducekv_audit = registry, AuditLog()
     app.state.inducekv_access = Access([str(tmp_path)], "admin")

@@ -44,8 +44,12 @@ def test_a_stream_of_two_tasks(text_stream: Stream) -> None:
     assert second.gate is not None
     assert first.metadata.activations["colours"] in ("text", "generation")
     # "prompt" is "text" here, and is not trained again.
-    tried = [each["activation"] for each in text_stream.report("colours")["activation"]["search"]]
-    assert tried == ["text", "generation"]
+    search = text_stream.report("colours")["activation"]["search"]
+    assert [(each["activation"], each["first_layer"] > 0) for each in search] == [
+        ("text", False),
+        ("generation", False),
+        ("generation", True),
+    ]
 
 
 def test_pictures_are_refused_before_anything_is_trained(text_stream: Stream, tasks: dict[str, Path]) -> None:
