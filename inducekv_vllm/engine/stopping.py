@@ -4,8 +4,8 @@ On SIGTERM, vLLM's API server calls `AsyncLLM.shutdown` in a thread. It ends the
 arrived, and wakes nobody who waits for one: neither a stream nor a call of a worker's method. `EngineStop.install` puts
 these steps around it:
 
-1. New requests are refused. With a time-out (`--shutdown-timeout`), those that run may end within it: their key pass,
-   the call that fetches the key, and their answer; and so may loads of bundles.
+1. New requests are refused. With a time-out (`--shutdown-timeout`), those that run may end within it, and so may loads
+   of bundles.
 2. Streams that are left end as aborted ones, and calls that are left raise an error. Otherwise they would wait for
    ever, or end with the engine's death.
 3. vLLM's own shutdown, with what is left of the time-out; then step 2 again, for what came in between.

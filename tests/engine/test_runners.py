@@ -74,7 +74,7 @@ def test_part_of_the_entries_and_the_remainder(served: MemoryEngine) -> None:
 
 @pytest.mark.parametrize("name", [None, "sqrt", "generation", "prompt"])
 def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | None) -> None:
-    """The runner computes it like a generated token, also in the key pass."""
+    """The runner computes it like a generated token."""
     prompt = torch.randint(20, 300, (2 * CHUNK + 1,), generator=torch.Generator().manual_seed(7)).tolist()
     backbone, bundle = served.world.backbone, served.bundles[name] if name else None
     memory = name and served.memories[name]

@@ -6,6 +6,7 @@ Asynchronous scheduling puts the next step together before the decision of the l
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,8 +116,9 @@ class Engine:
         return output
 
     def _token(self, name: str) -> int:
-        is_open = name in self.decisions and self.decisions[name].injection is not None
-        return DROPPED if is_open and name not in self.starts else RIGHT
+        decision = self.decisions.get(name, CLOSED)
+        goes_back = decision.injection is not None and not decision.same_pass
+        return DROPPED if goes_back and name not in self.starts else RIGHT
 
 
 def opened(start: int) -> Decision:
@@ -136,6 +138,7 @@ CLOSED = Decision(None, margins=(-1.0,), closed="outside")
         (opened(70), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),  # two blocks of the prompt are found in the cache
         (opened(0), 100, [100, 100, 1, 1, 1, 1, 1], "other blocks"),
         (opened(95), 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),  # the last block is full: others may have it
+        (replace(opened(99), same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
     ],
 )
 def test_a_request_goes_back_once_and_others_go_on(
@@ -195,7 +198,7 @@ def test_aborted_before_its_decision() -> None:
     assert engine.starts == {}
 
 
-@pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED])
+@pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED, replace(opened(99), same_pass=True)])
 def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine = Engine(is_async=True)
     engine.add("m", PROMPT, decision)
@@ -203,7 +206,8 @@ def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     assert engine.answers["m"] == [RIGHT] * 6
-    assert engine.starts == ({"m": Start(decision.injection)} if decision.injection else {})
+    goes_back = decision.injection is not None and not decision.same_pass
+    assert engine.starts == ({"m": Start(decision.injection)} if goes_back else {})
 
 
 def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:

@@ -55,7 +55,7 @@ async def test_each_answer_is_the_requests_own(
         return (model, index), await request(model, questions[index])
 
     async def leaves(model: str, index: int) -> None:
-        """A client that hangs up: at once, during the key pass, or in the answer.
+        """A client that hangs up: at once, while its prompt is computed, or in the answer.
 
         Each has its own image: vLLM considers an image sent even if its client left while it was being read.
         """

@@ -25,7 +25,7 @@ from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
 from tests.server.ranks import HELD_ENTRY, held_file
 
-STREAMS = 8  # of each model: more than the engine runs at once, so that others wait, some of them in their key pass
+STREAMS = 8  # of each model: more than the engine runs at once, so that others wait
 TOKENS = 200
 SECONDS = 60.0  # in which a server that waits for nobody has long ended, even on a busy machine
 
