@@ -46,6 +46,11 @@ class Access:
     def from_environment(cls, roots: Sequence[str], environment: Mapping[str, str]) -> Access:
         return cls(roots, environment.get(ADMIN_KEY_VARIABLE))
 
+    @property
+    def key_name(self) -> str | None:
+        """How the audit chain names the admin's key: the beginning of its digest."""
+        return None if self._admin is None else self._admin.hex()[:16]
+
     def is_admin(self, key: str | None) -> bool:
         return self._admin is not None and key is not None and secrets.compare_digest(key_digest(key), self._admin)
 

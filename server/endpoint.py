@@ -7,15 +7,12 @@ import atexit
 import os
 import shutil
 import tempfile
-import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from vllm.engine.protocol import EngineClient
@@ -29,17 +26,15 @@ from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.engine.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE, RUN_VARIABLE, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
 from . import inspection
 from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
-from .audit import AuditLog
 from .metrics import POOL_BYTES
 from .names import PIN
-from .openapi import TAG, describe_routes
 from .registry import BundleRegistry
-from .requests import Admin, access_of, error_answer, error_response, errors, refused, registry_of, unrouted
+from .requests import TAG, Admin, access_of, error_response, errors, refused, registry_of, unrouted
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -64,14 +59,11 @@ class InduceKVEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
         app.include_router(inspection.router)
-        describe_routes(app)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
         app.add_middleware(TurnMiddleware)
         app.add_exception_handler(InduceKVError, refused)
         app.add_exception_handler(HTTPException, unrouted)
-        for kind in (aiohttp.ClientError, OSError, RuntimeError):
-            app.add_exception_handler(kind, unreadable_media)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Check the engine, load the configured bundles and install the engine client with memory.
@@ -95,20 +87,14 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        audit = AuditLog(
-            config.audit_log,
-            answers=config.audit_answers,
-            admin_key=os.environ.get(ADMIN_KEY_VARIABLE),
-            is_first=process == 0,
-        )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, audit, processes)
-        await registry.start(run.name)
-        record_answer = audit.answer if config.audit_answers else None
+        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
+        await registry.start(run.name, access.key_name)
+        record_answer = registry.record_answer if config.audit_answers else None
         engine = MemoryEngine(engine_client, registry, config, stop, record_answer, registry.put_trace)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
-        state.inducekv_registry, state.inducekv_engine, state.inducekv_audit = registry, engine, audit
+        state.inducekv_registry, state.inducekv_engine = registry, engine
         state.inducekv_access = access
 
 
@@ -187,14 +173,6 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
     for serving in vars(state)["_state"].values():
         if isinstance(serving, BeamSearchOnlineMixin):
             serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
-
-
-async def unreadable_media(request: Request, error: Exception) -> JSONResponse:
-    """Answer 400 for an image that cannot be fetched, for which vLLM answers 500; pass other errors on to vLLM."""
-    frames = traceback.walk_tb(error.__traceback__)
-    if not any(frame.f_globals.get("__name__", "").startswith("vllm.multimodal.media") for frame, _ in frames):
-        raise error
-    return error_answer(f"cannot load the image: {error}")
 
 
 CHANGE_ERRORS = errors(

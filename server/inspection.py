@@ -15,8 +15,7 @@ from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.engine.owner import OWNER
 
 from .names import unpinned
-from .openapi import TAG
-from .requests import AdminKey, access_of, error_answer, errors, registry_of
+from .requests import TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of
 from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
@@ -24,7 +23,7 @@ Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild
 
 
 @router.get("/v1/memory_bundles", summary="List the loaded bundles")
-async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundleList:
+async def memory_bundles(request: Request, key: KeyToSeeMore = None) -> MemoryBundleList:
     """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
     return registry_of(request).shown(is_admin=access_of(request).is_admin(key))
 
@@ -41,7 +40,7 @@ async def memory_bundles(request: Request, key: AdminKey = None) -> MemoryBundle
 async def memory_bundle(
     name: Name,
     request: Request,
-    key: AdminKey = None,
+    key: KeyToSeeMore = None,
     state: Annotated[
         BundleState | None,
         Query(description="Answer 404 unless the bundle is in this state: a probe asks for `ready`."),

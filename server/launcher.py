@@ -1,23 +1,17 @@
-"""`inducekv-serve`: `vllm serve` with the flags that memory needs, and `--memory NAME=PATH`.
-
-It prepares the arguments and then runs vLLM's own command in this process.
-"""
+"""`inducekv-serve`: `vllm serve` with flags for memory, which vLLM's own parser reads, and what memory needs."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
+from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
@@ -31,13 +25,18 @@ from inducekv_vllm.host.config import (
 from .demo import BUNDLE, CHECKPOINT
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-PLUGIN = "inducekv"
-SIMILAR = 0.8  # no flag of vLLM 0.32 is as similar to one of ours
-DEFAULT_HOST = "127.0.0.1"
+PROGRAM: Final = "inducekv-serve"
+PLUGIN: Final = "inducekv"
+GROUP: Final = "InduceKV"
+DEFAULT_HOST: Final = "127.0.0.1"
+SETTING: Final = "inducekv_"  # our flags are stored under this and the name of their setting
+DESCRIPTION: Final = f"""vLLM's OpenAI server with memory bundles. Without a model it serves the demo model.
+Its other flags are those of vllm serve: {PROGRAM} --help=all"""
 # The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
-PLUGIN_GROUPS = (
+PLUGIN_GROUPS: Final = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
     "vllm.platform_plugins",
@@ -45,199 +44,153 @@ PLUGIN_GROUPS = (
 )
 
 
-class UsageError(ValueError):
+class UsageError(InduceKVError):
     """An invalid command line; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `inducekv-serve`; exits with status 2 on an invalid command line."""
-    cli, given = parser(), sys.argv[1:] if argv is None else list(argv)
-    if "--help=all" in given:
-        run_vllm(["--help=all"])
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given == ["--print-demo-model"]:
+        print(CHECKPOINT)
         return
-    own, rest = cli.parse_known_args(given)
     try:
-        if own.print_demo_model:
-            print(demo_model())
-            return
-        arguments = vllm_arguments(own, rest)
-        set_admin_key(os.environ, own)
-        plugins = plugin_list(os.environ)
-    except UsageError as error:
-        cli.exit(2, f"{cli.prog}: error: {error}\n")
-    set_environment(os.environ, plugins, is_demo=arguments[0] == str(CHECKPOINT))
-    run_vllm(arguments)
+        os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
+        args = parsed(given)
+        prepare(args, os.environ)
+    except InduceKVError as error:
+        _refuse(error)
+    run_vllm(args)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Our own flags; all others belong to vLLM."""
-    cli = argparse.ArgumentParser(
-        prog="inducekv-serve",
-        usage="inducekv-serve [MODEL] [--memory NAME=PATH]... [--memory-pool-entries N] [any flag of vllm serve]",
-        description="vLLM's OpenAI server with memory bundles. Without MODEL it serves the demo model.",
-        epilog="For all flags of vllm serve see: inducekv-serve --help=all",
-        allow_abbrev=False,
-    )
-    cli.add_argument(
-        "--memory", metavar="NAME=PATH", action="append", default=[], help="serve the bundle at PATH as model NAME"
-    )
-    cli.add_argument(
-        "--memory-top-k", metavar="K", type=int, help="retrieve the K nearest entries for a request (default: all)"
-    )
-    cli.add_argument(
-        "--no-memory-remainder",
-        action="store_true",
-        help="with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax",
-    )
-    cli.add_argument(
-        "--memory-root",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="let bundles in DIR be loaded while the server runs; needs an admin key",
-    )
-    cli.add_argument(
-        "--memory-admin-key",
-        metavar="KEY",
-        help=f"the key of those who may change bundles; better set in {ADMIN_KEY_VARIABLE}, where other users of the "
-        "machine do not see it",
-    )
-    cli.add_argument(
-        "--memory-state",
-        metavar="FILE",
-        help="keep what is loaded, with its versions, in FILE, and serve it again after a restart",
-    )
-    cli.add_argument(
-        "--memory-pool-entries",
-        metavar="N",
-        type=int,
-        help=f"room for loaded bundles, in entries of 8 tokens; it is taken at start (default: {DEFAULT_POOL_ENTRIES})",
-    )
-    cli.add_argument(
-        "--require-signature",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="serve only bundles that are signed by this Ed25519 public key (a PEM file); repeatable: by one of them",
-    )
-    cli.add_argument(
-        "--memory-audit-log", metavar="FILE", help="append every change of the bundles to FILE, each record chained"
-    )
-    cli.add_argument(
-        "--memory-audit-answers",
-        action="store_true",
-        help="with --memory-audit-log, record which bundle and entries each answer used too",
-    )
-    cli.add_argument(
-        "--gate-log",
-        metavar="FILE",
-        help="append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text",
-    )
-    cli.add_argument("--print-demo-model", action="store_true", help="print the path of the demo model, and end")
-    return cli
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    """The arguments of vllm serve and ours. Raises UsageError: vLLM cannot read them. SystemExit: argparse cannot."""
+    given = [f"--help={GROUP}" if each in ("-h", "--help") else each for each in given]
+    cli, _ = parser()
+    try:
+        args: argparse.Namespace = cli.parse_args(["serve", *given])
+    except Exception as error:  # of the file that --config names, for instance
+        raise UsageError(" ".join(str(error).split())) from error
+    if args.config is not None:
+        raise UsageError(f"--config={args.config} is not read by vLLM: write --config {args.config}")
+    return args
 
 
-def vllm_arguments(own: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Build the arguments of `vllm serve`: the model, the user's arguments, and those that memory needs.
+def parser() -> tuple[FlexibleArgumentParser, ServeSubcommand]:
+    """vLLM's parser, with our flags in a group of vllm serve."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli: Any = FlexibleArgumentParser(prog=PROGRAM)  # type: ignore[no-untyped-call]
+    command = ServeSubcommand()
+    serve = command.subparser_init(cli.add_subparsers(dest="subparser"))
+    serve.prog, serve.usage = PROGRAM, f"{PROGRAM} [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]"
+    add_flags(serve.add_argument_group(GROUP, DESCRIPTION))  # type: ignore[no-untyped-call]
+    return cli, command
+
+
+def add_flags(group: Any) -> None:
+    def add(flag: str, setting: str, metavar: str | None, text: str, **how: Any) -> None:
+        named = {} if metavar is None else {"metavar": metavar}
+        group.add_argument(flag, dest=f"{SETTING}{setting}", default=argparse.SUPPRESS, help=text, **named, **how)
+
+    text = "serve the bundle at PATH as model NAME"
+    add("--memory", "bundles", "NAME=PATH", text, type=_named_path, action="append")
+    add("--memory-top-k", "top_k", "K", "retrieve the K nearest entries for a request; all if not given", type=int)
+    text = "with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax"
+    add("--no-memory-remainder", "remainder", None, text, action="store_const", const=False)
+    text = "let bundles in DIR be loaded while the server runs; needs an admin key"
+    add("--memory-root", "roots", "DIR", text, type=_folder, action="append")
+    text = f"the key of those who may change bundles; better in {ADMIN_KEY_VARIABLE}, where other users do not see it"
+    add("--memory-admin-key", "admin_key", "KEY", text)
+    text = "keep what is loaded, its versions and a record of all changes in FILE, and serve it again after a restart"
+    add("--memory-state", "state", "FILE", text, type=_absolute)
+    text = "record in the state file which bundle and entries each answer used, too"
+    add("--memory-audit-answers", "audit_answers", None, text, action="store_const", const=True)
+    text = f"room for loaded bundles, in entries of 8 tokens, taken at start; {DEFAULT_POOL_ENTRIES} if not given"
+    add("--memory-pool-entries", "memory_pool_entries", "N", text, type=int)
+    text = "serve only bundles that are signed by this Ed25519 public key (a PEM file); repeatable: by one of them"
+    add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
+    text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
+    add("--gate-log", "gate_log", "FILE", text, type=_absolute)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+def _folder(path: str) -> str:
+    if not Path(path).is_dir():
+        raise argparse.ArgumentTypeError(f"no such folder: {path}")
+    return _absolute(path)
+
+
+def _named_path(argument: str) -> tuple[str, str]:
+    name, _, path = argument.partition("=")
+    if not (name and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, found {argument!r}")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{name}: no such file: {path}")
+    return name, _absolute(path)
+
+
+def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> None:
+    """Set what memory needs, and refuse what cannot be served: the engine, which refuses it too, takes minutes.
 
     Raises:
-        UsageError: a memory is not NAME=PATH or does not exist, an allowed folder does not exist, a name is duplicate,
-            a setting is out of range, the model's folder is of a kind that cannot have a memory,
-            or the demo model is missing.
+        InduceKVError: a setting, a bundle, a file, the admin key or the model's folder cannot be used.
     """
-    from_file = config_file(rest)
-    additional_flag, rest = take(rest, "--additional-config")
-    settings = settings_of(own)
-    warn_of_misspelt(rest)
-    if rest and not rest[0].startswith("-"):
-        model, rest = rest[0], rest[1:]
-    elif "model" in from_file or has_flag(rest, "--model"):
-        model = None
-    else:
-        model = str(demo_model())
-        if not settings["bundles"] and BUNDLE.is_file():
-            settings["bundles"] = {"demo": str(BUNDLE)}
+    from vllm import EngineArgs
 
-    additional = merged(additional_config(additional_flag, from_file), settings)
-    check_model(model or take(rest, "--model")[0] or str(from_file.get("model")))
-    arguments = [] if model is None else [model]
-    if not (has_flag(rest, "--host") or has_flag(rest, "--uds") or from_file.keys() & {"host", "uds"}):
-        arguments += ["--host", DEFAULT_HOST]
-    for flag, default in (("worker-cls", WORKER_CLS), ("scheduler-cls", SCHEDULER_CLS)):
-        if not (has_flag(rest, f"--{flag}") or flag in from_file):
-            arguments += [f"--{flag}", default]
-    return [*arguments, *rest, "--additional-config", json.dumps(additional)]
-
-
-def settings_of(own: argparse.Namespace) -> dict[str, Any]:
-    """Convert our flags to the settings of `InduceKVConfig`; always includes the bundles."""
-    signers = public_keys(own.require_signature)
-    bundles: dict[str, str] = {}
-    for argument in own.memory:
-        name, _, path = argument.partition("=")
-        if not (name and path):
-            raise UsageError(f"--memory must be NAME=PATH, found {argument!r}")
-        if name in bundles:
-            raise UsageError(f"--memory gives the name {name!r} twice")
-        if not Path(path).is_file():
-            raise UsageError(f"--memory {name}: no such file: {path}")
-        check_bundle(name, path, signers)
-        bundles[name] = str(Path(path).absolute())
-    settings: dict[str, Any] = {"bundles": bundles}
-    if own.memory_top_k is not None:
-        settings["top_k"] = own.memory_top_k
-    if own.memory_pool_entries is not None:
-        settings["memory_pool_entries"] = own.memory_pool_entries
-    if own.no_memory_remainder:
-        settings["remainder"] = False
-    if own.memory_root:
-        for root in own.memory_root:
-            if not Path(root).is_dir():
-                raise UsageError(f"--memory-root: no such folder: {root}")
-        settings["roots"] = [str(Path(root).absolute()) for root in own.memory_root]
-    if own.memory_state:
-        if not Path(own.memory_state).absolute().parent.is_dir():
-            raise UsageError(f"--memory-state: no such folder: {Path(own.memory_state).absolute().parent}")
-        settings["state"] = str(Path(own.memory_state).absolute())
-        from .state import check_state_file
-
-        with refused_for("--memory-state"):
-            check_state_file(Path(settings["state"]))
-    if own.require_signature:
-        settings["require_signature"] = [str(Path(key).absolute()) for key in own.require_signature]
-    if own.memory_audit_log:
-        if not Path(own.memory_audit_log).absolute().parent.is_dir():
-            raise UsageError(f"--memory-audit-log: no such folder: {Path(own.memory_audit_log).absolute().parent}")
-        settings["audit_log"] = str(Path(own.memory_audit_log).absolute())
-        from inducekv_vllm.files.audit_chain import AuditWriter
-
-        with refused_for("--memory-audit-log"):
-            AuditWriter(settings["audit_log"]).close()
-    if own.memory_audit_answers:
-        if not own.memory_audit_log:
-            raise UsageError("--memory-audit-answers needs --memory-audit-log FILE")
-        settings["audit_answers"] = True
-    if own.gate_log:
-        settings["gate_log"] = str(Path(own.gate_log).absolute())
-        from inducekv_vllm.engine.gate_log import open_log
-
-        with refused_for("--gate-log"):
-            os.close(open_log(settings["gate_log"]))
-    return settings
+    own = {name.removeprefix(SETTING): value for name, value in vars(args).items() if name.startswith(SETTING)}
+    for name in own:
+        delattr(args, f"{SETTING}{name}")
+    set_admin_key(environment, own.pop("admin_key", None), needed="roots" in own)
+    if args.model_tag is None and args.model == EngineArgs.model:
+        args.model_tag = str(demo_model())
+        own.setdefault("bundles", [("demo", str(BUNDLE))] if BUNDLE.is_file() else [])
+    if not isinstance(args.additional_config, dict):
+        raise UsageError(f"--additional-config must be a JSON object, found {args.additional_config!r}")
+    config = merged(args.additional_config.get(CONFIG_KEY, {}), own)
+    args.additional_config = {**args.additional_config, CONFIG_KEY: config.model_dump(exclude_unset=True)}
+    check_files(config)
+    check_model(args.model_tag or args.model)
+    if args.model_tag == str(CHECKPOINT):
+        # The demo model needs a few MiB; by default, vLLM takes a share of the machine's memory on a CPU.
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if args.host is None and args.uds is None:
+        args.host = DEFAULT_HOST
+    args.worker_cls = WORKER_CLS if args.worker_cls == "auto" else args.worker_cls
+    args.scheduler_cls = args.scheduler_cls or SCHEDULER_CLS
 
 
-def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace) -> None:
+def merged(users: Any, own: dict[str, Any]) -> InduceKVConfig:
+    """The settings of our flags and the user's additional config, which must not set the same thing."""
+    given = dict(own)
+    bundles = given.pop("bundles", [])
+    if not isinstance(users, dict) or not isinstance(users.get("bundles", {}), dict):
+        raise UsageError(f"--additional-config: {CONFIG_KEY!r} must be an object, and its bundles another")
+    if twice := [name for number, (name, _) in enumerate(bundles) if name in dict(bundles[:number])]:
+        raise UsageError(f"--memory gives the name {twice[0]!r} twice")
+    if twice := sorted(users.get("bundles", {}).keys() & dict(bundles)):
+        raise UsageError(f"the name {twice[0]!r} is given by --memory and by --additional-config")
+    if twice := sorted(users.keys() & given):
+        raise UsageError(f"{twice[0]!r} is given by a flag and by --additional-config")
+    return InduceKVConfig.parse({**users, **given, "bundles": {**users.get("bundles", {}), **dict(bundles)}})
+
+
+def set_admin_key(environment: MutableMapping[str, str], given: str | None, *, needed: bool) -> None:
     """Hand the admin key to the server by the environment; vLLM writes its arguments into the log.
 
     Raises:
         UsageError: it is not a key, is given twice, or is missing where a folder is allowed.
     """
-    given, before = own.memory_admin_key, environment.get(ADMIN_KEY_VARIABLE)
+    before = environment.get(ADMIN_KEY_VARIABLE)
     if given is not None and before is not None and given != before:
         raise UsageError(f"--memory-admin-key and {ADMIN_KEY_VARIABLE} give two different keys")
     key = given if given is not None else before
     if key is None:
-        if own.memory_root:
+        if needed:
             raise UsageError(f"--memory-root needs an admin key: set {ADMIN_KEY_VARIABLE}")
         return
     if not (key and key.isascii() and key.isprintable() and key == key.strip()):
@@ -245,133 +198,36 @@ def set_admin_key(environment: MutableMapping[str, str], own: argparse.Namespace
     environment[ADMIN_KEY_VARIABLE] = key
 
 
-def public_keys(paths: Sequence[str]) -> list[Ed25519PublicKey]:
-    """Raises UsageError: one of the files is not an Ed25519 public key."""
-    if not paths:
-        return []
-    from inducekv_vllm.bundle import read_public_key
+def check_files(config: InduceKVConfig) -> None:
+    """Raises InduceKVError: a bundle, a key, the state or the gate's log cannot be used."""
+    from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
+    from inducekv_vllm.engine.gate_log import open_log
 
-    with refused_for("--require-signature"):
-        return [read_public_key(path) for path in paths]
+    from .state import check_state_file
 
-
-def check_bundle(name: str, path: str, signers: Sequence[Ed25519PublicKey]) -> None:
-    """Read the bundle before the engine starts, so that a damaged file fails in seconds instead of minutes."""
-    from inducekv_vllm.bundle import read_bundle, require_signature
-
-    with refused_for(f"--memory {name}"):
-        bundle = read_bundle(path)
+    signers = [read_public_key(path) for path in config.require_signature]
+    for name, path in config.bundles.items():
+        bundle = read_bundle(path, name=f"--memory {name}: {path}")
         if signers:
-            require_signature(bundle.signature, bundle.digest, signers, path)
-
-
-@contextmanager
-def refused_for(flag: str) -> Iterator[None]:
-    """What is refused inside is a UsageError of the flag: the engine, which refuses it too, takes minutes to start."""
-    try:
-        yield
-    except (BundleError, ConfigError) as error:
-        raise UsageError(f"{flag}: {error}") from error
+            require_signature(bundle.signature, bundle.digest, signers, f"--memory {name}: {path}")
+    if config.state is not None:
+        check_state_file(Path(config.state))
+    if config.gate_log is not None:
+        os.close(open_log(config.gate_log))
 
 
 def check_model(model: str) -> None:
-    """Look at a model's folder before the engine starts, which would fail later and with vLLM's reasons first.
+    """Look at a model's folder; an id of the hub is left to the engine, which fetches it.
 
-    An id of the hub is left to the engine, which fetches it.
+    Raises:
+        UnsupportedModel: it is of a kind that cannot have a memory.
     """
     from inducekv_vllm.backbone.checkpoints import require_model_folder
     from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 
-    try:
-        require_model_folder(model)
-        if Path(model).is_dir():
-            backbone_fingerprint(model)
-    except UnsupportedModel as error:
-        raise UsageError(str(error)) from error
-
-
-def merged(additional: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Merge our settings into the user's additional config; they must not set the same thing."""
-    config = additional.get(CONFIG_KEY, {})
-    if not isinstance(config, dict) or not isinstance(config.get("bundles", {}), dict):
-        raise UsageError(f"--additional-config: {CONFIG_KEY!r} must be an object, and its bundles another")
-    bundles = config.get("bundles", {})
-    if duplicates := sorted(bundles.keys() & settings["bundles"].keys()):
-        raise UsageError(f"the name {duplicates[0]!r} is given by --memory and by --additional-config")
-    if duplicates := sorted(config.keys() & settings.keys() - {"bundles"}):
-        raise UsageError(f"{duplicates[0]!r} is given by a flag and by --additional-config")
-    config = {**config, **settings, "bundles": {**bundles, **settings["bundles"]}}
-    try:
-        InduceKVConfig.parse(config)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
-    return {**additional, CONFIG_KEY: config}
-
-
-def additional_config(flag: str | None, from_file: dict[str, Any]) -> dict[str, Any]:
-    """The user's additional config for vLLM; as in vLLM, the flag overrides the file."""
-    try:
-        value = from_file.get("additional-config", {}) if flag is None else json.loads(flag)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--additional-config must be JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--additional-config must be a JSON object, found {value!r}")
-    return value
-
-
-def config_file(rest: list[str]) -> dict[str, Any]:
-    """Read the YAML file of vLLM's --config; keys are names of flags without the leading dashes."""
-    path, _ = take(rest, "--config")
-    if path is None:
-        return {}
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        settings = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(settings, dict):
-        raise UsageError(f"--config {path}: expected a mapping of settings")
-    return {str(name).replace("_", "-"): value for name, value in settings.items()}
-
-
-def take(rest: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Split off a flag that may occur once: return its value and the other arguments."""
-    value, left, position = None, [], 0
-    while position < len(rest):
-        name, separator, inline = rest[position].partition("=")
-        name = normal(name)
-        position += 1
-        if name.startswith(f"{flag}."):
-            raise UsageError(f"give {flag} as one JSON object, not as {name}")
-        if name != flag:
-            left.append(rest[position - 1])
-            continue
-        if value is not None:
-            raise UsageError(f"{flag} is given twice")
-        if not separator and position == len(rest):
-            raise UsageError(f"{flag} needs a value")
-        value = inline if separator else rest[position]
-        position += not separator
-    return value, left
-
-
-def warn_of_misspelt(rest: list[str]) -> None:
-    """vLLM refuses what it does not know, without knowing ours. A later vLLM or another plugin may know it."""
-    own = [flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")]
-    for argument in rest:
-        flag = normal(argument.partition("=")[0])
-        if flag.startswith("--") and (near := difflib.get_close_matches(flag, own, 1, SIMILAR)):
-            print(f"inducekv-serve: warning: {flag} is left to vLLM; did you mean {near[0]}?", file=sys.stderr)
-
-
-def has_flag(rest: list[str], flag: str) -> bool:
-    return any(normal(argument.partition("=")[0]) == flag for argument in rest)
-
-
-def normal(name: str) -> str:
-    """vLLM accepts underscores instead of dashes in the names of flags."""
-    return name.replace("_", "-") if name.startswith("--") else name
+    require_model_folder(model)
+    if Path(model).is_dir():
+        backbone_fingerprint(model)
 
 
 def demo_model() -> Path:
@@ -391,14 +247,7 @@ def plugin_list(environment: MutableMapping[str, str]) -> str:
     return ",".join(dict.fromkeys([*names, PLUGIN]))
 
 
-def set_environment(environment: MutableMapping[str, str], plugins: str, *, is_demo: bool) -> None:
-    environment["VLLM_PLUGINS"] = plugins
-    if is_demo:
-        # The demo model needs a few MiB; by default, vLLM takes a share of the machine's memory on a CPU.
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-
-def run_vllm(arguments: list[str]) -> None:
+def run_vllm(args: argparse.Namespace) -> None:
     """Run `vllm serve` in this process.
 
     It calls the subcommand directly, because vLLM's `main` needs a distribution named vllm and fails for vllm-cpu.
@@ -406,21 +255,21 @@ def run_vllm(arguments: list[str]) -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name
-    sys.argv = ["vllm", "serve", *arguments]
     cli_env_setup()  # type: ignore[no-untyped-call]
+    configure_logging_from_args(args)
     command = ServeSubcommand()
-    vllm_parser = FlexibleArgumentParser(prog="vllm")  # type: ignore[no-untyped-call]
-    command.subparser_init(vllm_parser.add_subparsers(dest="subparser"))
-    parsed = vllm_parser.parse_args(sys.argv[1:])
-    configure_logging_from_args(parsed)
-    command.validate(parsed)
-    command.cmd(parsed)
+    command.validate(args)
+    command.cmd(args)
+
+
+def _refuse(error: InduceKVError) -> NoReturn:
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

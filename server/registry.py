@@ -19,7 +19,8 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
@@ -30,6 +31,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
+from inducekv_vllm import __version__
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease
@@ -51,7 +53,6 @@ from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from . import engines
 from .access import Access
-from .audit import AuditLog
 from .metrics import RegistryMetrics
 from .names import PIN, Names, task_adapters
 from .reader import BundleReader, Checked
@@ -70,6 +71,8 @@ from .state import ServerState, VersionRecord
 logger = logger_of(__name__)
 T = TypeVar("T")
 
+KEY_DIGITS: Final = 16  # of the digest of a key
+STRANGERS, STRANGERS_S = 10, 60.0  # so many refusals of changes without the admin key are recorded in so long
 START: Final = "start"  # who loads the bundles of the command line
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
 POLL_S: Final = 0.2  # how often a process looks for changes without being asked
@@ -100,13 +103,12 @@ class BundleRegistry:
         state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
-        audit: AuditLog | None = None,
         processes: int = 1,
     ) -> None:
         """`processes` is the number of the server's API processes. Raises ConfigError: a public key cannot be used."""
         self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
-        self._stop, self._audit = stop or EngineStop(client), audit or AuditLog()
+        self._stop = stop or EngineStop(client)
         self._reader = BundleReader(client, backbone, state, self._config)
         self._processes = range(processes)
         self._metrics = RegistryMetrics(is_first=state.process == 0)
@@ -114,6 +116,8 @@ class BundleRegistry:
         self._seen = -1  # the state's change number that the names follow
         self._following, self._turn = asyncio.Lock(), asyncio.Lock()
         self._waiting = 0  # changes, the running one included
+        self._strangers: deque[float] = deque(maxlen=STRANGERS)  # when they were refused and recorded
+        self._unrecorded = 0
         self._limit: asyncio.Timeout | None = None  # of the running change
         self._draining: frozenset[str] = frozenset()  # what this process has not left
         self._behind: str | None = None  # why this process cannot follow the state
@@ -122,17 +126,21 @@ class BundleRegistry:
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
-    async def start(self, run: str) -> None:
+    async def start(self, run: str, admin_key: str | None = None) -> None:
         """The first process loads the bundles of the settings, and those that an earlier server with this state left.
 
         A name that was changed while that server ran keeps its version, whatever the settings say. If that version is
         damaged, the name is not served, and keeps what is recorded of it. The other processes wait for the first one.
 
+        Args:
+            run: the server's, the same in all processes.
+            admin_key: how the audit chain names the admin's key.
+
         Raises:
             InduceKVError: a bundle cannot be loaded.
         """
         if self._state.process == 0:
-            await asyncio.to_thread(self._state.begin)
+            await asyncio.to_thread(self._state.begin, {"version": __version__, "admin_key": admin_key})
             await self._restore()
             for name, path in self._config.bundles.items():
                 records = self._state.records(name)
@@ -153,8 +161,7 @@ class BundleRegistry:
             if served.by != START:
                 await self._restore_if_whole(name, served)
             elif name not in self._config.bundles:
-                await self._audit.change("unload", name=name, digest=served.digest, by=START)
-                await asyncio.to_thread(self._state.drop, name, ())
+                await asyncio.to_thread(self._state.drop, name, (), START)
 
     async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
         """Serve the version that the state has of a name, as it was; one that is gone or damaged is logged, no more."""
@@ -282,8 +289,7 @@ class BundleRegistry:
             if digest is not None and not gone:
                 kept = ", ".join(each.digest for each in earlier) or "none"
                 raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
-            await self._audit.change("forget", name=name, digests=gone, served=served, by=who)
-            in_use = await self._record(self._state.forget, name, gone)
+            in_use = await self._record(self._state.forget, name, gone, who)
             logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
             return ForgottenVersions(name=name, digest=served, forgotten=gone, in_use=in_use)
 
@@ -300,8 +306,7 @@ class BundleRegistry:
         async with self._changing("unload", name, who, expected_digest):
             version = self._names.of(name)
             digest = version.memory.digest
-            await self._audit.change("unload", name=name, digest=digest, by=who)
-            await self._record(self._state.drop, name, self._processes)
+            await self._record(self._state.drop, name, self._processes, who)
             logger.info(
                 "memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, version.active
             )
@@ -322,11 +327,9 @@ class BundleRegistry:
         try:
             resident_bytes = version.resident_bytes if version else await engines.load(self._client, memory)
             event = change if before is None or change == "rollback" else "replace"
-            facts = {"name": name, "digest": digest, "parent": record.parent_digest, "before": before}
-            await self._audit.change(event, **facts, by=record.by, source=record.source)
             await self._record(
                 self._state.point,
-                *(record, memory, resident_bytes, checked.bundle, self._config.keep_versions, self._processes),
+                *(record, memory, resident_bytes, checked.bundle, self._config.keep_versions, self._processes, event),
             )
         except BaseException as error:
             if version is None:
@@ -361,15 +364,10 @@ class BundleRegistry:
     async def _changing(
         self, change: str, name: str, who: str, expected_digest: str | None = None
     ) -> AsyncIterator[None]:
-        """One change, alone and within the time that it may take; a refusal is logged, and leaves nothing behind."""
-        limit, loading = self._config.load_timeout_s, change in LOADS
-        with self._logged(change, name, who), self._metrics.change(change), self._stop.running():
-            if self._waiting > self._config.max_waiting_changes:
-                raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
-            self._waiting += 1
-            failure: BaseException | None = None
-            try:
-                await asyncio.to_thread(self._state.attempt, name, loading=loading)
+        """One change, alone and within the time that it may take; a refusal is told, and leaves nothing behind."""
+        limit = self._config.load_timeout_s
+        async with self._told(change, name, who):
+            with self._metrics.change(change), self._stop.running(), self._waiting_turn():
                 try:
                     async with asyncio.timeout(limit) as timer, self._alone():
                         self._limit = timer
@@ -378,18 +376,42 @@ class BundleRegistry:
                 except TimeoutError as error:
                     reason = f"{change} of {name!r} took longer than {limit:g} s; nothing has changed"
                     raise LoadTimeout(reason) from error
-            except BaseException as error:
-                failure = error
-                raise
-            finally:
-                self._waiting -= 1
-                ended = partial(self._state.attempted, name, loading=loading, change=change)
-                says_something = failure is None or (
-                    isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
+
+    @contextlib.asynccontextmanager
+    async def _told(self, change: str, name: str, who: str) -> AsyncIterator[None]:
+        """A change is shown while it runs; if it is refused, that is shown, logged and recorded."""
+        began, loading, failure = time.monotonic(), change in LOADS, None
+        try:
+            await asyncio.to_thread(self._state.attempt, name, loading=loading)
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            reason = None if failure is None else " ".join(str(failure).split()) or repr(failure)
+            says_something = failure is None or (
+                isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
+            )
+            ended = partial(self._state.attempted, name, loading=loading, change=change, reason=reason)
+            with contextlib.suppress(InduceKVError):  # the disk is full
+                await asyncio.to_thread(ended, says_something=says_something)
+            if isinstance(failure, Exception):
+                seconds, line = (
+                    time.monotonic() - began,
+                    "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s",
                 )
-                with contextlib.suppress(InduceKVError):  # the disk is full
-                    why = None if failure is None else str(failure)
-                    await asyncio.to_thread(ended, reason=why, says_something=says_something)
+                logger.warning(line, change, name, who, seconds, reason)
+                await self._note("refusal", change=change, name=f"{name:.200}", by=who, reason=f"{reason:.1000}")
+
+    @contextlib.contextmanager
+    def _waiting_turn(self) -> Iterator[None]:
+        if self._waiting > self._config.max_waiting_changes:
+            raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -403,19 +425,24 @@ class BundleRegistry:
             finally:
                 self._state.end_change()
 
-    @contextlib.contextmanager
-    def _logged(self, change: str, name: str, who: str) -> Iterator[None]:
-        """Log a change that is refused."""
-        began = time.monotonic()
+    async def note_stranger(self, route: str, host: str, reason: str) -> None:
+        """Record that somebody without the admin key asked for a change. Anybody can: only the first few a minute."""
+        now = time.monotonic()
+        if len(self._strangers) == STRANGERS and now - self._strangers[0] < STRANGERS_S:
+            self._unrecorded += 1
+            return
+        self._strangers.append(now)
+        unrecorded, self._unrecorded = self._unrecorded, 0
+        await self._note(
+            "refusal", change=route, name=None, by=f"unknown at {host}", reason=reason, unrecorded_before=unrecorded
+        )
+
+    async def _note(self, event: str, **facts: Any) -> None:
+        """Record what has happened already."""
         try:
-            yield
-        except Exception as error:
-            seconds, reason = time.monotonic() - began, " ".join(str(error).split()) or repr(error)
-            logger.warning(
-                "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
-            )
-            self._audit.refusal(change, name, who, reason)
-            raise
+            await asyncio.to_thread(self._state.note, event, facts)
+        except InduceKVError as error:
+            logger.error("the event %r could not be recorded: %s", event, error)
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
@@ -506,7 +533,7 @@ class BundleRegistry:
                 logger.warning("could not release the memory of digest %s: %r", digest, error)
             else:
                 logger.info("memory of digest %s released: no name and no request uses it", digest)
-                self._audit.note("release", digest=digest, erased=is_erased)
+                await self._note("release", digest=digest, erased=is_erased)
 
     def _adapters(self) -> list[Any]:
         """Of all tasks of all versions that are resident."""
@@ -565,6 +592,26 @@ class BundleRegistry:
             failure=failure,
             bundle=self._names.card(name, is_admin) if name in self._names else None,
         )
+
+    async def record_answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
+        """Record an answer that is about to begin.
+
+        Args:
+            owner: the digest of the key that asked; empty without one.
+            trace: see `inducekv_vllm.engine.trace.describe`.
+
+        Raises:
+            ConfigError, CapacityError: it cannot be recorded.
+        """
+        facts = {
+            "request": request_id,
+            "by": owner[:KEY_DIGITS] or None,
+            "name": trace["bundle"],
+            "digest": trace["digest"],
+            "task": trace["gate"] and trace["gate"]["task"],
+            "entries": {entry["id"]: entry["weight"] for entry in trace["entries"]},
+        }
+        await asyncio.to_thread(self._state.note, "answer", facts)
 
     async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
         """Keep what a request was answered with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Header, Request, Security
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import APIKeyHeader
@@ -17,7 +17,6 @@ from inducekv_vllm.host.config import ADMIN_HEADER
 from inducekv_vllm.host.logs import logger_of
 
 from .access import Access, ChangeRefused, who
-from .audit import AuditLog
 from .registry import BundleRegistry
 
 logger = logger_of(__name__)
@@ -27,18 +26,14 @@ OUR_ROUTES: Final = (
     *("/v1/load_memory_bundle", "/v1/rollback_memory_bundle", "/v1/unload_memory_bundle"),
     "/v1/forget_memory_versions",
 )
+TAG: Final = "Memory"  # of our routes in the schema
 ADMIN_SCHEME: Final = "AdminKey"
+KEY: Final = "The server's admin key (`INDUCEKV_ADMIN_KEY` or `--memory-admin-key`)."
 AdminKey = Annotated[
     str | None,
-    Security(
-        APIKeyHeader(
-            name=ADMIN_HEADER,
-            scheme_name=ADMIN_SCHEME,
-            auto_error=False,
-            description="The server's admin key (`INDUCEKV_ADMIN_KEY` or `--memory-admin-key`).",
-        )
-    ),
+    Security(APIKeyHeader(name=ADMIN_HEADER, scheme_name=ADMIN_SCHEME, auto_error=False, description=KEY)),
 ]
+KeyToSeeMore = Annotated[str | None, Header(alias=ADMIN_HEADER, description=KEY)]
 
 
 def access_of(request: Request) -> Access:
@@ -60,9 +55,9 @@ async def admin(request: Request, key: AdminKey) -> str:
     try:
         access_of(request).require_admin(key)
     except ChangeRefused as error:
-        logger.warning("%s from %s refused: %s", request.url.path, _host(request) or "a local socket", error)
-        audit: AuditLog = request.app.state.inducekv_audit
-        audit.refusal(request.url.path, None, f"unknown at {_host(request) or 'a local socket'}", str(error))
+        host = _host(request) or "a local socket"
+        logger.warning("%s from %s refused: %s", request.url.path, host, error)
+        await registry_of(request).note_stranger(request.url.path, host, str(error))
         raise
     return who(_host(request))
 

@@ -5,10 +5,12 @@
     draining    what no name stands for any more, by the API processes whose requests may still use it
     attempts    which names are being loaded, and how the last change of each has failed
     traces      what recent responses were answered with, by whom they belong to
+    audit       every change, and if asked for every answer, chained
 
-The last three are of the running server. A change is one transaction, and on the disk before it is acknowledged: a
-server that was killed at any moment serves, when it starts again, the last acknowledged version or the one that it was
-about to acknowledge. `FILE.lock` is held by the server that uses the file, and by the process that makes a change.
+Draining, attempts and traces are of the running server. A change is one transaction with its record in the audit chain,
+and on the disk before it is acknowledged: a server that was killed at any moment serves, when it starts again, the last
+acknowledged version or the one that it was about to acknowledge. `FILE.lock` is held by the server that uses the file,
+and by the process that makes a change.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +32,7 @@ from typing import Any, Final
 from inducekv_vllm.bundle.metadata import BundleMetadata
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import CapacityError, ConfigError
+from inducekv_vllm.files import audit_chain
 
 APPLICATION: Final = 0x494B5653  # "IKVS", in the file's header
 FORMAT: Final = 1
@@ -55,6 +58,7 @@ CREATE TABLE traces (
     owner TEXT NOT NULL, salt TEXT NOT NULL, response TEXT NOT NULL, digest TEXT NOT NULL, trace TEXT NOT NULL,
     UNIQUE (owner, salt, response)) STRICT;
 CREATE TABLE server (run TEXT NOT NULL) STRICT;
+{audit_chain.TABLE}
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {FORMAT};
 COMMIT;
@@ -122,7 +126,8 @@ class ServerState:
             if not process and not self._take(SERVER):
                 raise ConfigError(f"{self.path}: another server uses this state file")
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._writer, self._reader = (self._connect() for _ in range(2))
+            self._writer, self._quick, self._reader = (self._connect() for _ in range(3))
+            self._quick.execute("PRAGMA synchronous = NORMAL")  # the operating system has it, the disk may not
             if self._writer.execute("PRAGMA application_id").fetchone() == (0,):
                 self._writer.executescript(SCHEMA)
 
@@ -135,8 +140,8 @@ class ServerState:
     def close(self) -> None:
         """Let another server use the file."""
         with self._lock:
-            self._writer.close()
-            self._reader.close()
+            for connection in (self._writer, self._quick, self._reader):
+                connection.close()
             os.close(self._locks)
 
     # ---- one change at a time, whichever process makes it --------------------------------------------------------
@@ -160,23 +165,33 @@ class ServerState:
         self._lock_byte(fcntl.F_UNLCK, CHANGE)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Raises CapacityError: the disk is full. ConfigError: it cannot be written. Nothing has changed then."""
+    def _transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Raises CapacityError: the disk is full. ConfigError: it cannot be written. Nothing has changed then.
+
+        What is not durable survives the end of the server, and with the next durable change that of the machine.
+        """
+        rows = self._writer if durable else self._quick
         with self._lock, _told(f"{self.path}: cannot record this; nothing changed"):
-            self._writer.execute("BEGIN IMMEDIATE")
+            rows.execute("BEGIN IMMEDIATE")
             try:
-                yield self._writer
-                self._writer.execute("COMMIT")
+                yield rows
+                rows.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
-                    self._writer.execute("ROLLBACK")
+                    rows.execute("ROLLBACK")
                 raise
+
+    def note(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Add to the audit chain what has happened already, or an answer that is about to begin."""
+        with self._transaction(durable=False) as rows:
+            audit_chain.append(rows, event, facts)
 
     # ---- what is served ------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, facts: Mapping[str, Any]) -> None:
         """A server starts: nothing is resident, and nothing is left of its predecessor's requests."""
         with self._transaction() as rows:
+            audit_chain.append(rows, "start", facts)
             for statement in ("draining", "attempts", "traces", "server"):
                 rows.execute(f"DELETE FROM {statement}")
             rows.execute("UPDATE contents SET resident_bytes = NULL")
@@ -246,12 +261,14 @@ class ServerState:
         bundle: bytes | None,
         keep: int,
         processes: Iterable[int],
+        event: str,
     ) -> None:
         """Let a name stand for a version that is resident. At most `keep` versions of it are kept.
 
         Args:
             bundle: the content of its file, to be kept.
             processes: the API processes of the server, whose requests may use the version before.
+            event: how the audit chain names the change.
 
         Raises:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
@@ -262,7 +279,8 @@ class ServerState:
         row = (record.name, record.digest, record.parent_digest, loaded_at, record.by, record.source)
         metadata = memory.metadata.model_dump_json()
         with self._transaction() as rows:
-            before = _served(rows)
+            before, replaced = _served(rows), _served(rows, record.name)
+            audit_chain.append(rows, event, _facts(record, next(iter(replaced), None)))
             newest = rows.execute(
                 "SELECT digest, source FROM versions WHERE name = ? ORDER BY number DESC LIMIT 1", (record.name,)
             ).fetchone()
@@ -287,24 +305,27 @@ class ServerState:
             rows.execute("UPDATE attempts SET left_digest = NULL WHERE name = ?", (record.name,))
             _drain(rows, before, processes)
 
-    def drop(self, name: str, processes: Iterable[int]) -> None:
+    def drop(self, name: str, processes: Iterable[int], who: str) -> None:
         """Forget a name. Raises CapacityError, ConfigError: it cannot be recorded, and nothing has changed."""
         with self._transaction() as rows:
             before = _served(rows)
             (served,) = rows.execute(
                 "SELECT digest FROM versions WHERE name = ? ORDER BY number DESC", (name,)
             ).fetchone()
+            audit_chain.append(rows, "unload", {"name": name, "digest": served, "by": who})
             rows.execute("DELETE FROM versions WHERE name = ?", (name,))
             rows.execute("UPDATE attempts SET left_digest = ? WHERE name = ?", (served, name))
             _drain(rows, before, processes)
 
-    def forget(self, name: str, digests: Collection[str]) -> list[str]:
+    def forget(self, name: str, digests: Collection[str], who: str) -> list[str]:
         """Drop earlier versions of a name; return those that are still used or kept otherwise.
 
         Raises:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
         """
         with self._transaction() as rows:
+            facts = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
+            audit_chain.append(rows, "forget", facts)
             for digest in digests:
                 rows.execute("DELETE FROM versions WHERE name = ? AND digest = ?", (name, digest))
             for statement in DROP_UNUSED:
@@ -372,7 +393,7 @@ class ServerState:
     def put_trace(self, owner: str, salt: str | None, response: str, trace: dict[str, Any]) -> None:
         """Clients may choose the ids of their requests: a trace is found by its owner alone, and never overwritten."""
         row = (owner, json.dumps(salt), response, trace["digest"], json.dumps(trace))
-        with self._transaction() as rows:
+        with self._transaction(durable=False) as rows:
             rows.execute("INSERT OR IGNORE INTO traces VALUES (?, ?, ?, ?, ?)", row)
             rows.execute("DELETE FROM traces WHERE rowid <= (SELECT max(rowid) - ? FROM traces)", (TRACES,))
 
@@ -410,6 +431,8 @@ def check_state_file(path: Path) -> bool:
     Raises:
         ConfigError: it is something else, or of another version.
     """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: no such folder: {path.parent}")
     if not path.exists():
         return False
     if not path.is_file():
@@ -431,8 +454,14 @@ def check_state_file(path: Path) -> bool:
     return True
 
 
-def _served(rows: sqlite3.Connection) -> set[str]:
-    return {digest for (digest,) in rows.execute(SERVED)}
+def _served(rows: sqlite3.Connection, name: str | None = None) -> set[str]:
+    """What all names stand for, or one."""
+    return {digest for (digest,) in rows.execute(f"{SERVED} AND coalesce(name = ?, TRUE)", (name,))}
+
+
+def _facts(record: VersionRecord, before: str | None) -> dict[str, Any]:
+    facts = {"name": record.name, "digest": record.digest, "parent": record.parent_digest, "before": before}
+    return {**facts, "by": record.by, "source": record.source}
 
 
 def _drain(rows: sqlite3.Connection, before: set[str], processes: Iterable[int]) -> None:

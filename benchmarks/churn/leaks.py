@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,7 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """What the server that listens at an address holds, with its children."""
+    """What the server that listens at an address holds, with its children.
+
+    Connections that this process still holds the other end of are not counted: a client that is cancelled while it
+    connects leaves one open, and only its event loop ends it.
+    """
 
     resident_mib: float
     open_files: int
@@ -31,7 +34,10 @@ class Held:
     def by(cls, url: str) -> Held:
         processes = [psutil.Process(pid) for pid in processes_of(url)]
         resident = sum(process.memory_info().rss for process in processes) / 2**20
-        return cls(round(resident, 1), sum(process.num_fds() for process in processes))
+        ours = {connection.laddr for connection in psutil.Process().net_connections("tcp")}
+        theirs = [connection for process in processes for connection in process.net_connections("tcp")]
+        to_us = sum(connection.raddr in ours for connection in theirs if connection.raddr)
+        return cls(round(resident, 1), sum(process.num_fds() for process in processes) - to_us)
 
 
 async def in_use(client: httpx.AsyncClient) -> dict[str, int]:
@@ -54,12 +60,11 @@ async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool
 
 
 async def held_at_rest(url: str, open_files: int) -> Held:
-    """Once it has at most so many files open; a client that hung up closes its end when Python collects it."""
+    """Once it has at most so many files open."""
 
     async def look() -> Held:
         return Held.by(url)
 
-    gc.collect()
     return await settled(look, lambda held: held.open_files <= open_files)
 
 

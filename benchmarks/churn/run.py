@@ -56,8 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work, key = Path(folder), secrets.token_hex()
         paths = make_contents(CHECKPOINT, work)
-        # As docs/operate.md says: with copies of the versions, and with a log.
-        kept = ["--memory-state", str(work / "state"), "--memory-audit-log", str(work / "audit.jsonl")]
+        kept = ["--memory-state", str(work / "state"), "--memory-audit-answers"]
         flags = [str(CHECKPOINT), "--memory-root", folder, "--memory-pool-entries", "1024", *kept, *SERVER]
         with serving(flags, work / "server.log", ENVIRONMENT | {ADMIN_KEY_VARIABLE: key}) as url:
             measured = asyncio.run(measure(url, key, paths, args.requests, args.concurrency))

@@ -14,7 +14,7 @@ from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
 FORMAT_VERSION: Final = 1
-MAX_ID: Final = 256  # characters; traces and audit logs repeat the ids of the entries that each answer has used
+MAX_ID: Final = 256  # characters; traces and audit chains repeat the ids of the entries that each answer has used
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 

@@ -2,14 +2,12 @@
 
 `MemoryEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
 request for a memory carries a `MemoryRequest`; every other request goes straight to the original. The request's first
-output brings the decision (`scheduler.py`): metrics, spans, traces and the audit log read it.
+output brings the decision (`scheduler.py`): metrics, spans, traces and the audit chain read it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -29,7 +27,6 @@ from .memory import Memory, undisputed
 from .metrics import BundleMetrics
 from .observation import Observation, observing
 from .options import (
-    MemoryOptions,
     cache_salt_of,
     mm_items,
     prompt_token_ids,
@@ -67,28 +64,6 @@ class MemorySource(Protocol):
     def lease(self, name: str) -> AbstractContextManager[Lease]:
         """Raises UnknownBundle, or another InduceKVError if the memory cannot be used now."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class HeldLease:
-    """A lease on its way from `generate` to the generator it returns.
-
-    Only the generator's frame refers to this object. If the generator is dropped or closed before its first iteration,
-    its `finally` blocks never run; the lease then ends with this object. Create it on the event loop.
-    """
-
-    lease: Lease
-    owner: str  # whose request it is
-    stack: contextlib.ExitStack  # ends the lease
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _close_on_loop, asyncio.get_running_loop(), self.stack).atexit = False
-
-
-def _close_on_loop(loop: asyncio.AbstractEventLoop, stack: contextlib.ExitStack) -> None:
-    """Garbage collection may run in any thread, but leases belong to the event loop."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(stack.close)
 
 
 class MemoryEngine:
@@ -129,47 +104,46 @@ class MemoryEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """`AsyncLLM.generate`, with memory for a `MemoryRequest`.
 
-        A request leases its memory at the call and keeps that version until the stream ends. Errors are raised at the
-        call, before the stream begins.
+        A request is checked at the call, before its stream begins, and keeps the version that its memory has when the
+        stream begins until it ends.
 
         Raises:
             VLLMValidationError: the arguments do not fit the memory.
             VLLMNotFoundError: the bundle has been unloaded since the server accepted the request.
             RetryableRequestError: the server is shutting down.
         """
-        if not isinstance(lora_request, MemoryRequest):
-            with self._invalidating_mm_cache(prompt):
-                self._stop.refuse_new()
+        with self._invalidating_mm_cache(prompt):
+            self._stop.refuse_new()
+            if not isinstance(lora_request, MemoryRequest):
                 refuse_options(sampling_params)
-            return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-        name = lora_request.lora_name
-        with self._invalidating_mm_cache(prompt), contextlib.ExitStack() as stack:
-            stack.enter_context(self._stop.running())
-            rendered = require_rendered(prompt)
-            lease = stack.enter_context(self._lease(name))
-            memory_options = read_options(sampling_params, lease.memory)
-            held = HeldLease(lease, OWNER.get(), stack.pop_all())
-        return self._generate_with_memory(name, held, rendered, sampling_params, memory_options, request_id, options)
+                return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
+            rendered, name = require_rendered(prompt), lora_request.lora_name
+            with self._lease(name) as lease:
+                read_options(sampling_params, lease.memory)
+        return self._generate_with_memory(name, OWNER.get(), rendered, sampling_params, request_id, options)
 
     async def _generate_with_memory(
         self,
         name: str,
-        held: HeldLease,
+        owner: str,
         prompt: EngineInput,
         params: SamplingParams,
-        memory_options: MemoryOptions,
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        lease, memory = held.lease, held.lease.memory
-        metrics = lease.metrics or BundleMetrics(name, exported=False)
-        with held.stack, observing(metrics, memory, options.get("trace_headers"), self._tracing) as observed:
+        with contextlib.ExitStack() as stack:
+            with self._invalidating_mm_cache(prompt):
+                stack.enter_context(self._stop.running())
+                lease = stack.enter_context(self._lease(name))
+                memory_options = read_options(params, lease.memory)
+            memory, metrics = lease.memory, lease.metrics or BundleMetrics(name, exported=False)
+            observed = stack.enter_context(observing(metrics, memory, options.get("trace_headers"), self._tracing))
             spec = memory.spec(
                 memory_options.top_k or self._config.top_k,
                 self._config.remainder,
                 prompt_token_ids(prompt),
                 self._placeholders,
-                held.owner,
+                owner,
                 lease.task_adapters,
             )
             options = {**options, "trace_headers": observed.trace_headers}
@@ -185,13 +159,13 @@ class MemoryEngine:
                         raise GenerationError(decision.error)
                     if not is_noted and decision is not None:
                         is_noted = True
-                        await self._note(request_id, held.owner, metrics.bundle, memory, decision, observed)
+                        await self._note(request_id, owner, metrics.bundle, memory, decision, observed)
                     if output.finished:
                         observed.finished(output)
                     if output.finished and memory_options.trace and decision is not None:
                         trace = {**describe(metrics.bundle, memory, decision), "timings": observed.timings}
                         if self._put_trace is not None:
-                            await self._put_trace(held.owner, cache_salt_of(prompt), request_id, trace)
+                            await self._put_trace(owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
 

@@ -121,7 +121,7 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSp
 
 @dataclass(frozen=True)
 class Decision:
-    """What a request is answered with, and why. Metrics, spans, traces and the audit log read it."""
+    """What a request is answered with, and why. Metrics, spans, traces and the audit chain read it."""
 
     injection: InjectionSpec | None  # None: nothing is injected
     source: Source = "computed"

@@ -36,21 +36,21 @@ class InduceKVConfig(BaseModel):
     decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
-    state: str | None = None  # a file for what is loaded, with its versions; None keeps it while the server runs
+    # A file for what is loaded, with its versions and an audit chain; None keeps it while the server runs.
+    state: str | None = None
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
     max_bundles: int = Field(default=64, ge=1)  # names
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
     load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
-    audit_log: str | None = None  # a file that every change of the bundles is recorded in
-    audit_answers: bool = False  # every answer too
+    audit_answers: bool = False  # the audit chain of the state has every answer too
     gate_log: str | None = None  # a file that the evidence of every request behind a gate is appended to
 
     @model_validator(mode="after")
-    def _answers_need_a_log(self) -> InduceKVConfig:
-        if self.audit_answers and self.audit_log is None:
-            raise ValueError("audit_answers needs audit_log, the file to record them in")
+    def _answers_need_a_file(self) -> InduceKVConfig:
+        if self.audit_answers and self.state is None:
+            raise ValueError("audit_answers needs state, the file to record them in")
         return self
 
     @classmethod

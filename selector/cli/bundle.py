@@ -1,9 +1,8 @@
 """`inducekv-bundle`: inspect, verify, compare, plan, build, sign, shorten and publish bundles, fit and measure
-their gates, and check audit logs.
+their gates, and check audit chains.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
-error, printed in one line on standard error; 3 if `forget` finds nothing to forget, or `audit verify` a log whose last
-line has no end.
+error, printed in one line on standard error; 3 if `forget` finds nothing to forget.
 """
 
 from __future__ import annotations

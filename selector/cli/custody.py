@@ -21,7 +21,7 @@ from .loading import load_backbone
 if TYPE_CHECKING:
     from ..gate.fit import FittedGate
 
-SUCCESS, TORN = 0, 3
+SUCCESS: Final = 0
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -84,19 +84,20 @@ def sign(options: argparse.Namespace) -> int:
 
 
 def audit_verify(options: argparse.Namespace) -> int:
-    """Check an audit log from its first record to its last, and print its head.
+    """Check the audit chain of a server from its first record to its last, and print its head.
 
-    Exit status 2: a record is broken. Exit status 3: the last line has no end, because the server was killed.
+    Exit status 2: a record is broken.
     """
-    records, head, torn = audit_chain.verify(options.path, options.head)
+    records, head = audit_chain.verify(options.path, options.head)
     print(f"{options.path}: {records} records, head {head}")
-    if not torn:
-        return SUCCESS
-    print(
-        f"the last line has no end ({torn} bytes): its writer was killed, and what it says was never "
-        "acknowledged; a server that starts with this log goes on behind it"
-    )
-    return TORN
+    return SUCCESS
+
+
+def audit_show(options: argparse.Namespace) -> int:
+    """Print the audit chain of a server, a JSON object a line."""
+    for _, record in audit_chain.read(options.path):
+        print(record)
+    return SUCCESS
 
 
 def add_commands(
@@ -119,11 +120,12 @@ def add_commands(
     added.add_argument("--key", required=True, metavar="FILE", help="an Ed25519 private key in PEM")
     added.add_argument("--output", type=Path, help="where to write the signed bundle (default: in place)")
 
-    audit = parser.add_parser("audit", help="Work with the audit log of a server.").add_subparsers(required=True)
-    verify = audit.add_parser("verify", help=audit_verify.__doc__, description=audit_verify.__doc__)
-    verify.add_argument("path", metavar="FILE", help="what the server was given as --memory-audit-log")
-    verify.add_argument("--head", metavar="SHA256", help="the head of an earlier check, which must be in the log")
-    verify.set_defaults(run=audit_verify)
+    audit = parser.add_parser("audit", help="Work with the audit chain of a server.").add_subparsers(required=True)
+    for name, run in (("show", audit_show), ("verify", audit_verify)):
+        verify = audit.add_parser(name, help=run.__doc__, description=run.__doc__)
+        verify.add_argument("path", metavar="FILE", help="what the server was given as --memory-state")
+        verify.set_defaults(run=run)
+    verify.add_argument("--head", metavar="SHA256", help="the head of an earlier check, which must be in the chain")
 
 
 FORGET_FLAGS: Final = (

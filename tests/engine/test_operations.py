@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from inducekv_vllm import SUPPORTED_VLLM
 from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from server import launcher
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -192,9 +194,9 @@ def flags_of(words: list[str]) -> set[str]:
 
 
 def test_containers_and_unit_give_flags_that_the_server_knows() -> None:
-    from server.launcher import parser
-
-    known = {flag for action in parser()._actions for flag in action.option_strings}
+    ours = argparse.ArgumentParser()
+    launcher.add_flags(ours)
+    known = set(ours._option_string_actions)
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["command"]
     unit = (DOCKER / "systemd" / "inducekv.service").read_text().split()
     chart = (CHART / "templates" / "statefulset.yaml").read_text().split()

@@ -36,7 +36,7 @@ KINDS = {
 @dataclass(frozen=True)
 class Running:
     url: str
-    folder: Path  # has state, audit.jsonl and log
+    folder: Path  # has state and log
     kind: str
 
     def connections(self, process: str) -> int:
@@ -51,7 +51,7 @@ def running(
     request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     folder, (flags, environment) = tmp_path_factory.mktemp("several"), KINDS[request.param]
-    kept = [f"--memory-state={folder / 'state'}", f"--memory-audit-log={folder / 'audit.jsonl'}"]
+    kept = [f"--memory-state={folder / 'state'}"]
     arguments = [str(world.model), "--served-model-name", "base", f"--memory=m={world.paths['sqrt']}", *kept]
     arguments += ["--memory-audit-answers", "--memory-root", str(folder), *FLAGS]
     arguments += ["--api-server-count", "2", *flags]
@@ -128,7 +128,7 @@ def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, w
         assert version >= max(ended_before, default=0)
     assert {version for *_, version in answers} >= {0, VERSIONS - 1}
     bundles.wait_until_drained()
-    recorded = [json.loads(line) for line in (running.folder / "audit.jsonl").read_text().splitlines()]
+    recorded = [json.loads(record) for _, record in read(running.folder / "state")]
     of_versions = [record for record in recorded if record["event"] == "answer" and record["digest"] in number_of]
     assert len(of_versions) == len(answers)
 

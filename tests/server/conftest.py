@@ -30,7 +30,7 @@ def bundles(server: str) -> Bundles:
 
 @pytest.fixture
 def server_folder(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The server's own: its log, state and audit log."""
+    """The server's own: its log and state."""
     (log,) = tmp_path_factory.getbasetemp().glob("server[0-9]*/server.log")
     return log.parent
 

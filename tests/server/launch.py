@@ -32,7 +32,7 @@ SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDU
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
-STATE, AUDIT_LOG = "state", "audit.jsonl"  # in the folder of a server's log
+STATE = "state"  # in the folder of a server's log
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
     root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
-    kept = [f"--memory-state={log.parent / STATE}", f"--memory-audit-log={log.parent / AUDIT_LOG}"]
-    kept += ["--memory-audit-answers", "--otlp-traces-endpoint", collector]
+    kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]
     # An idle worker process waits in a loop that takes a core; here there is none.

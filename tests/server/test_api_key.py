@@ -17,7 +17,6 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
-from server.audit import AuditLog
 from server.endpoint import InduceKVEndpoint
 from tests.server.test_versions import BUNDLES, DIGEST, Workers, begin
 
@@ -39,7 +38,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     app.add_middleware(AuthenticationMiddleware, tokens=["user"])
     registry = begin(InduceKVConfig(), Workers(), tmp_path / "state")
     await registry.load("m", str(tmp_path / "a.safetensors"))
-    app.state.inducekv_registry, app.state.inducekv_audit = registry, AuditLog()
+    app.state.inducekv_registry = registry
     app.state.inducekv_access = Access([str(tmp_path)], "admin")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         yield client

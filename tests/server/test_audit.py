@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import sqlite3
-import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,27 +17,29 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
-from inducekv_vllm.files.audit_chain import AuditWriter, verify
+from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import InduceKVConfig
-from server.audit import WRONG_KEYS, AuditLog
-from server.registry import BundleRegistry
+from server.registry import STRANGERS, BundleRegistry
 from tests.bundles import random_bundle
 from tests.server.test_versions import BUNDLES, DIGEST, RUN, Workers, begin, end
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin at 10.0.0.7"
+TRACE = {
+    "bundle": "m",
+    "digest": "d",
+    "gate": {"open": True, "task": "t", "closed": None, "margins": {}},
+    "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
+}
 
 
 class Audited:
-    """A registry with a state file and an audit log."""
+    """A registry with a state file."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.log = folder, folder / "audit.jsonl"
-        config = InduceKVConfig(state=str(folder / "state"), audit_log=str(self.log), **settings)
+        self.folder, self.path = folder, folder / "state"
         self.workers = Workers()
-        self.registry: BundleRegistry = begin(config, self.workers)
-        answers = config.audit_answers
-        self.audit = self.registry._audit = AuditLog(str(self.log), answers=answers, admin_key="the admin's key")
+        self.registry: BundleRegistry = begin(InduceKVConfig(state=str(self.path), **settings), self.workers)
 
     async def load(self, content: str, **options: Any) -> None:
         await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
@@ -50,8 +50,8 @@ class Audited:
             await asyncio.gather(*self.registry.background)
 
     def records(self) -> list[dict[str, Any]]:
-        verify(self.log)
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        verify(self.path)
+        return [json.loads(record) for _, record in read(self.path)]
 
     def events(self) -> list[str]:
         return [record["event"] for record in self.records()]
@@ -62,7 +62,6 @@ class Audited:
 
     async def close(self) -> None:
         await end(self.registry)
-        self.audit.close()
 
 
 @pytest.fixture
@@ -74,6 +73,7 @@ def files(tmp_path: Path) -> Path:
 
 async def test_every_change_is_recorded(files: Path) -> None:
     server = Audited(files)
+    await server.registry.start(RUN, "0123456789abcdef")
     for content in ("a", "b"):
         await server.load(content)
     await server.registry.rollback("m", who=ADMIN)
@@ -93,99 +93,61 @@ async def test_every_change_is_recorded(files: Path) -> None:
         ("unload", "m", ADMIN),
     ]
     start, load, exchange, *_ = records
-    assert start["admin_key"] not in (None, "the admin's key")
-    assert len(start["admin_key"]) == 16
+    assert start["admin_key"] == "0123456789abcdef"
     facts = {"digest": DIGEST["a"], "parent": None, "before": None, "source": str(files / "a.safetensors")}
     assert {name: load[name] for name in facts} == facts
     assert exchange["before"] == DIGEST["a"]
     assert next(r for r in records if r["event"] == "refusal")["change"] == "unload"
     assert next(r for r in records if r["event"] == "forget")["digests"] == [DIGEST["b"]]
     assert {r["digest"] for r in records if r["event"] == "release"} == {DIGEST["a"], DIGEST["b"]}
-    assert "the admin's key" not in server.log.read_text()
+    await server.close()
 
 
 async def test_a_restart_goes_on_with_the_chain(files: Path) -> None:
     server = Audited(files)
     await server.load("a")
     await server.close()
-    server.log.write_bytes(server.log.read_bytes() + b'{"n": 2, "time')  # it was killed while it wrote
     again = Audited(files)
     await again.registry.start(RUN)
-    lines = again.log.read_bytes().splitlines()
-    assert json.loads(lines[3])["previous"] == hashlib.sha256(b"\n".join(lines[1:3])).hexdigest()
-    assert [json.loads(lines[row])["event"] for row in (0, 1, 3, 4)] == ["start", "load", "start", "restore"]
-    verify(again.log)
+    assert again.events() == ["load", "start", "restore"]
     assert again.registry.shown().data[0].digest == DIGEST["a"]
+    await again.close()
 
 
 async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Audited(files, audit_answers=True)
+    """The change and its record are one transaction."""
+    server = Audited(files)
     await server.load("a")
     before, copies = server.registry.shown(), server.copies()
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("inducekv_vllm.files.audit_chain.os.write", full)
-        for change in (
-            server.load("b"),
-            server.registry.unload("m"),
-            server.registry.forget("m"),
-        ):
-            with pytest.raises(ConfigError, match="cannot write the audit log: No space left"):
+        patch.setattr("server.state.audit_chain.append", full)
+        for change in (server.load("b"), server.registry.unload("m"), server.registry.forget("m")):
+            with pytest.raises(ConfigError, match="cannot record this; nothing changed: database or disk is full"):
                 await change
         with pytest.raises(ConfigError):
-            await server.audit.answer("r", "", {"bundle": "m", "digest": "d", "gate": None, "entries": []})
+            await server.registry.record_answer("r", "", TRACE)
     await server.released()
     assert (server.registry.shown(), server.copies()) == (before, copies)
     assert set(server.workers.resident) == {DIGEST["a"]}
     await server.load("b")
-    verify(server.log)
+    assert server.events() == ["load", "replace"]
 
 
-async def test_wrong_keys_do_not_fill_the_log(files: Path) -> None:
-    """The first few are recorded, and then how many more there were; the admin's refusals are recorded each."""
+async def test_wrong_keys_do_not_fill_the_chain(files: Path) -> None:
+    """The first few are recorded, and later how many more there were; the admin's refusals are recorded each."""
     server = Audited(files)
     for _ in range(1000):
-        server.audit.refusal("/v1/load_memory_bundle", None, "unknown at 10.0.0.9", "found another key")
+        await server.registry.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
     with pytest.raises(UnknownBundle):
         await server.registry.unload("m", who=ADMIN)
-    await server.close()
-    refused = [record.get("count") for record in server.records() if record["event"] == "refusal"]
-    assert refused == [None] * (WRONG_KEYS + 1) + [1000 - WRONG_KEYS]
-
-
-class Disk:
-    """A disk that answers when it is told to."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
-        patch.setattr(AuditWriter, "sync", lambda _: self._wait())
-
-    def _wait(self) -> None:
-        self.asked.set()
-        assert self.answers.wait(60)
-
-    async def is_asked(self) -> None:
-        while not self.asked.is_set():
-            await asyncio.sleep(0.01)
-
-
-async def test_a_change_waits_for_the_disk_and_requests_do_not(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Audited(files, audit_answers=True)
-    await server.load("a")
-    disk = Disk(monkeypatch)
-    change = asyncio.create_task(server.load("b"))
-    await disk.is_asked()
-    await server.audit.answer("r", "", {"bundle": "m", "digest": DIGEST["a"], "gate": None, "entries": []})
-    await asyncio.sleep(0.05)
-    assert not change.done()
-    assert server.registry.shown().data[0].digest == DIGEST["a"]
-    assert server.events()[-2:] == ["replace", "answer"]
-    disk.answers.set()
-    await change
-    assert server.registry.shown().data[0].digest == DIGEST["b"]
+    server.registry._strangers.clear()  # a minute later
+    await server.registry.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
+    refused = [record.get("unrecorded_before") for record in server.records() if record["event"] == "refusal"]
+    assert refused == [*[0] * STRANGERS, None, 1000 - STRANGERS]
 
 
 async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_later(files: Path) -> None:
@@ -232,7 +194,7 @@ class TestSignatures:
         assert server.copies() == set()
         self.signed(files, "a", keys["k1"])
         await server.load("a")
-        assert server.events() == ["start", "refusal", "refusal", "load"]
+        assert server.events() == ["refusal", "refusal", "load"]
 
     async def test_the_copy_is_checked_again_at_a_restart(
         self, files: Path, keys: dict[str, Ed25519PrivateKey]
@@ -268,21 +230,10 @@ async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
     assert (card.entries, card.expired_entries) == (5, 2)
 
 
-async def test_answers_are_recorded_only_if_asked_for(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They reach the disk when the log is closed, at the latest."""
-    gate = {"open": True, "task": "t", "closed": None, "margins": {}}
-    entries = [{"index": 3, "id": "x", "task": "t", "weight": 0.25}]
-    trace = {"bundle": "m", "digest": "d", "gate": gate, "entries": entries}
-    synced: list[int] = []
-    monkeypatch.setattr(AuditWriter, "sync", lambda _: synced.append(1))
-    for answers, expected in ((False, ["start"]), (True, ["start", "answer"])):
-        log = AuditLog(str(files / f"{answers}.jsonl"), answers=answers)
-        await log.answer("chatcmpl-1", "f" * 64, trace)
-        log.close()
-        assert len(synced) == 1 + answers  # the start is synced too
-        synced.clear()
-        records = [json.loads(line) for line in (files / f"{answers}.jsonl").read_text().splitlines()]
-        assert [record["event"] for record in records] == expected
-    del records[1]["time"], records[1]["previous"]
+async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
+    server = Audited(files, audit_answers=True)
+    await server.registry.record_answer("chatcmpl-1", "f" * 64, TRACE)
+    (record,) = server.records()
+    del record["time"], record["previous"]
     facts = {"request": "chatcmpl-1", "by": "f" * 16, "name": "m", "digest": "d", "task": "t", "entries": {"x": 0.25}}
-    assert records[1] == {"n": 1, "event": "answer", **facts}
+    assert record == {"n": 0, "event": "answer", **facts}

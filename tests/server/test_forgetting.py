@@ -13,13 +13,13 @@ import openai
 import torch
 
 from inducekv_vllm.bundle import Bundle, write_bundle
-from inducekv_vllm.files.audit_chain import verify
+from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import ADMIN_HEADER
 from selector.update.forget import without_entries
 from tests.bundles import remade
 from tests.engine.parity import World, prompts
 from tests.server.http import Bundles, ask, trace_at, trace_of, wait_until
-from tests.server.launch import ADMIN_KEY, AUDIT_LOG, STATE
+from tests.server.launch import ADMIN_KEY, STATE
 
 GONE, KEPT = 3, 5  # rows
 MARKS = {"gone": 0.7178, "kept": 0.6182}  # the numbers that their payloads consist of
@@ -106,11 +106,11 @@ def test_nothing_of_a_forgotten_entry_is_left(
     wait_until(lambda: not finds())
 
     def records_of_log() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (server_folder / AUDIT_LOG).read_text().splitlines()]
+        return [json.loads(record) for _, record in read(server_folder / STATE)]
 
     gone = {(whole.digest, True), (after.digest, True)}  # their tokens in the pool are overwritten
     wait_until(lambda: gone <= {(record.get("digest"), record.get("erased")) for record in records_of_log()})
-    verify(server_folder / AUDIT_LOG)
+    verify(server_folder / STATE)
     records = records_of_log()
     of_name = [(record["event"], record.get("digest")) for record in records if record.get("name") == NAME]
     answers = [("answer", whole.digest)] * 6
@@ -120,7 +120,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
     (answer,) = (record for record in records if record.get("request") == responses[0].id)
     assert answer["entries"] == {entry["id"]: entry["weight"] for entry in shown["entries"]}
     assert answer.keys() == {"n", "time", "event", "request", "by", "name", "digest", "task", "entries", "previous"}
-    text = (server_folder / AUDIT_LOG).read_text()
+    text = "".join(record for _, record in read(server_folder / STATE))
     assert ADMIN_KEY not in text
     assert "Bearer" not in text
     assert asked[0].question not in text

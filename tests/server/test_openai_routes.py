@@ -145,11 +145,10 @@ class TestRefusals:
         [
             {"url": "data:image/png;base64,bm90IGFuIGltYWdl"},
             {"url": "data:image/png;base64,%%%"},
-            {"url": "file:///nowhere.png"},
             {"url": ""},
             {},
         ],
-        ids=["not a picture", "not base64", "a local file", "no address", "nothing"],
+        ids=["not a picture", "not base64", "no address", "nothing"],
     )
     def test_of_what_is_no_picture(self, client: openai.OpenAI, picture: dict) -> None:
         parts = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "What is it?"}]

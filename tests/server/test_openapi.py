@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import hypothesis
 import pytest
 import schemathesis
-from fastapi import FastAPI
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges
 from inducekv_vllm.host.config import ADMIN_HEADER
-from server.endpoint import InduceKVEndpoint
-from server.openapi import API_KEY_SCHEME, TAG
-from server.requests import ADMIN_SCHEME, refused
+from server.requests import TAG, refused
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
@@ -28,22 +22,6 @@ CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory
 CHANGES.append("/v1/forget_memory_versions")
 WITH_INPUT = {*CHANGES, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
 ROUTES = {*WITH_INPUT, "/v1/memory_bundles", "/v1/memory_server", "/v1/models/{model}"}
-
-
-def schema_of(api_key: list[str] | None = None) -> dict[str, Any]:
-    """As a server that was started with this --api-key makes it."""
-    app = FastAPI()
-    app.state.args = Namespace(api_key=api_key)
-    InduceKVEndpoint().attach_router(app)
-    assert app.openapi() == app.openapi()  # corrected once
-    return json.loads(json.dumps(app.openapi()))  # type: ignore[no-any-return]
-
-
-def operations(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    for path, item in schema["paths"].items():
-        for method, operation in item.items():
-            if TAG in operation.get("tags", ()):
-                yield (method, path), operation
 
 
 @pytest.mark.anyio
@@ -59,30 +37,6 @@ def operations(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[s
 async def test_what_lacks_room_is_no_bad_request(error: InduceKVError, status: int) -> None:
     request: Any = None
     assert (await refused(request, error)).status_code == status
-
-
-@pytest.mark.parametrize("api_key", [None, ["secret"]])
-def test_the_schema_says_which_keys_a_route_takes(api_key: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    schema = schema_of(api_key)
-    schemes = schema["components"]["securitySchemes"]
-    assert schemes[ADMIN_SCHEME] == {
-        "type": "apiKey",
-        "in": "header",
-        "name": ADMIN_HEADER,
-        "description": schemes[ADMIN_SCHEME]["description"],
-    }
-    assert (API_KEY_SCHEME in schemes) == (api_key is not None)
-    everyone: dict[str, list[str]] = {API_KEY_SCHEME: []} if api_key else {}
-    the_admin = {**everyone, ADMIN_SCHEME: []}
-    for (method, path), operation in operations(schema):
-        if method == "post":
-            assert operation["security"] == [the_admin]
-        elif path.startswith("/v1/memory_bundles"):
-            assert operation["security"] == [everyone, the_admin]
-        else:
-            assert operation["security"] == [everyone]
-        assert ("401" in operation["responses"]) == (method == "post" or api_key is not None)
 
 
 def cases(operation: Any, mode: GenerationMode) -> Any:

@@ -21,10 +21,9 @@ from inducekv_vllm.errors import (
     UnknownBundle,
     VersionConflict,
 )
-from inducekv_vllm.files.audit_chain import verify
+from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access, ChangeRefused
-from server.audit import AuditLog
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.bundles import FINGERPRINT
@@ -43,21 +42,16 @@ class Processes:
         # Nobody's bundles are loaded from elsewhere than the folder, whichever process is asked.
         self.access = Access([str(files)])
         self.all: list[BundleRegistry] = []
-        self.audits: list[AuditLog] = []
 
     async def start(self) -> None:
-        started = await asyncio.gather(*(self._start(process) for process in range(PROCESSES)))
-        self.all, self.audits = [list(each) for each in zip(*started, strict=True)]
+        self.all = list(await asyncio.gather(*(self._start(process) for process in range(PROCESSES))))
 
-    async def _start(self, process: int) -> tuple[BundleRegistry, AuditLog]:
+    async def _start(self, process: int) -> BundleRegistry:
         path, keeps = self.config.state or self.files / "temporary", self.config.state is not None
         state = await asyncio.to_thread(lambda: ServerState(path, keeps_bundles=keeps, process=process))
-        audit = AuditLog(str(self.files / "audit.jsonl"), answers=True, is_first=process == 0)
-        registry = BundleRegistry(
-            self.workers, models(), FINGERPRINT, state, self.config, audit=audit, processes=PROCESSES
-        )
+        registry = BundleRegistry(self.workers, models(), FINGERPRINT, state, self.config, processes=PROCESSES)
         await registry.start(RUN)
-        return registry, audit
+        return registry
 
     async def load(self, content: str, process: int, name: str = "m", **options: Any) -> Any:
         path = str(self.files / f"{content}.safetensors")
@@ -87,12 +81,11 @@ class Processes:
         return "".join(name for name in NAMES if DIGEST[name] in self.workers.resident)
 
     def recorded(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.files / "audit.jsonl").read_text().splitlines()]
+        return [json.loads(record) for _, record in read(self.files / "temporary")]
 
     async def close(self) -> None:
-        for registry, audit in zip(self.all, self.audits, strict=True):
+        for registry in self.all:
             await end(registry)
-            audit.close()
 
 
 @pytest.fixture
@@ -227,7 +220,6 @@ async def test_a_change_of_a_process_that_is_killed_holds_nobody_up(processes: P
     await load
     assert [await processes.of(process) for process in (0, 1)] == ["b", "b"]
     processes.all.remove(killed)
-    processes.audits.pop()
 
 
 async def test_forgetting_reaches_every_process_before_it_is_acknowledged(processes: Processes) -> None:
@@ -243,18 +235,18 @@ async def test_forgetting_reaches_every_process_before_it_is_acknowledged(proces
     assert [await each.traces("owner", "salt", "r-b") for each in processes.all] == 3 * [[]]
 
 
-async def test_answers_and_refusals_of_all_processes_are_in_one_audit_log(processes: Processes) -> None:
+async def test_answers_and_refusals_of_all_processes_are_in_one_audit_chain(processes: Processes) -> None:
     trace = {"bundle": "m", "digest": "d", "gate": None, "entries": []}
-    first, second, third = processes.audits
+    first, second, third = processes.all
     for number in range(3):
-        await second.answer(f"r{number}-1", "", trace)
-        await first.answer(f"r{number}-0", "", trace)
-        third.refusal("/v1/load_memory_bundle", None, "unknown", "no key")
+        await second.record_answer(f"r{number}-1", "", trace)
+        await first.record_answer(f"r{number}-0", "", trace)
+        await third.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "no key")
     found = [(record["event"], record.get("request")) for record in processes.recorded()[2:]]
     assert found == [
         each for n in range(3) for each in (("answer", f"r{n}-1"), ("answer", f"r{n}-0"), ("refusal", None))
     ]
-    assert verify(processes.files / "audit.jsonl")[0] == len(found) + 2
+    assert verify(processes.files / "temporary")[0] == len(found) + 2
 
 
 async def test_all_restart_from_one_state_file(files: Path) -> None:
@@ -312,12 +304,12 @@ def _unreadable() -> None:
 async def test_what_cannot_be_recorded_has_not_happened(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = processes.all[1]
     with monkeypatch.context() as patch:
-        patch.setattr(registry._audit, "change", _failing)
+        patch.setattr(registry._state, "point", _failing)
         with pytest.raises(InduceKVError, match="no room for the record"):
             await processes.load("b", 1)
     await processes.settled()
     assert (await processes.served(), processes.resident()) == (["a", "a", "a"], "a")
 
 
-async def _failing(*_: Any, **__: Any) -> None:
+def _failing(*_: Any) -> None:
     raise CapacityError("no room for the record")

@@ -19,10 +19,14 @@ from tests.bundles import random_bundle
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
 
 
+def content_of(bundle: Bundle) -> bytes:
+    return b"content of " + bundle.digest.encode()
+
+
 def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3) -> None:
     record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
-    content = bundle.digest.encode() if state.keeps_bundles else None
-    state.point(record, Memory(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0])
+    content = content_of(bundle) if state.keeps_bundles else None
+    state.point(record, Memory(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0], "load")
 
 
 def digests(state: ServerState, name: str) -> list[int]:
@@ -46,7 +50,7 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path) 
     assert digests(state, "m") == [2, 4, 3]
     assert list(state.snapshot().versions) == ["m"]
     point(state, "n", BUNDLES[0])
-    state.drop("m", [0])
+    state.drop("m", [0], "admin")
     assert (state.names, state.records("m")) == (["n"], ())
 
 
@@ -55,15 +59,16 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     state = ServerState(path, keeps_bundles=True)
     for bundle in BUNDLES[:2]:
         point(state, "m", bundle)
-    state.put_trace("owner", None, "r", {"digest": secret})
-    assert state.forget("m", [secret]) == [secret]  # its last request runs
+    state.put_trace("owner", None, "r", {"digest": secret, "entry": "of the trace"})
+    assert state.forget("m", [secret], "admin") == [secret]  # its last request runs
     assert state.leave(secret)
     assert state.release(secret)
     assert not state.release(secret)
     assert contents(path) == {BUNDLES[1].digest}
     assert state.traces("owner", None, "r") == []
     for left in tmp_path.iterdir():
-        assert secret.encode() not in left.read_bytes(), left.name
+        for of_it in (content_of(BUNDLES[0]), b"of the trace"):  # the audit chain keeps its digest
+            assert of_it not in left.read_bytes(), left.name
 
 
 def test_a_server_that_starts_serves_nothing_of_its_predecessor_and_keeps_it(tmp_path: Path) -> None:
@@ -74,13 +79,13 @@ def test_a_server_that_starts_serves_nothing_of_its_predecessor_and_keeps_it(tmp
     state.begun("one")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
-    again.begin()
+    again.begin({})
     snapshot = again.snapshot()
     assert (snapshot.versions, snapshot.contents, snapshot.draining) == ({}, {}, frozenset())
     assert not again.has_begun("one")
     assert not again.attempt_of("n").loading
     assert digests(again, "m") == [1, 0]
-    assert again.kept(BUNDLES[0].digest)[1] == BUNDLES[0].digest.encode()
+    assert again.kept(BUNDLES[0].digest)[1] == content_of(BUNDLES[0])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
         state.point(
             VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
             Memory(large.metadata, "/b", 1),
-            *(1, bytes(10**6), 3, [0]),
+            *(1, bytes(10**6), 3, [0], "load"),
         )
     assert digests(state, "m") == [0]
     assert list(state.snapshot().contents) == [BUNDLES[0].digest]

@@ -21,7 +21,6 @@ from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main as bundle_command
 from selector.cli.select import main as select
-from server.launcher import main as serve
 from tests.bundles import random_bundle
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import save_tiny_llava, save_tiny_text_model
@@ -225,8 +224,6 @@ def test_every_command_refuses_them(copy: Path, tmp_path: Path, capsys: pytest.C
             ["route", *made, f"--base={base}", f"--adapter=t={tmp_path}:{task}"]
         ),
         "inducekv-bundle verify": lambda: bundle_command(["verify", str(bundle), f"--model={copy}"]),
-        "inducekv-serve": lambda: serve([str(copy), f"--memory=m={bundle}"]),
-        "inducekv-serve --model": lambda: serve(["--model", str(copy)]),
     }
     before = sorted(tmp_path.rglob("*"))
     for name, run in commands.items():

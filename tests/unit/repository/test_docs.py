@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -30,6 +31,7 @@ from benchmarks.continual.report.names import title
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
+from server import launcher
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -44,7 +46,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
 NESTED = ("audit",)  # commands with subcommands of their own
 WITH_SUBCOMMANDS = ("selector.cli.bundle", "benchmarks.continual", "benchmarks.continual.diagnostics")
-SERVER = "server.launcher"  # passes the flags that it does not know on to vLLM
+SERVER = "server.launcher"  # its parser is that of vLLM, with our flags
 FOREIGN_PROGRAMS = (
     "curl",
     "docker",
@@ -204,7 +206,12 @@ def unknown_flags(module: str, arguments: list[str]) -> set[str]:
         arguments = arguments[: arguments.index(FOREIGN_FLAGS_AFTER) + 1]
     flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     if module == SERVER:
-        flags = {flag for flag in flags if "memory" in flag or "demo" in flag}
+        ours = argparse.ArgumentParser()
+        launcher.add_flags(ours)
+        return {flag for flag in flags if "memory" in flag or "demo" in flag} - {
+            "--print-demo-model",
+            *ours._option_string_actions,
+        }
     return flags - options(module, *subcommand) if flags else set()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inducekv_vllm.bundle import Bundle, read_bundle, with_entries
-from inducekv_vllm.files.audit_chain import AuditWriter
+from inducekv_vllm.files import audit_chain
 from tests.bundles import random_bundle, random_gated_bundle
 from tests.unit.selector.cli.test_bundle import command, refuse, written
 
@@ -70,7 +73,7 @@ def test_forget(old: Path, tmp_path: Path, flags: tuple[str, ...], left: list[st
         (("--source-digest", "cd"), "there is no entry of the source digest 'cd'"),
         (("--source-digest", "ab"), "all 5 entries would be forgotten"),
         (("--entry", "e0", "--model", "m"), "give --model and --anchors"),
-        (("--entry", "e0", "--model", "m", "--anchors", "no"), "m"),
+        (("--entry", "e0", "--model", "m", "--anchors", "no"), "m: cannot load the configuration"),
     ],
 )
 def test_what_is_refused_leaves_nothing(old: Path, tmp_path: Path, flags: tuple[str, ...], problem: str) -> None:
@@ -110,17 +113,17 @@ def test_sign_and_verify(old: Path, tmp_path: Path) -> None:
 
 
 def test_audit_verify(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    writer = AuditWriter(path)
-    for event in ("start", "load", "unload"):
-        writer.append(event, {})
-    writer.close()
-    good = path.read_bytes()
-    assert command("audit", "verify", path) == f"{path}: 3 records, head {writer.head}\n"
-    command("audit", "verify", path, "--head", writer.head)
-
-    path.write_bytes(good[:-10])
-    assert "its writer was killed" in command("audit", "verify", path, status=3)
-    assert "no record has the SHA-256" in refuse("audit", "verify", path, "--head", writer.head)
-    path.write_bytes(good.replace(b'"load"', b'"lord"'))
-    assert f"{path}: line 3: it must follow record 1" in refuse("audit", "verify", path)
+    path = tmp_path / "state"
+    with contextlib.closing(sqlite3.connect(path)) as rows, rows:
+        rows.execute(audit_chain.TABLE)
+        for event in ("start", "load", "unload"):
+            audit_chain.append(rows, event, {})
+    _, head = audit_chain.verify(path)
+    assert command("audit", "verify", path) == f"{path}: 3 records, head {head}\n"
+    command("audit", "verify", path, "--head", head)
+    shown = command("audit", "show", path).splitlines()
+    assert [json.loads(line)["event"] for line in shown] == ["start", "load", "unload"]
+    with contextlib.closing(sqlite3.connect(path)) as rows, rows:
+        rows.execute("""UPDATE audit SET record = replace(record, '"load"', '"lord"')""")
+    assert f"{path}: record 2 of the audit chain does not follow record 1" in refuse("audit", "verify", path)
+    assert "no such file" in refuse("audit", "verify", tmp_path / "none")
