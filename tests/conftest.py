@@ -33,7 +33,6 @@ LONGEST = (
     "tests/engine/test_continual_smoke.py",
     "tests/engine/test_parity.py",
     "tests/engine/test_gpu_attention.py",
-    "tests/unit/selector/runtime/test_distributed.py",
     "tests/unit/benchmarks/test_continual_run.py",
     "engine",
 )

@@ -15,7 +15,6 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle
 
 from ..data.examples import Example
-from ..runtime.distributed import all_reduce_sum, in_step, merge_rows, together
 from .gate_rule import routed_tasks, routing
 from .generation import generate
 from .injection import Memory, Terms
@@ -58,40 +57,32 @@ class BundledModel:
 
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example], keys: Tensor) -> float:
-        """Mean NLL of the examples' answers. Collective; raises as `Scorer.losses` does.
+        """Mean NLL of the examples' answers. Raises as `Scorer.losses` does.
 
         Args:
             keys: [n, d], what `Backbone.retrieval_keys` gives.
         """
         opened, prior = self.routing(examples)
         total = torch.zeros((), dtype=torch.float64)
-        for batches in in_step(self._batches(opened)):
-            with together():
-                for with_memory, rows in batches:
-                    chosen = [examples[row] for row in rows]
-                    injection = self._injection(chosen, keys[rows], prior[rows], with_memory)
-                    total += self.scorer.losses(chosen, *injection).double().sum().cpu()
-        all_reduce_sum([total])
+        for with_memory, rows in self._batches(opened):
+            chosen = [examples[row] for row in rows]
+            injection = self._injection(chosen, keys[rows], prior[rows], with_memory)
+            total += self.scorer.losses(chosen, *injection).double().sum().cpu()
         return float(total) / len(examples)
 
     def accuracy(self, examples: Sequence[Example], keys: Tensor) -> float:
-        """The share of greedy answers that match exactly. Collective; `keys` [n, d] as in `mean_loss`."""
+        """The share of greedy answers that match exactly. `keys` [n, d] as in `mean_loss`."""
         longest = max(1, *(len(self.scorer.answer_tokens(example)) for example in examples))
-        right = torch.zeros(len(examples), dtype=torch.int64)
+        right = 0
         opened, prior = self.routing(examples)
-        for batches in in_step(self._batches(opened)):
-            with together():
-                for with_memory, rows in batches:
-                    texts = self._generate(
-                        [examples[row] for row in rows], keys[rows], prior[rows], with_memory, longest
-                    )
-                    expected = [examples[row].answer.strip() for row in rows]
-                    right[rows] = torch.tensor([int(a == b) for a, b in zip(texts, expected, strict=True)])
-        merge_rows([right])
-        return float(right.double().mean())
+        for with_memory, rows in self._batches(opened):
+            chosen = [examples[row] for row in rows]
+            texts = self._generate(chosen, keys[rows], prior[rows], with_memory, longest)
+            right += sum(text == each.answer.strip() for text, each in zip(texts, chosen, strict=True))
+        return right / len(examples)
 
     def answers(self, examples: Sequence[Example], max_new_tokens: int) -> list[str]:
-        """The text of the greedy answer to each example. Each process answers all."""
+        """The text of the greedy answer to each example."""
         texts = [""] * len(examples)
         for start in range(0, len(examples), self.scorer.batch_size):
             part = examples[start : start + self.scorer.batch_size]

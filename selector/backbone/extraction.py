@@ -1,7 +1,5 @@
 """Extract memory entries from a frozen backbone: retrieval keys and KV payloads of training prefixes.
 
-Under `torchrun` each process takes whole batches, the same ones that a single process would make.
-
 Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size,
 d hidden size.
 """
@@ -19,7 +17,6 @@ from torch import Tensor
 from inducekv_vllm.errors import ConfigError
 
 from ..data.examples import Example
-from ..runtime.distributed import in_step, merge_rows, together
 from ..runtime.progress import track
 from .model import Backbone, Inputs, pool_retrieval_keys
 from .payload_store import PayloadStore
@@ -45,7 +42,7 @@ def extract(
     store: PayloadStore | None = None,
     progress: bool = False,
 ) -> Extraction:
-    """Run the frozen model over every prefix once and keep its key and its pooled keys and values. Collective.
+    """Run the frozen model over every prefix once and keep its key and its pooled keys and values.
 
     Args:
         payload_tokens: m.
@@ -79,7 +76,6 @@ def extract(
 
     with store.whole_or_gone() if store is not None else contextlib.nullcontext():
         _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
-        merge_rows([retrieval_keys, payload_keys, payload_values])
         if store is None:
             return Extraction(retrieval_keys, payload_keys, payload_values)
         store.finish(retrieval_keys)
@@ -89,7 +85,7 @@ def extract(
 def extract_keys(
     backbone: Backbone, examples: Sequence[Example], *, batch_size: int = 8, progress: bool = False
 ) -> Tensor:
-    """Retrieval keys alone: [N, d] float32, unit norm. Collective; raises as `extract` does."""
+    """Retrieval keys alone: [N, d] float32, unit norm. Raises as `extract` does."""
     retrieval_keys = _no_keys(backbone, len(examples))
 
     def keep(start: int, inputs: Inputs) -> None:
@@ -97,7 +93,6 @@ def extract_keys(
         retrieval_keys[start : start + len(keys)] = keys
 
     _each_batch(backbone, examples, batch_size, "Extracting keys", progress, keep)
-    merge_rows([retrieval_keys])
     return retrieval_keys
 
 
@@ -141,16 +136,14 @@ def _each_batch(
     progress: bool,
     work: Callable[[int, Inputs], None],
 ) -> None:
-    """Call `work` with each of this process's batches and the row of its first example. Collective.
+    """Call `work` with each batch and the row of its first example.
 
     Padding is on the right, where it changes nothing.
     """
     _require_positive("batch_size", batch_size)
-    for starts in track(in_step(range(0, len(examples), batch_size)), title, progress):
-        with together():
-            for start in starts:
-                batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
-                work(start, backbone.collate(batch))
+    for start in track(range(0, len(examples), batch_size), title, progress):
+        batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
+        work(start, backbone.collate(batch))
 
 
 def _require_positive(name: str, value: int) -> None:

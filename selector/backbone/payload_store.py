@@ -29,7 +29,6 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 
-from ..runtime.distributed import barrier, is_main, together
 from ..runtime.files import replace_file
 
 _FILES: Final = ("payload_keys.f16", "payload_values.f16")
@@ -38,7 +37,7 @@ _ITEM_BYTES: Final = 2
 
 @dataclass(frozen=True)
 class PayloadStore:
-    """One run's files; under `torchrun` all processes share the folder, and each writes its own entries."""
+    """One run's files."""
 
     folder: Path
     shape: tuple[int, int, int, int, int]  # L, N, J, m, D
@@ -46,7 +45,7 @@ class PayloadStore:
 
     @classmethod
     def open(cls, folder: Path, shape: tuple[int, int, int, int, int], previous: Bundle | None) -> PayloadStore:
-        """The store as an earlier run has finished it, or an empty one with its disk space reserved. Collective.
+        """The store as an earlier run has finished it, or an empty one with its disk space reserved.
 
         Args:
             folder: belongs to this run alone: its content was made from the same examples by the same model.
@@ -56,9 +55,8 @@ class PayloadStore:
         """
         store = cls(folder, shape, previous.num_entries if previous is not None else 0)
         finished = store.retrieval_keys() is not None
-        barrier()  # every process has looked before one changes anything
-        with store.whole_or_gone(), together():
-            if not finished and is_main():
+        with store.whole_or_gone():
+            if not finished:
                 store._create(previous)
         return store
 
@@ -68,8 +66,7 @@ class PayloadStore:
         try:
             yield
         except BaseException:
-            if is_main():
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def write(self, first: int, payload_keys: Tensor, payload_values: Tensor) -> None:
@@ -82,21 +79,16 @@ class PayloadStore:
             self._write(self.num_previous + first, payload_keys, payload_values)
 
     def finish(self, retrieval_keys: Tensor) -> None:
-        """Sync all payloads, and write their `retrieval_keys` [N, d]. Collective.
+        """Sync all payloads, and write their `retrieval_keys` [N, d].
 
         Raises:
             ConfigError: the disk is full or fails.
         """
-        with together(), self._naming_failures():
+        with self._naming_failures():
             for name in _FILES:
-                descriptor = os.open(self.folder / name, os.O_RDWR)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        with together(), self._naming_failures():
-            if is_main():
-                replace_file(self._finished, safetensors.torch.save({"retrieval_keys": retrieval_keys}))
+                with (self.folder / name).open("r+b") as file:
+                    os.fsync(file.fileno())
+            replace_file(self._finished, safetensors.torch.save({"retrieval_keys": retrieval_keys}))
 
     def retrieval_keys(self) -> Tensor | None:
         """The current task's retrieval keys [number of its entries, d], if the store is finished."""

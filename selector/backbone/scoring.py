@@ -1,14 +1,12 @@
 """The loss: negative log-likelihood of answers under a frozen model with a memory.
 
-Under `torchrun` the examples of a batch are split among the processes.
-
 Shapes: n examples of a batch, B entries, d hidden size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +19,6 @@ from inducekv_vllm.bundle.activation import Activation, first_active_position
 from inducekv_vllm.errors import TaskDataError
 
 from ..data.examples import Example
-from ..runtime.distributed import all_reduce_sum, in_step, shard, summed, together
 from .generation import answer_logprobs, answer_tokens_logprobs
 from .injection import Memory, Terms
 from .model import Backbone, Inputs
@@ -164,44 +161,25 @@ class Scorer:
 
     @torch.no_grad()
     def mean_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> float:
-        """Mean NLL over all questions, with a memory or without. Collective; raises as `losses` does."""
+        """Mean NLL over all questions, with a memory or without. Raises as `losses` does."""
         total = torch.zeros((), dtype=torch.float64)
-        for starts in in_step(range(0, len(questions), self.batch_size)):
-            with together():
-                for start in starts:
-                    rows = slice(start, start + self.batch_size)
-                    terms = None if memory is None else questions.terms(memory, rows, log_prior)
-                    total += self.losses(questions.examples[rows], memory, terms).double().sum().cpu()
-        all_reduce_sum([total])
+        for start in range(0, len(questions), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            terms = None if memory is None else questions.terms(memory, rows, log_prior)
+            total += self.losses(questions.examples[rows], memory, terms).double().sum().cpu()
         return float(total) / len(questions)
 
     @torch.no_grad()
     def accuracy(self, questions: Questions, memory: Memory, log_prior: Tensor | None = None) -> float:
-        """The share of questions whose every answer token is the likeliest: greedy answers. Collective."""
-        right = torch.zeros((), dtype=torch.float64)
-        for starts in in_step(range(0, len(questions), self.batch_size)):
-            with together():
-                for start in starts:
-                    rows = slice(start, start + self.batch_size)
-                    examples = questions.examples[rows]
-                    predicted = self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
-                    for example, logprobs in zip(examples, predicted, strict=True):
-                        right += logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example)
-        all_reduce_sum([right])
-        return float(right) / len(questions)
-
-
-def mean_of_batch(rows: list[int], losses: Callable[[list[int]], Tensor]) -> Tensor:
-    """The mean loss of a batch's rows; each process computes `losses` for its own share of them: [].
-
-    Collective. Parameters that `losses` depends on must be `replicated`.
-    """
-    # A process without examples runs one that does not count, so that all processes build the same graph.
-    own_rows = shard(rows)
-    computed = own_rows or rows[:1]
-    with together():
-        values = losses(computed)  # [len(computed)]
-    return summed(values.sum() * (len(own_rows) / len(computed))) / len(rows)
+        """The share of questions whose every answer token is the likeliest: greedy answers."""
+        right = 0
+        for start in range(0, len(questions), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            examples = questions.examples[rows]
+            predicted = self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
+            for example, logprobs in zip(examples, predicted, strict=True):
+                right += logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example)
+        return right / len(questions)
 
 
 def batch_rows(count: int, size: int, seed: int, batch: tuple[int, ...]) -> list[int]:

@@ -18,28 +18,24 @@ from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy
 from ..data.examples import Example
 from ..report.page import render_html
-from ..runtime.distributed import is_main, together
 from ..runtime.files import replace_file
 from ..update.result import UpdateResult
 
 
 @contextlib.contextmanager
 def sole_writer(output: Path) -> Iterator[None]:
-    """Inside, its folder is there, and no other run writes this output; the lock ends with the process. Collective.
+    """Inside, its folder is there, and no other run writes this output; the lock ends with the process.
 
     Raises:
         ConfigError: another run is writing it, or the folder cannot be written.
     """
-    path, lock = output.with_name(f".{output.name}.lock"), None
-    with together():
-        if is_main():
-            lock = _locked(path, output)
+    path = output.with_name(f".{output.name}.lock")
+    lock = _locked(path, output)
     try:
         yield
     finally:
-        if lock is not None:
-            path.unlink(missing_ok=True)
-            os.close(lock)
+        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _locked(path: Path, output: Path) -> int:

@@ -4,9 +4,6 @@ Reads the task's examples, the previous bundle and the anchors of earlier tasks.
 anchors, and a report as NAME.report.json and NAME.report.html beside the bundle. A run that is killed resumes with the
 same arguments, and ends with the same bundle.
 
-`torchrun --standalone --nproc-per-node N -m selector.cli.select ...` shares the work among N processes that see the
-same files; torchrun ends with status 1 if this ends with any status but 0.
-
 Exit status: 0 for success; 2 for an error, printed in one line on standard error; 3 if the new memory does no better on
 the validation examples than none, and without --allow-worse only the report is written.
 """
@@ -48,18 +45,13 @@ VALIDATION_SHARE = 0.1  # of the task's examples, held out if there is no valida
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    from ..runtime.distributed import is_main, print_error, process_group
-
-    with process_group():
-        try:
-            return run(*parse_arguments(arguments))
-        except InduceKVError as error:
-            print_error(error_line(PROGRAM, error))
-            return FAILED
-        except KeyboardInterrupt:
-            if is_main():
-                print(f"{PROGRAM}: interrupted; run it again with the same arguments to resume", file=sys.stderr)
-            return FAILED
+    try:
+        return run(*parse_arguments(arguments))
+    except InduceKVError as error:
+        print(error_line(PROGRAM, error), file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; run it again with the same arguments to resume", file=sys.stderr)
+    return FAILED
 
 
 def run(options: SelectOptions, values: dict[str, Any]) -> int:
@@ -78,7 +70,6 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
 
     from ..data.anchors import AnchorStore, examples_digest
     from ..runtime.checkpoint import identity_digest
-    from ..runtime.distributed import is_main, together, world_size
     from ..update.inputs import TaskInputs
     from .outputs import sole_writer
 
@@ -107,8 +98,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     if store:
         store.require_new(learnt, run_name, replace=options.replace)
     anchors = store.read(except_run=run_name, except_tasks=learnt if options.replace else ()) if store else []
-    # Not part of the name: another number of processes rounds differently, but makes the same run.
-    identity |= {"anchors": examples_digest(anchors), "processes": world_size()}
+    identity["anchors"] = examples_digest(anchors)
     inputs = TaskInputs(training, validation, anchors, previous)
     _check_inputs(inputs, settings, background)
 
@@ -118,9 +108,8 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
             checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
         if checkpoint is None:
             return WORSE
-        with together():
-            if is_main() and options.publish:
-                publish(options.publish, options.output)
+        if options.publish:
+            publish(options.publish, options.output)
         checkpoint.remove()  # only now: if the server refuses, the same command publishes again without computing
     return SUCCESS
 
@@ -194,15 +183,13 @@ def _check_inputs(inputs: TaskInputs, settings: PaperSettings | RefinedSettings,
 def _finished_checkpoint(output: Path, identity: dict[str, Any]) -> Checkpoint | None:
     """The checkpoint of a run that has written everything but was not cleared away, if there is one."""
     from ..runtime.checkpoint import Checkpoint
-    from ..runtime.distributed import together
 
     finished = Checkpoint.finished(checkpoint_folder(output), identity)
     if finished is None:
         return None
     checkpoint, digest = finished
-    with together():
-        if not output.exists() or read_bundle(output).digest != digest:
-            return None
+    if not output.exists() or read_bundle(output).digest != digest:
+        return None
     _note(f"{output} is written already, digest {digest}")
     return checkpoint
 
@@ -219,7 +206,6 @@ def _update_and_write(
 ) -> Checkpoint | None:
     """Update and write everything; None if only the report is written, because the memory does no better than none."""
     from ..runtime.checkpoint import Checkpoint
-    from ..runtime.distributed import is_main, together
     from ..update.dates import with_dates
     from .outputs import KeptAnchors, write_outputs, write_report
 
@@ -236,18 +222,14 @@ def _update_and_write(
     bundle = with_dates(result.bundle, inputs.previous, *_dates(options, checkpoint.began))
     result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if (problem := _no_better(result.report)) and not options.allow_worse:
-        with together():
-            if is_main():
-                write_report(options.output, result.report)
+        write_report(options.output, result.report)
         _note(f"{problem}; no bundle was written (--allow-worse writes it, without repeating the computation)")
         return None
     anchors = _choose_anchors(options, settings, backbone, inputs, result) if store else []
-    with together():
-        if is_main():
-            kept = KeptAnchors(store, anchors, options.anchor_policy, run_name, options.replace) if store else None
-            write_outputs(options.output, result, kept, settings.seed)
-            checkpoint.finish(result.bundle.digest)
-            _summarize(result, options.output)
+    kept = KeptAnchors(store, anchors, options.anchor_policy, run_name, options.replace) if store else None
+    write_outputs(options.output, result, kept, settings.seed)
+    checkpoint.finish(result.bundle.digest)
+    _summarize(result, options.output)
     return checkpoint
 
 
@@ -344,6 +326,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    from ..runtime.distributed import leave
-
-    leave(main())
+    sys.exit(main())

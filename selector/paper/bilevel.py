@@ -172,7 +172,7 @@ def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -
 
 
 def save_state(checkpoint: Checkpoint, name: str, state: SelectionState) -> None:
-    """Collective. Raises ConfigError: the file cannot be written; the previous state stays."""
+    """Raises ConfigError: the file cannot be written; the previous state stays."""
     calibration = state.calibration
     tensors = {
         "weights": state.weights,
@@ -189,7 +189,7 @@ def save_state(checkpoint: Checkpoint, name: str, state: SelectionState) -> None
 
 
 def load_state(checkpoint: Checkpoint, name: str) -> SelectionState | None:
-    """The state saved last under `name`, if any. Collective. Raises ConfigError: the file is damaged."""
+    """The state saved last under `name`, if any. Raises ConfigError: the file is damaged."""
     saved = checkpoint.read(name)
     if saved is None:
         return None

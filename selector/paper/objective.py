@@ -1,7 +1,5 @@
 """What the selection minimises: NLL of the current task and of the anchors under weighted candidates.
 
-Under `torchrun` the examples of a batch are split among the processes, and the gradients of w and phi are summed.
-
 Shapes: N candidates, n examples of a batch, L layers.
 """
 
@@ -16,15 +14,14 @@ from torch import Tensor
 from inducekv_vllm.retrieval.entry_terms import Weighting
 
 from ..backbone.injection import Memory
-from ..backbone.scoring import Questions, Scorer, batch_rows, mean_of_batch
-from ..runtime.distributed import replicated
+from ..backbone.scoring import Questions, Scorer, batch_rows
 from ..update.parametrization import temperature, value_gates
 from .candidate_pool import CandidatePool
 
 
 @dataclass(frozen=True)
 class Objective:
-    """L_cur and L_anc of weights w and calibration phi, on batches that a seed and a number determine. Collective."""
+    """L_cur and L_anc of weights w and calibration phi, on batches that a seed and a number determine."""
 
     scorer: Scorer
     pool: CandidatePool
@@ -58,15 +55,11 @@ class Objective:
         )
 
     def _loss(self, questions: Questions, weights: Tensor, phi: Tensor, batch: tuple[int, ...]) -> Tensor:
-        weights, phi = replicated(weights, phi)
-
-        def losses(rows: list[int]) -> Tensor:
-            memory = self.memory(phi)
-            prior = log_prior(weights, self.budget).to(questions.keys)
-            terms = memory.terms(questions.keys[rows], log_prior=prior)
-            return self.scorer.losses([questions.examples[row] for row in rows], memory, terms)
-
-        return mean_of_batch(batch_rows(len(questions), self.batch_size, self.seed, batch), losses)
+        rows = batch_rows(len(questions), self.batch_size, self.seed, batch)
+        memory = self.memory(phi)
+        prior = log_prior(weights, self.budget).to(questions.keys)
+        terms = memory.terms(questions.keys[rows], log_prior=prior)
+        return self.scorer.losses([questions.examples[row] for row in rows], memory, terms).sum() / len(rows)
 
 
 def log_prior(weights: Tensor, budget: int) -> Tensor:

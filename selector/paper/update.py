@@ -50,7 +50,7 @@ def update_paper(
     *,
     progress: bool = False,
 ) -> UpdateResult:
-    """Select the next memory; the same inputs and settings give the same digest, interrupted or not. Collective.
+    """Select the next memory; the same inputs and settings give the same digest, interrupted or not.
 
     The candidates' payloads are kept in the checkpoint's folder.
 

@@ -55,7 +55,7 @@ class Candidate:
 def train_candidates(
     problem: TrainingProblem, settings: RefinedSettings, gate_layer: int, checkpoint: Checkpoint, progress: bool
 ) -> list[Candidate]:
-    """Train with every activation and learning rate to try; those that diverge are left out. Collective.
+    """Train with every activation and learning rate to try; those that diverge are left out.
 
     Args:
         gate_layer: the last one that the gate looks at.
@@ -157,7 +157,7 @@ def _trained(
     checkpoint: Checkpoint,
     title: str | None,
 ) -> Candidate:
-    """One training; `title` is that of its progress, None to show none. Collective.
+    """One training; `title` is that of its progress, None to show none.
 
     Raises:
         TaskDataError, BundleError: it diverges.

@@ -18,7 +18,7 @@ TIMED_RATE: Final = 0.1  # of steps that are not kept
 
 
 def announce(problems: Sequence[TrainingProblem], settings: RefinedSettings, trainings_each: int, shown: bool) -> None:
-    """Say how many trainings there are at most, and how long they take: two steps of each are timed. Collective."""
+    """Say how many trainings there are at most, and how long they take: two steps of each are timed."""
     if not (shown and settings.steps):
         return
     seconds = settings.steps * trainings_each * sum(seconds_of_step(problem, settings) for problem in problems)

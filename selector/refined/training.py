@@ -24,10 +24,9 @@ from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import BundleError, TaskDataError
 
 from ..backbone.injection import Memory
-from ..backbone.scoring import Questions, Scorer, batch_rows, mean_of_batch
+from ..backbone.scoring import Questions, Scorer, batch_rows
 from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
-from ..runtime.distributed import replicated
 from ..update.parametrization import temperature, value_gates
 from .muon import Muon
 from .settings import RefinedSettings
@@ -73,7 +72,7 @@ def train(
     name: str,
     after_step: Callable[[Training], None] = lambda training: None,
 ) -> Memory:
-    """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`. Collective.
+    """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`.
 
     Raises:
         TaskDataError: a loss or a gradient is not finite.
@@ -140,14 +139,13 @@ class Training:
         return _memory(self.problem, parameters)
 
     def take_step(self) -> None:
-        """One step on a batch of questions. Collective.
+        """One step on a batch of questions.
 
         Raises:
             TaskDataError: a loss or a gradient is not finite.
         """
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        copies = dict(zip(trained, replicated(*trained.values()), strict=True))
-        memory = _memory(self.problem, self.parameters | copies)
+        memory = _memory(self.problem, self.parameters)
         loss = step_loss(self.problem, self.settings, memory, self.step)
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         by_name = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
@@ -185,7 +183,7 @@ class Training:
         }
 
     def check(self) -> None:
-        """Measure the state on validation questions, and keep it if it is the best so far. Collective."""
+        """Measure the state on validation questions, and keep it if it is the best so far."""
         now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         validation = self.problem.validation
         rows = batch_rows(len(validation), CHECKED, self.settings.seed, (7,))
@@ -196,7 +194,7 @@ class Training:
             self.best = now
 
     def save(self, checkpoint: Checkpoint, name: str) -> None:
-        """Collective. Raises ConfigError: the file cannot be written; the previous state stays."""
+        """Raises ConfigError: the file cannot be written; the previous state stays."""
         tensors = {f"parameters.{key}": parameter.detach() for key, parameter in self.parameters.items()}
         tensors |= {f"best.{key}": tensor for key, tensor in self.best.items()}
         for key, optimizer in self.optimizers.items():
@@ -206,7 +204,7 @@ class Training:
         checkpoint.write(name, tensors, {"step": self.step, "history": history, "checks": self.checks})
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
-        """Resume from what was saved last under `name`, if anything. Collective.
+        """Resume from what was saved last under `name`, if anything.
 
         Raises:
             ConfigError: the file is damaged.
@@ -232,16 +230,14 @@ class Training:
 
 
 def step_loss(problem: TrainingProblem, settings: RefinedSettings, memory: Memory, step: int) -> Tensor:
-    """Mean NLL of `memory` on the batch of step number `step`: []. Collective."""
+    """Mean NLL of `memory` on the batch of step number `step`: []."""
     questions, device = problem.training, problem.scorer.backbone.device.type
-
-    def losses(rows: list[int]) -> Tensor:
-        used, prior = reachable(memory, problem.log_prior[rows])
-        terms = questions.terms(used, rows, prior)
-        with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-            return problem.scorer.losses([questions.examples[row] for row in rows], used, terms)
-
-    return mean_of_batch(batch_rows(len(questions), settings.batch_size, settings.seed, (2, step)), losses)
+    rows = batch_rows(len(questions), settings.batch_size, settings.seed, (2, step))
+    used, prior = reachable(memory, problem.log_prior[rows])
+    terms = questions.terms(used, rows, prior)
+    with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+        losses = problem.scorer.losses([questions.examples[row] for row in rows], used, terms)  # [rows]
+    return losses.sum() / len(rows)
 
 
 def log_prior(examples: Sequence[Example], entries: Sequence[EntryRecord]) -> Tensor:

@@ -26,7 +26,6 @@ from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
-from ..runtime.distributed import together
 from ..runtime.phases import Phases
 from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import REFINED
@@ -49,7 +48,7 @@ def update_refined(
     background: Sequence[Example] = (),
     progress: bool = False,
 ) -> UpdateResult:
-    """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not. Collective.
+    """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not.
 
     Args:
         base: questions that the model answers well by itself, for which the gate should stay closed; their answers are
@@ -72,7 +71,7 @@ def update_refined(
         training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
         validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
         entries, records = initial_entries(backbone, inputs, settings, training.keys)
-    with phases.phase("gate"), together():
+    with phases.phase("gate"):
         misses, seed = settings.gate_misses, settings.seed
         fitted = fit_gate(backbone, own_questions(inputs), base, background=background, misses=misses, seed=seed)
     with phases.phase("refine"), tiled_attention(backbone):

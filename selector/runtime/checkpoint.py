@@ -1,12 +1,10 @@
 """A run's progress on disk: a run that is killed resumes, and ends with the same result.
 
-    DIR/identity.json       everything that determines the run's result, and when it began
-    DIR/NAME.safetensors    an optimisation's state after its last complete step
-    DIR/seconds.json        the time spent so far, by phase
-    DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
-    DIR/finished.json       the digest of the bundle, once all outputs are written
-
-Under `torchrun` the processes share the folder: all read, the main one writes.
+DIR/identity.json       everything that determines the run's result, and when it began
+DIR/NAME.safetensors    an optimisation's state after its last complete step
+DIR/seconds.json        the time spent so far, by phase
+DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
+DIR/finished.json       the digest of the bundle, once all outputs are written
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError
 
-from .distributed import barrier, is_main, together
 from .files import replace_file
 
 IDENTITY: Final = "identity.json"
@@ -50,7 +47,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
-        """The run's own progress, or none: another run's progress in the folder is removed. Collective.
+        """The run's own progress, or none: another run's progress in the folder is removed.
 
         Args:
             identity: JSON values that determine the run's result.
@@ -63,30 +60,27 @@ class Checkpoint:
         """
         path = folder / IDENTITY
         try:
-            with together():
-                resumed = path.is_file() and _is_of(path, identity)
-            with together():
-                if not resumed and is_main():
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir()
-                    replace_file(path, _content(identity, datetime.now(UTC).replace(microsecond=0)))
+            resumed = path.is_file() and _is_of(path, identity)
+            if not resumed:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                replace_file(path, _content(identity, datetime.now(UTC).replace(microsecond=0)))
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
         return cls(folder), resumed
 
     @classmethod
     def finished(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, str] | None:
-        """The checkpoint and the digest of the written bundle, if the run has finished. Collective.
+        """The checkpoint and the digest of the written bundle, if the run has finished.
 
         Raises:
             ConfigError: the files cannot be read.
         """
-        with together():
-            try:
-                if (folder / FINISHED).is_file() and _is_of(folder / IDENTITY, identity):
-                    return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise cls(folder).damaged(FINISHED, error) from error
+        try:
+            if (folder / FINISHED).is_file() and _is_of(folder / IDENTITY, identity):
+                return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise cls(folder).damaged(FINISHED, error) from error
         return None
 
     @property
@@ -106,7 +100,7 @@ class Checkpoint:
             raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
 
     def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        """Replace what is stored under `name`, atomically. Collective.
+        """Replace what is stored under `name`, atomically.
 
         Args:
             progress: JSON values.
@@ -114,31 +108,28 @@ class Checkpoint:
         Raises:
             ConfigError: the file cannot be written; the previous one stays.
         """
-        with together():
-            if is_main():
-                data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
-                try:
-                    replace_file(self._path(name), data)
-                    replace_file(self.folder / SECONDS, json.dumps(self.clock.now()).encode())
-                except OSError as error:
-                    raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
+        data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
+        try:
+            replace_file(self._path(name), data)
+            replace_file(self.folder / SECONDS, json.dumps(self.clock.now()).encode())
+        except OSError as error:
+            raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and JSON values stored under `name`, if any. Collective.
+        """Tensors and JSON values stored under `name`, if any.
 
         Raises:
             ConfigError: the file is damaged.
         """
         path = self._path(name)
-        with together():
-            if not path.exists():
-                return None
-            try:
-                with safetensors.safe_open(str(path), framework="pt") as file:
-                    names, progress = list(file.keys()), json.loads(file.metadata()["progress"])
-                    return {name: file.get_tensor(name) for name in names}, progress
-            except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-                raise self.damaged(name, error) from error
+        if not path.exists():
+            return None
+        try:
+            with safetensors.safe_open(str(path), framework="pt") as file:
+                names, progress = list(file.keys()), json.loads(file.metadata()["progress"])
+                return {name: file.get_tensor(name) for name in names}, progress
+        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise self.damaged(name, error) from error
 
     def seconds(self) -> dict[str, float]:
         """The time that earlier processes have spent, by phase. Raises ConfigError: the file is damaged."""
@@ -150,15 +141,12 @@ class Checkpoint:
             raise self.damaged(SECONDS, error) from error
 
     def remove_unless_begun(self) -> None:
-        """Remove a folder that holds the run's identity alone. Not collective: the others may have failed already."""
-        if is_main() and [path.name for path in self.folder.iterdir()] == [IDENTITY]:
+        """Remove a folder that holds the run's identity alone."""
+        if [path.name for path in self.folder.iterdir()] == [IDENTITY]:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove(self) -> None:
-        """Collective."""
-        barrier()
-        if is_main():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def damaged(self, name: str, error: Exception | str) -> ConfigError:
         """The error for an unusable file of `name`."""

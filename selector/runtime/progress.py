@@ -11,16 +11,13 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .distributed import is_main
-
 LINE_SECONDS = 15.0  # between two lines where there is no terminal
 _T = TypeVar("_T")
 
 
 def note(text: str) -> None:
-    """Print a line on standard error, from the main process only."""
-    if is_main():
-        print(text, file=sys.stderr, flush=True)
+    """Print a line on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def track(steps: Sequence[_T], title: str, shown: bool) -> Iterable[_T]:
@@ -35,7 +32,7 @@ def track(steps: Sequence[_T], title: str, shown: bool) -> Iterable[_T]:
 def progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
     """Yields `advance(steps_done, text)`; the text is shown beside the progress."""
     console = Console(stderr=True)
-    if not (shown and is_main()):
+    if not shown:
         yield lambda done, text: None
     elif not console.is_terminal:
         yield _lines(title, total)

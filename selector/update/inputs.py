@@ -12,7 +12,6 @@ from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
 from ..data.examples import Example
-from ..runtime.distributed import in_step, together
 from ..runtime.progress import track
 from .measures import composition
 from .recipes import REFINED
@@ -51,7 +50,7 @@ def check_inputs(
     others: Sequence[Example] = (),
     progress: bool = False,
 ) -> None:
-    """Check that the recipe can continue the previous memory, and learn from the examples. Collective.
+    """Check that the recipe can continue the previous memory, and learn from the examples.
 
     Args:
         others: what the model is to read beside the inputs' examples.
@@ -107,12 +106,10 @@ def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_
 
 
 def require_context(scorer: Scorer, examples: Sequence[Example], progress: bool) -> None:
-    """Check that every example fits into the model's context. Collective.
+    """Check that every example fits into the model's context.
 
     Raises:
         TaskDataError: naming the example and both lengths.
     """
-    for group in track(in_step(examples), "Checking examples", progress):
-        with together():
-            for example in group:
-                scorer.require_context(example)
+    for example in track(examples, "Checking examples", progress):
+        scorer.require_context(example)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from selector.cli.select import main
-from selector.runtime.distributed import leave
 from tests.gates import small_fits
 
 if __name__ == "__main__":
     with small_fits():
         status = main()
-    leave(status)
+    sys.exit(status)
