@@ -18,7 +18,7 @@ class AddsMemory(Protocol):
         """Whether `add` needs the log-sum-exp of self-attention for a forward pass of this many rows."""
         ...
 
-    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def cacheable(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What the KV cache may hold of a layer's keys and values [rows, J, D]: finite numbers in rows with memory.
 
         A block keeps what one request has left in it for the next one.
@@ -66,7 +66,7 @@ def _with_memory(base: Any) -> type:
         self_lse: Tensor | None
 
         def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
-            super().do_kv_cache_update(layer, *self.memory.cacheable(key, value), *args, **kwargs)
+            super().do_kv_cache_update(layer, *self.memory.cacheable(self.layer_index, key, value), *args, **kwargs)
 
         def forward(
             self,

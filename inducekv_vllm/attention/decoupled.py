@@ -40,9 +40,9 @@ class DecoupledStep:
         """Never."""
         return False
 
-    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def cacheable(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `AddsMemory`. The CPU's attention multiplies unused slots of a block by 0, which leaves NaN and inf."""
-        rows = [active.rows for active in (*self.active, *self.merged)]
+        rows = [each.rows for each in (*self.active, *self.merged) if layer > each.memory.first_layer]
         if not rows or (is_finite(key) and is_finite(value)):
             return key, value
         return _cleared(key, rows), _cleared(value, rows)
@@ -51,6 +51,8 @@ class DecoupledStep:
         """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
         for active in self.active:
             rows, memory = active.rows, active.memory
+            if layer < memory.first_layer:
+                continue
             if isinstance(rows, slice):
                 _add(query[rows], output[rows], memory, layer, scale)
             else:

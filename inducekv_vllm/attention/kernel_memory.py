@@ -149,7 +149,7 @@ class KernelMemoryAttention:
         """See `AddsMemory`."""
         return any(now.shape.lse for now in self._launches(num_rows))
 
-    def cacheable(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def cacheable(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `AddsMemory`. Here the limits of what loads have to suffice: to look at them would cost every request."""
         return key, value
 

@@ -114,6 +114,11 @@ class RequestMemory:
         return self.log_remainder != -math.inf
 
     @cached_property
+    def first_layer(self) -> int:
+        """In those before, nothing is added."""
+        return int(self.bundle.first_layers[self.entries].min())
+
+    @cached_property
     def first_entry(self) -> int | None:
         """If the entries are adjacent."""
         first, last = int(self.entries[0]), int(self.entries[-1])

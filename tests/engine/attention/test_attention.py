@@ -203,11 +203,12 @@ def test_the_cache_takes_finite_numbers_of_rows_with_memory_alone() -> None:
     key, value = torch.ones(2, 4, J, D)
     value[:3, 0, 0] = math.nan
     step = DecoupledStep([ActiveRows(slice(1, 2), memory)], [ActiveRows(torch.tensor([2]), memory)])
-    cached_key, cached_value = step.cacheable(key, value)
+    assert step.cacheable(0, key, value)[1] is value  # nothing has been added before this layer's output
+    cached_key, cached_value = step.cacheable(1, key, value)
     assert torch.equal(cached_key, key)
     assert cached_value[:, 0, 0].tolist() == [pytest.approx(math.nan, nan_ok=True), 0, 0, 1]
     assert value[:3, 0, 0].isnan().all()
-    assert DecoupledStep().cacheable(key, value)[1] is value
+    assert DecoupledStep().cacheable(1, key, value)[1] is value
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
