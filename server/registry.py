@@ -367,7 +367,7 @@ class BundleRegistry:
         """One change, alone and within the time that it may take; a refusal is told, and leaves nothing behind."""
         limit = self._config.load_timeout_s
         async with self._told(change, name, who):
-            with self._metrics.change(change), self._stop.running(), self._waiting_turn():
+            with self._metrics.change(change), self._stop.running():
                 try:
                     async with asyncio.timeout(limit) as timer, self._alone():
                         self._limit = timer
@@ -379,28 +379,26 @@ class BundleRegistry:
 
     @contextlib.asynccontextmanager
     async def _told(self, change: str, name: str, who: str) -> AsyncIterator[None]:
-        """A change is shown while it runs; if it is refused, that is shown, logged and recorded."""
-        began, loading, failure = time.monotonic(), change in LOADS, None
+        """A change is shown while it waits and runs; if it is refused, that is shown, logged and recorded."""
+        began, loading, is_shown, failure = time.monotonic(), change in LOADS, False, None
         try:
-            await asyncio.to_thread(self._state.attempt, name, loading=loading)
-            yield
+            with self._waiting_turn():
+                await asyncio.to_thread(self._state.attempt, name, loading=loading)
+                is_shown = True
+                yield
         except BaseException as error:
             failure = error
             raise
         finally:
             reason = None if failure is None else " ".join(str(failure).split()) or repr(failure)
-            says_something = failure is None or (
-                isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
-            )
-            ended = partial(self._state.attempted, name, loading=loading, change=change, reason=reason)
-            with contextlib.suppress(InduceKVError):  # the disk is full
-                await asyncio.to_thread(ended, says_something=says_something)
+            if is_shown:
+                is_of_the_bundle = isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
+                ended = partial(self._state.attempted, name, loading=loading, change=change, reason=reason)
+                with contextlib.suppress(InduceKVError):  # the disk is full
+                    await asyncio.to_thread(ended, says_something=failure is None or is_of_the_bundle)
             if isinstance(failure, Exception):
-                seconds, line = (
-                    time.monotonic() - began,
-                    "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s",
-                )
-                logger.warning(line, change, name, who, seconds, reason)
+                facts = (change, name, who, time.monotonic() - began, reason)
+                logger.warning("%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", *facts)
                 await self._note("refusal", change=change, name=f"{name:.200}", by=who, reason=f"{reason:.1000}")
 
     @contextlib.contextmanager

@@ -441,6 +441,7 @@ def check_state_file(path: Path) -> bool:
         if path.stat().st_size == 0:
             return False
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as found:
+            found.execute("BEGIN")  # what is read is of one moment: the first process may begin the file now
             (application,), (version,) = (
                 found.execute(f"PRAGMA {field}").fetchone() for field in ("application_id", "user_version")
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import CapacityError, ConfigError
-from server.state import ServerState, VersionRecord
+from server.state import ServerState, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
@@ -119,6 +120,27 @@ def test_a_file_that_a_killed_server_has_only_begun_is_begun_again(tmp_path: Pat
     with contextlib.closing(sqlite3.connect(tmp_path / "state")) as database:
         database.execute("PRAGMA journal_mode = WAL")
     point(ServerState(tmp_path / "state", keeps_bundles=False), "m", BUNDLES[0])
+
+
+def test_a_process_may_look_while_the_first_one_begins_the_file(tmp_path: Path) -> None:
+    found: list[ConfigError] = []
+
+    def look(path: Path) -> None:
+        try:
+            while not check_state_file(path):
+                pass
+        except ConfigError as error:
+            found.append(error)
+
+    for number in range(20):
+        path = tmp_path / str(number)
+        others = [threading.Thread(target=look, args=(path,)) for _ in range(3)]
+        for other_process in others:
+            other_process.start()
+        ServerState(path, keeps_bundles=False).close()
+        for other_process in others:
+            other_process.join()
+    assert not found
 
 
 def test_one_server_uses_it_at_a_time(tmp_path: Path) -> None:
