@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.files import audit_chain
 from tests.bundles import remade
 from tests.engine.parity import TOLERANCE, World, prompts
 from tests.nightly.test_kill import process_of
@@ -128,7 +129,7 @@ def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, w
         assert version >= max(ended_before, default=0)
     assert {version for *_, version in answers} >= {0, VERSIONS - 1}
     bundles.wait_until_drained()
-    recorded = [json.loads(record) for _, record in read(running.folder / "state")]
+    recorded = [json.loads(record) for _, record in audit_chain.read(running.folder / "state")]
     of_versions = [record for record in recorded if record["event"] == "answer" and record["digest"] in number_of]
     assert len(of_versions) == len(answers)
 
