@@ -23,6 +23,7 @@ from inducekv_vllm.errors import BundleError, InduceKVError
 from inducekv_vllm.files.regular import open_regular
 from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
+KEY_DIGITS: Final = 16  # of the digest of a key, in the audit chain
 SAGEMAKER_ROUTE: Final = "/invocations"
 SAGEMAKER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
 
@@ -49,7 +50,7 @@ class Access:
     @property
     def key_name(self) -> str | None:
         """How the audit chain names the admin's key: the beginning of its digest."""
-        return None if self._admin is None else self._admin.hex()[:16]
+        return None if self._admin is None else self._admin.hex()[:KEY_DIGITS]
 
     def is_admin(self, key: str | None) -> bool:
         return self._admin is not None and key is not None and secrets.compare_digest(key_digest(key), self._admin)

@@ -25,7 +25,6 @@ from inducekv_vllm.host.config import (
 from .demo import BUNDLE, CHECKPOINT
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 PROGRAM: Final = "inducekv-serve"
@@ -34,7 +33,8 @@ GROUP: Final = "InduceKV"
 DEFAULT_HOST: Final = "127.0.0.1"
 SETTING: Final = "inducekv_"  # our flags are stored under this and the name of their setting
 DESCRIPTION: Final = f"""vLLM's OpenAI server with memory bundles. Without a model it serves the demo model.
-Its other flags are those of vllm serve: {PROGRAM} --help=all"""
+Its other flags are those of vllm serve: {PROGRAM} --help=all
+--print-demo-model prints the path of the demo model, and ends."""
 # The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
 PLUGIN_GROUPS: Final = (
     "vllm.general_plugins",
@@ -51,10 +51,10 @@ class UsageError(InduceKVError):
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `inducekv-serve`; exits with status 2 on an invalid command line."""
     given = sys.argv[1:] if argv is None else list(argv)
-    if given == ["--print-demo-model"]:
-        print(CHECKPOINT)
-        return
     try:
+        if "--print-demo-model" in given:
+            print(demo_model())
+            return
         os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
         args = parsed(given)
         prepare(args, os.environ)
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     """The arguments of vllm serve and ours. Raises UsageError: vLLM cannot read them. SystemExit: argparse cannot."""
     given = [f"--help={GROUP}" if each in ("-h", "--help") else each for each in given]
-    cli, _ = parser()
     try:
-        args: argparse.Namespace = cli.parse_args(["serve", *given])
+        args: argparse.Namespace = parser().parse_args(["serve", *given])
     except Exception as error:  # of the file that --config names, for instance
         raise UsageError(" ".join(str(error).split())) from error
     if args.config is not None:
@@ -76,17 +75,16 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def parser() -> tuple[FlexibleArgumentParser, ServeSubcommand]:
+def parser() -> FlexibleArgumentParser:
     """vLLM's parser, with our flags in a group of vllm serve."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli: Any = FlexibleArgumentParser(prog=PROGRAM)  # type: ignore[no-untyped-call]
-    command = ServeSubcommand()
-    serve = command.subparser_init(cli.add_subparsers(dest="subparser"))
+    serve = ServeSubcommand().subparser_init(cli.add_subparsers(dest="subparser"))
     serve.prog, serve.usage = PROGRAM, f"{PROGRAM} [MODEL] [--memory NAME=PATH]... [any flag of vllm serve]"
     add_flags(serve.add_argument_group(GROUP, DESCRIPTION))  # type: ignore[no-untyped-call]
-    return cli, command
+    return cli  # type: ignore[no-any-return]
 
 
 def add_flags(group: Any) -> None:

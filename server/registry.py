@@ -52,7 +52,7 @@ from inducekv_vllm.host.logs import logger_of
 from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from . import engines
-from .access import Access
+from .access import KEY_DIGITS, Access
 from .metrics import RegistryMetrics
 from .names import PIN, Names, task_adapters
 from .reader import BundleReader, Checked
@@ -71,7 +71,6 @@ from .state import ServerState, VersionRecord
 logger = logger_of(__name__)
 T = TypeVar("T")
 
-KEY_DIGITS: Final = 16  # of the digest of a key
 STRANGERS, STRANGERS_S = 10, 60.0  # so many refusals of changes without the admin key are recorded in so long
 START: Final = "start"  # who loads the bundles of the command line
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
