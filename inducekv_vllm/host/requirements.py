@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..bundle import OutputMap
 
 
-DRAFTS = ("ngram", "draft_model")  # drafts are made without memory, and checked with it
+DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")  # drafts are made without memory, and checked with it
 
 
 def check_engine(config: VllmConfig) -> None:

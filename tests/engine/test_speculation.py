@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -26,7 +28,9 @@ from tests.engine.parity import (
     text_prompts,
 )
 from tests.tiny_families import FAMILIES, TEXT_SIZES
-from tests.tiny_models import save_tiny_text_model
+from tests.tiny_models import HEAD_DIM, HIDDEN, save_tiny_text_model
+
+HEAD_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 @contextmanager
@@ -70,12 +74,65 @@ def test_ngrams(tmp_path: Path) -> None:
         assert {answer.output.outputs[0].text for answer in answers} <= {"red circle", "blue square"}
 
 
-@pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="vLLM's draft models need Triton: test_gpu_attention.py")
+needs_triton = pytest.mark.skipif(
+    WORKER_VARIABLE not in os.environ, reason="vLLM's draft models need Triton: test_gpu_attention.py"
+)
+
+
+@needs_triton
 def test_a_draft_model(tmp_path: Path) -> None:
     """Its layers are not touched: their numbers and those of the served model overlap."""
     draft = save_tiny_text_model(tmp_path / "draft", lambda **sizes: LlamaConfig(**TEXT_SIZES, **sizes), seed=5)
     world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
     with drafting(world, method="draft_model", model=str(draft)) as served:
+        check(served, text_prompts)
+        drafted, accepted = drafts(served)
+        assert 0 <= accepted < drafted
+
+
+def save_eagle_head(folder: Path, method: str, vocabulary: int) -> Path:
+    """A random head for the tiny Llama in the layout of published ones: a layer of a Llama, and `fc` before it."""
+    heads, kv_heads, inner = (TEXT_SIZES[name] for name in HEAD_SIZES)
+    wide = 2 * HIDDEN if method == "eagle3" else HIDDEN  # EAGLE-3 shows its layer the token beside the state
+    layer = {
+        "self_attn.q_proj": (heads * HEAD_DIM, wide),
+        "self_attn.k_proj": (kv_heads * HEAD_DIM, wide),
+        "self_attn.v_proj": (kv_heads * HEAD_DIM, wide),
+        "self_attn.o_proj": (HIDDEN, heads * HEAD_DIM),
+        "mlp.gate_proj": (inner, HIDDEN),
+        "mlp.up_proj": (inner, HIDDEN),
+        "mlp.down_proj": (HIDDEN, inner),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    if method == "eagle3":
+        layer |= {"input_layernorm": (HIDDEN,), "hidden_norm": (HIDDEN,)}
+        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()}
+        shapes |= {"fc": (HIDDEN, 3 * HIDDEN), "norm": (HIDDEN,), "lm_head": (vocabulary, HIDDEN)}
+        architecture = "LlamaForCausalLMEagle3"
+    else:
+        shapes = {f"layers.0.{name}": shape for name, shape in layer.items()} | {"fc": (HIDDEN, 2 * HIDDEN)}
+        architecture = "LlamaForCausalLM"
+    config = LlamaConfig(**TEXT_SIZES | {"num_hidden_layers": 1}, vocab_size=vocabulary, architectures=[architecture])
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        if len(shape) > 1
+        else torch.ones(shape)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@needs_triton
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_an_eagle_head(method: str, tmp_path: Path) -> None:
+    """It drafts from the hidden states of the pass with memory; its layer stands behind the model's, untouched."""
+    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    vocabulary = LlamaConfig.from_pretrained(tmp_path / "model").vocab_size
+    head = save_eagle_head(tmp_path / "head", method, vocabulary)
+    with drafting(world, method=method, model=str(head)) as served:
         check(served, text_prompts)
         drafted, accepted = drafts(served)
         assert 0 <= accepted < drafted
