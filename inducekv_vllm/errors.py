@@ -47,6 +47,10 @@ class UnknownBundle(InduceKVError):
     """No bundle of this name is loaded."""
 
 
+class UnknownFact(InduceKVError):
+    """A bundle has no fact of this id."""
+
+
 class VersionConflict(InduceKVError):
     """A name does not stand for the version that a change expects."""
 

@@ -5,7 +5,8 @@
     closed      the sampled token stands; nothing else has happened
     open        the token is dropped, and the next step computes the positions from A on again, with memory
 
-A is the first position that memory acts on. K and V before it are the untouched model's, so their blocks keep vLLM's
+A is the first position that memory acts on; for stored answers, which enter the next token's distribution, the prompt's
+last one. K and V before it are the untouched model's, so their blocks keep vLLM's
 hashes and are shared with every other request. Hashes are chained: one extra key, in A's block, keeps that block and
 all later ones, of the prompt or generated, apart from untouched ones and from those of any other memory.
 
@@ -72,7 +73,7 @@ class _MemoryRequests(Scheduler):
             known = self.known.get(identity)
             if known is not None and (known.valid_until is None or time.time() < known.valid_until):
                 self.decisions[request.request_id] = replace(known, source="cached", seconds=0.0, same_pass=False)
-                self.starts[request.request_id] = start = _start_of(spec, known)
+                self.starts[request.request_id] = start = _start_of(request, spec, known)
                 self._take_blocks(request, start)
             else:
                 self.undecided[request.request_id] = spec, identity
@@ -127,11 +128,12 @@ class _MemoryRequests(Scheduler):
         if decision.error is None:
             if self.known.maxsize:
                 self.known[identity] = decision
-            start = _start_of(spec, decision, request.mm_features if request_id in self.without_media else None)
+            media = request.mm_features if request_id in self.without_media else None
+            start = _start_of(request, spec, decision, media)
             if decision.same_pass:
                 self._take_blocks(request, start)
                 return False
-            if start.injection is None and start.adapter is None:
+            if start.injection is None and start.adapter is None and start.answers is None:
                 return False
             self.starts[request_id] = start
         # Dropped: no output, no check for a stop, no step of a grammar.
@@ -146,17 +148,17 @@ class _MemoryRequests(Scheduler):
 
     def _rewind(self, request: Request, start: Start) -> None:
         """Let the request compute the positions from A on again, in blocks of its own; with LoRA, all of them."""
-        num_full, injection = len(request.block_hashes), start.injection
+        num_full = len(request.block_hashes)
         self._take_blocks(request, start)
         if request.status != RequestStatus.RUNNING:  # preempted meanwhile, in asynchronous scheduling
             request.drop_stale_output = True
             self.rewound["preempted"] += 1
         elif (
-            injection is not None
+            start.adapter is None
             and len(self.kv_cache_config.kv_cache_groups) == 1
-            and injection.start // self.hash_block_size >= num_full
+            and start.position // self.hash_block_size >= num_full
         ):
-            request.num_computed_tokens = injection.start
+            request.num_computed_tokens = start.position
             request.num_output_placeholders = 0  # asynchronous scheduling: the dropped token's
             # Drafts that follow the dropped token are ignored.
             request.is_prefill_chunk, request.spec_token_ids = True, []
@@ -216,8 +218,16 @@ class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
 
 
-def _start_of(spec: DecideSpec, decision: Decision, media: Sequence[Any] | None = None) -> Start:
-    return Start(decision.injection, dict(spec.adapters).get(decision.task or ""), media)
+def _start_of(request: Request, spec: DecideSpec, decision: Decision, media: Sequence[Any] | None = None) -> Start:
+    """Answers that are stored enter behind the prompt: its last token is computed again."""
+    injection, facts = decision.injection, decision.facts
+    return Start(
+        position=request.num_prompt_tokens - 1 if injection is None else injection.start,
+        injection=injection,
+        adapter=dict(spec.adapters).get(decision.task or ""),
+        answers=None if facts is None else facts.answers,
+        media=media,
+    )
 
 
 def _identity(request: Request, spec: DecideSpec) -> bytes:

@@ -29,12 +29,23 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
 from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
-from . import inspection
+from . import inspection, teaching
 from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
 from .metrics import POOL_BYTES
 from .names import PIN
 from .registry import BundleRegistry
-from .requests import TAG, Admin, access_of, error_response, errors, refused, registry_of, unrouted
+from .requests import (
+    CHANGE_ERRORS,
+    NOT_LOADED,
+    TAG,
+    TOO_LONG,
+    Admin,
+    access_of,
+    error_response,
+    refused,
+    registry_of,
+    unrouted,
+)
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -58,6 +69,7 @@ class InduceKVEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.include_router(teaching.router)  # before a route that takes any name
         app.include_router(inspection.router)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
@@ -173,19 +185,6 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
     for serving in vars(state)["_state"].values():
         if isinstance(serving, BeamSearchOnlineMixin):
             serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
-
-
-CHANGE_ERRORS = errors(
-    BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
-    UNAUTHORIZED="The admin key is missing or wrong.",
-    FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
-    CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
-    TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
-    SERVICE_UNAVAILABLE="The server is shutting down.",
-    INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are `max_bundles` names; nothing has changed.",
-)
-NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
-TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")
 
 
 @router.post(

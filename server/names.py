@@ -184,6 +184,7 @@ class Names:
             name=name,
             path=records[0].source if is_admin else None,
             entries=memory.num_entries,
+            facts=len(memory.metadata.facts),
             expired_entries=memory.num_entries - len(memory.alive()),
             task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
             tasks=dict(Counter(entry.task for entry in memory.entries)),

@@ -7,15 +7,18 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import (
     AdapterRecord,
     BackboneFingerprint,
+    Bundle,
     read_bundle,
     read_public_key,
     require_signature,
@@ -23,7 +26,7 @@ from inducekv_vllm.bundle import (
 )
 from inducekv_vllm.bundle.adapters import read_adapter
 from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.errors import BundleError
+from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
 from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.pace import beside_requests
 
@@ -70,6 +73,44 @@ class BundleReader:
         """
         async with self._file_of(record) as path:
             yield await self._in_thread(self._read_version, path, record)
+
+    async def changed(
+        self, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
+    ) -> Checked:
+        """The next version of one that is served, or the first of a name. Remove its file once it is resident.
+
+        Raises:
+            InduceKVError: what `change` raises; or the version before cannot be read, or not be served if changed.
+        """
+        if self._signers:
+            raise ConfigError("this server serves signed bundles alone, and what is taught over HTTP is not signed")
+        async with contextlib.AsyncExitStack() as stack:
+            path = None if record is None else await stack.enter_async_context(self._file_of(record))
+            return await self._in_thread(self._change, path, record, change)
+
+    def _change(
+        self, path: str | None, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
+    ) -> Checked:
+        before = None
+        if path is not None and record is not None:
+            before = read_bundle(path, backbone=self._backbone, name=f"bundle {record.name!r}")
+            if before.digest != record.digest:
+                raise BundleError(f"bundle {record.name!r} ({path}): the file has changed since it was loaded")
+            if before.metadata.task_adapters:
+                raise UnsupportedModel(
+                    f"bundle {record.name!r} sends tasks to LoRA adapters: teach it with inducekv-bundle"
+                )
+        bundle = change(before, self.facts)
+        file = Path(self._folder.name, f"{bundle.digest}.safetensors")
+        write_bundle(bundle, file, verify=False)
+        return Checked(Memory.from_bundle(bundle, str(file)), file.read_bytes())
+
+    @cached_property
+    def facts(self) -> FactReader:
+        """How the served model's prompts are read; made in a thread. Raises UnsupportedModel."""
+        model = self._client.model_config
+        cache = self._client.vllm_config.load_config.download_dir
+        return FactReader.of(model.model, model.revision, cache, model.max_model_len)
 
     async def is_whole(self, record: VersionRecord) -> bool:
         """Whether what is kept of a version holds what it held when it was loaded."""

@@ -24,7 +24,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -32,7 +33,8 @@ from vllm.exceptions import RetryableRequestError
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm import __version__
-from inducekv_vllm.bundle import BackboneFingerprint
+from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease
 from inducekv_vllm.engine.stopping import EngineStop
@@ -73,10 +75,12 @@ T = TypeVar("T")
 
 STRANGERS, STRANGERS_S = 10, 60.0  # so many refusals of changes without the admin key are recorded in so long
 START: Final = "start"  # who loads the bundles of the command line
+TAUGHT: Final = "taught over HTTP"  # in place of a path
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
 POLL_S: Final = 0.2  # how often a process looks for changes without being asked
 TURN_S: Final = 0.01  # how often it looks whether another one's change has ended
-LOADS: Final = frozenset({"load", "rollback", "restore"})
+FIRST: Final = frozenset({"load", "restore", "teach"})  # they may make the first version of a name
+LOADS: Final = frozenset({"load", "rollback", "restore", "teach", "forget_facts"})
 # They say nothing about the bundle.
 PASSING: Final = (TooManyChanges, UnknownBundle, VersionConflict)
 _NAME: Final = re.compile(NAME_PATTERN)
@@ -88,7 +92,10 @@ PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
     "text",
     "video",
 }
-_DONE: Final = {"load": "loaded", "replace": "replaced", "rollback": "rolled back", "restore": "restored"}
+_DONE: Final = {"load": "loaded", "replace": "replaced", "rollback": "rolled back", "restore": "restored"} | {
+    "teach": "taught",
+    "forget_facts": "freed of facts",
+}
 
 
 class BundleRegistry:
@@ -292,6 +299,35 @@ class BundleRegistry:
             logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
             return ForgottenVersions(name=name, digest=served, forgotten=gone, in_use=in_use)
 
+    async def change_facts(
+        self,
+        change: Literal["teach", "forget_facts"],
+        name: str,
+        make: Callable[[Bundle | None, FactReader], Bundle],
+        *,
+        expected_digest: str | None = None,
+        who: str = START,
+    ) -> MemoryBundleCard:
+        """Let a name stand for the next version of its bundle, with other facts.
+
+        Args:
+            make: the next version from the served one, which is None if "teach" is to make the first one.
+
+        Raises:
+            InduceKVError: what `make` raises; or as for `load`.
+        """
+        async with self._changing(change, name, who, expected_digest):
+            self._check_name(name, replace=True)
+            served = self._names.records[name][0] if name in self._names else None
+            checked = await self._reader.changed(served, make)
+            memory = checked.memory
+            try:
+                parent = memory.metadata.parent_digest
+                record = VersionRecord(name, memory.digest, parent, datetime.now(UTC), who, TAUGHT)
+                return await self._serve(change, record, checked)
+            finally:
+                Path(memory.path).unlink(missing_ok=True)
+
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
 
@@ -325,7 +361,7 @@ class BundleRegistry:
         version = self._names.versions.get(digest)
         try:
             resident_bytes = version.resident_bytes if version else await engines.load(self._client, memory)
-            event = change if before is None or change == "rollback" else "replace"
+            event = "replace" if before is not None and change == "load" else change
             await self._record(
                 self._state.point,
                 *(record, memory, resident_bytes, checked.bundle, self._config.keep_versions, self._processes, event),
@@ -370,7 +406,9 @@ class BundleRegistry:
                 try:
                     async with asyncio.timeout(limit) as timer, self._alone():
                         self._limit = timer
-                        self._check_expected(name, expected_digest, must_exist=change not in ("load", "restore"))
+                        self._check_expected(
+                            name, expected_digest, must_exist=change not in ("load", "restore", "teach")
+                        )
                         yield
                 except TimeoutError as error:
                     reason = f"{change} of {name!r} took longer than {limit:g} s; nothing has changed"
@@ -558,6 +596,10 @@ class BundleRegistry:
             data=[self._names.card(name, is_admin) for name in self._names.records],
             draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
         )
+
+    def metadata(self, name: str) -> BundleMetadata:
+        """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
+        return self._names.of(name).memory.metadata
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.

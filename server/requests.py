@@ -12,7 +12,7 @@ from fastapi.security import APIKeyHeader
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
-from inducekv_vllm.errors import CapacityError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import CapacityError, LoadTimeout, TooManyChanges, UnknownBundle, UnknownFact, VersionConflict
 from inducekv_vllm.host.config import ADMIN_HEADER
 from inducekv_vllm.host.logs import logger_of
 
@@ -66,6 +66,7 @@ Admin = Annotated[str, Depends(admin)]
 
 STATUS_OF: Final[dict[type[Exception], HTTPStatus]] = {
     UnknownBundle: HTTPStatus.NOT_FOUND,
+    UnknownFact: HTTPStatus.NOT_FOUND,
     TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
     VersionConflict: HTTPStatus.CONFLICT,
     CapacityError: HTTPStatus.INSUFFICIENT_STORAGE,
@@ -102,3 +103,16 @@ async def unrouted(request: Request, error: Exception) -> Response:
 def errors(**reasons: str) -> dict[int | str, dict[str, Any]]:
     """Error statuses for the OpenAPI schema, by the names of `http.HTTPStatus`."""
     return {HTTPStatus[name].value: {"model": ErrorResponse, "description": why} for name, why in reasons.items()}
+
+
+CHANGE_ERRORS = errors(
+    BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
+    UNAUTHORIZED="The admin key is missing or wrong.",
+    FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
+    CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
+    TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
+    SERVICE_UNAVAILABLE="The server is shutting down.",
+    INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are `max_bundles` names; nothing has changed.",
+)
+NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
+TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")

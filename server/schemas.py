@@ -10,8 +10,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK
+
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
+MAX_EXAMPLES: Final = 10_000  # in one request
 DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
 EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
 
@@ -72,6 +75,112 @@ class RollbackMemoryBundleRequest(BaseModel):
     expected_digest: ExpectedDigest = None
 
 
+class ExampleMessage(BaseModel):
+    """One message of an example, as in a chat request; its content is text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "user"]
+    content: str | list[dict[str, Any]]
+
+
+Messages = Annotated[
+    list[ExampleMessage],
+    Field(
+        description="The question: one message of the user, in text. A system message before it is not looked at.",
+        examples=[[{"role": "user", "content": "What is the code of Lima?"}]],
+        min_length=1,
+        max_length=2,
+    ),
+]
+Answer = Annotated[str, Field(description="What the model shall say.", examples=["LIM"], min_length=1)]
+TaskName = Annotated[
+    str,
+    Field(
+        description="Facts of one task are told from each other by the words in which their questions differ. Where "
+        "the bundle has a relevance gate for the task, it must open.",
+        examples=["codes"],
+        min_length=1,
+        max_length=256,
+    ),
+]
+
+
+class TaughtExample(BaseModel):
+    """A question and its answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = Field(
+        default=None,
+        description="Of the example; one that the bundle has is corrected. Null: it follows from task and question.",
+        min_length=1,
+        max_length=256,
+    )
+    task: TaskName = DEFAULT_TASK
+    messages: Messages
+    answer: Answer
+    expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
+
+
+class TeachRequest(BaseModel):
+    """Body of POST /v1/memory_bundles/{name}/examples."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    examples: Annotated[list[TaughtExample], Field(min_length=1, max_length=MAX_EXAMPLES)]
+    budget_bytes: int | None = Field(
+        default=None,
+        description=f"Bytes that the bundle may take; null for what it has, at first {DEFAULT_BUDGET_BYTES}.",
+        ge=1,
+        le=2**40,
+    )
+    expected_digest: ExpectedDigest = None
+
+
+class CorrectExampleRequest(BaseModel):
+    """Body of PATCH /v1/memory_bundles/{name}/examples/{id}: what is null stays as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: Messages | None = None
+    answer: Answer | None = None
+    expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
+    expected_digest: ExpectedDigest = None
+
+
+class TaughtBundle(BaseModel):
+    """The version of a bundle that serves now, after a change of its examples."""
+
+    object: Literal["memory_bundle.examples"] = "memory_bundle.examples"
+    name: BundleName
+    digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
+    ids: list[str] = Field(description="Of the examples that were taught, corrected or forgotten.")
+    facts: int = Field(description="Facts of the bundle now.")
+
+
+class MemoryExample(BaseModel):
+    """A fact of a bundle."""
+
+    id: str
+    task: str
+    question: str | None = Field(description="Shown to the admin only.")
+    answer: str | None = Field(description="Shown to the admin only.")
+    source_digest: str = Field(description="SHA-256 of the messages, in hexadecimal.")
+    created_at: datetime | None
+    expires_at: datetime | None
+    superseded_by: str | None = Field(description="The newer fact that answers the same question.")
+
+
+class MemoryExampleList(BaseModel):
+    """Response of GET /v1/memory_bundles/{name}/examples."""
+
+    object: Literal["list"] = "list"
+    digest: str = Field(description="Of the version that they belong to.", examples=[DIGEST])
+    data: list[MemoryExample]
+    has_more: bool = Field(description="Whether there are more after these.")
+
+
 class MemoryVersion(BaseModel):
     """A version that a name has stood for."""
 
@@ -92,6 +201,7 @@ class MemoryBundleCard(BaseModel):
     entries: int = Field(description="The number of entries B.")
     expired_entries: int = Field(description="Of these, those that are not used any more: their date has passed.")
     budget: int = Field(description="The maximum number of entries.")
+    facts: int = Field(description="The number of facts.")
     payload_tokens: int = Field(description="The tokens m of an entry.")
     form: str = Field(description="`merged` or `decoupled`.", examples=["decoupled"])
     weighting: str = Field(description="`sqrt`, `prior` or `uniform`.", examples=["uniform"])

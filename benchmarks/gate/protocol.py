@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from benchmarks.gate.wordings import listed_name, read_lists, reworded, shares_content_word
-from selector.backbone.turns import message
+from inducekv_vllm.backbone.turns import message
 from selector.data.examples import Example
 from selector.gate.background import Phrases
 from selector.gate.fitting_set import GateQuestion

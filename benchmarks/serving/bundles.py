@@ -27,11 +27,11 @@ from benchmarks.serving.methods import (
     decoupled_name,
     gated_name,
 )
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, read_bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import layers_of_gate
-from selector.backbone.turns import turn_marks
 from selector.refined.settings import RefinedSettings
 from selector.update.measures import entry_bytes
 from server.demo import CHECKPOINT
@@ -124,7 +124,7 @@ def fixed_gate(backbone: Backbone, *, is_open: bool) -> Gate:
     some = normalize(torch.randn(S, PROTOTYPES // 2, F, generator=torch.Generator().manual_seed(SEED)), dim=2)
     return Gate(
         layers=layers,
-        marks=turn_marks(backbone),
+        marks=turn_marks(backbone.processor),
         center=torch.zeros(S, F),
         scale=torch.ones(S, F),
         prototypes=torch.cat([some, -some], dim=1),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..backbone.stored_facts import StoredFacts
 from ..bundle.lookup import MemoryIndex
 from ..errors import UnsupportedModel
 from ..retrieval.entry_terms import EntryTerms, FloatArray, Form, IntArray, Weighting
@@ -51,6 +52,7 @@ class ResidentBundle:
     index: MemoryIndex  # on the host
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
+    facts: StoredFacts | None = None  # on the host
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:

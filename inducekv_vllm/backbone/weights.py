@@ -65,6 +65,14 @@ def weights_digest(model: str | Path, revision: str | None = None, cache: str | 
     return sha.hexdigest()
 
 
+def stored_tensors(model: str | Path, revision: str | None = None, cache: str | None = None) -> dict[str, Path]:
+    """The files that a checkpoint's tensors lie in, by name; see `weights_digest`."""
+    try:
+        return {name: tensor.file for name, tensor in _stored(_folder(model, revision, cache), model).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedModel(f"{model}: cannot read the weights: {type(error).__name__}: {error}") from error
+
+
 def _folder(model: str | Path, revision: str | None, cache: str | None) -> Path:
     if Path(model).is_dir():
         return Path(model)

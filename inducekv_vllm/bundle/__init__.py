@@ -17,11 +17,21 @@ from .metadata import (
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
+    FactRecord,
     GateRecord,
     OutputMap,
 )
 from .signature import Signature, read_private_key, read_public_key, require_signature, sign_digest
-from .tensors import UNIT_NORM_TOLERANCE, Bundle, Gate, bundle_digest, check_bundle, expected_shapes, with_entries
+from .tensors import (
+    UNIT_NORM_TOLERANCE,
+    Bundle,
+    Gate,
+    bundle_digest,
+    check_bundle,
+    expected_shapes,
+    with_entries,
+    with_metadata,
+)
 
 __all__ = [
     "FORMAT_VERSION",
@@ -33,6 +43,7 @@ __all__ = [
     "Bundle",
     "BundleMetadata",
     "EntryRecord",
+    "FactRecord",
     "Gate",
     "GateRecord",
     "MagnitudeLimits",
@@ -49,5 +60,6 @@ __all__ = [
     "require_signature",
     "sign_digest",
     "with_entries",
+    "with_metadata",
     "write_bundle",
 ]

@@ -29,7 +29,7 @@ from .signature import Signature
 from .tensors import DTYPES, Bundle, check_shapes, check_structure, check_values, expected_shapes, require_backbone
 
 METADATA_KEY = "inducekv"
-MAX_HEADER_BYTES = 6 * 2**20
+MAX_HEADER_BYTES = 24 * 2**20
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
 
 

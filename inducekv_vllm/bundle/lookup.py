@@ -45,10 +45,11 @@ class DatedEntries:
     @cached_property
     def _expiries(self) -> list[datetime]:
         """Ascending."""
-        return sorted({entry.expires_at for entry in self.metadata.entries if entry.expires_at is not None})
+        records = (*self.metadata.entries, *self.metadata.facts)
+        return sorted({record.expires_at for record in records if record.expires_at is not None})
 
     def next_expiry(self, now: datetime | None = None) -> datetime | None:
-        """When fewer entries will be alive; None for never. `now` None for the clock's."""
+        """When fewer entries or facts will be alive; None for never. `now` None for the clock's."""
         moment = now or datetime.now(UTC)
         return next((expiry for expiry in self._expiries if expiry > moment), None)
 
@@ -95,7 +96,8 @@ class MemoryIndex(DatedEntries):
         num_expired = len(entries) - len(alive)
         gate_decision = None
         if self.gate is not None:
-            tasks = {entries[i].task for i in alive} | {record.task for record in self.metadata.task_adapters}
+            adapters = {record.task for record in self.metadata.task_adapters}
+            tasks = {entries[i].task for i in alive} | adapters | set(self.metadata.fact_tasks)
             assert query.evidence is not None
             gate_decision = self.gate.decide(query.evidence, tasks if num_expired else None)
             if gate_decision.task is None or self.metadata.adapter_of(gate_decision.task):
@@ -103,6 +105,8 @@ class MemoryIndex(DatedEntries):
         elif not alive:
             return MemoryLookup(None, None, num_expired)
         chosen = [i for i in alive if gate_decision is None or entries[i].task == gate_decision.task]
+        if not chosen:  # the task has facts alone
+            return MemoryLookup(None, gate_decision, num_expired)
         retrieval = self._retrieve(query.key, np.array(chosen, dtype=np.int64), top_k)
         return MemoryLookup(retrieval, gate_decision, num_expired)
 

@@ -42,6 +42,13 @@ class EntryRecord(BaseModel):
         return self.expires_at is not None and self.expires_at <= now
 
 
+class FactRecord(EntryRecord):
+    """A question with its answer, which takes no training: see `inducekv_vllm.facts`."""
+
+    question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
+    answer: Annotated[str, Field(min_length=1)]
+
+
 class AdapterRecord(BaseModel):
     """The LoRA adapter that answers a task's requests in place of memory."""
 
@@ -106,7 +113,7 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
-    # [B]; at least one, unless there are task adapters. Only the first wrong one is told: all would take seconds.
+    # [B]; at least one, unless there are task adapters or facts. Only the first wrong one is told: all would take long.
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     weighting: Weighting
     recipe: str  # the recipe that made the memory; "build" is extraction only
@@ -120,12 +127,20 @@ class BundleMetadata(BaseModel):
     # Of the tasks that have no entries; decoupled form only.
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
+    facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
+    # By task, for every task of the facts: the score from which on a stored question answers a request.
+    fact_thresholds: dict[str, Annotated[float, Field(ge=0.5, lt=1)]] = {}
     digest: str = ""  # see `bundle_digest`
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks of the entries, in the order of their first entries."""
         return tuple(dict.fromkeys(entry.task for entry in self.entries))
+
+    @property
+    def fact_tasks(self) -> tuple[str, ...]:
+        """The tasks of the facts, in the order of their first facts."""
+        return tuple(dict.fromkeys(fact.task for fact in self.facts))
 
     def activation_of(self, task: str | None) -> Activation:
         """From where memory acts on a request that the gate sends to `task`; None for a bundle without a gate."""
@@ -155,8 +170,13 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
 def _check_entries(metadata: BundleMetadata, name: str) -> None:
     if len(metadata.entries) > metadata.budget:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
-    if (twice := _duplicate([entry.id for entry in metadata.entries])) is not None:
+    if (twice := _duplicate([record.id for record in (*metadata.entries, *metadata.facts)])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
+    if set(metadata.fact_thresholds) != set(metadata.fact_tasks):
+        raise BundleError(
+            f"{name}: facts need thresholds for the tasks [{', '.join(sorted(metadata.fact_tasks))}], "
+            f"found [{', '.join(sorted(metadata.fact_thresholds))}]"
+        )
 
 
 def _check_gate(metadata: BundleMetadata, name: str) -> None:
@@ -205,8 +225,8 @@ def _check_output_map(metadata: BundleMetadata, output_map: OutputMap, name: str
 def _check_task_adapters(metadata: BundleMetadata, name: str) -> None:
     records = metadata.task_adapters
     if not records:
-        if not metadata.entries:
-            raise BundleError(f"{name}: there are neither entries nor task adapters")
+        if not metadata.entries and not metadata.facts:
+            raise BundleError(f"{name}: there are neither entries nor task adapters nor facts")
         return
     if metadata.form != "decoupled":
         raise BundleError(f"{name}: a bundle with task adapters has the decoupled form, found {metadata.form!r}")
@@ -235,7 +255,8 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(
             f"{name}: entry {stray.id!r} belongs to the task {stray.task!r}, which the gate does not have"
         )
-    if empty := tasks - set(metadata.tasks) - {record.task for record in metadata.task_adapters}:
+    served = {*metadata.tasks, *metadata.fact_tasks, *(record.task for record in metadata.task_adapters)}
+    if empty := tasks - served:
         raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
     if metadata.weighting == "sqrt":
         # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.

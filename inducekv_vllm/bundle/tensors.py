@@ -27,6 +27,7 @@ from .metadata import (
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
+    FactRecord,
     GateRecord,
     OutputMap,
     check_metadata,
@@ -145,6 +146,8 @@ class Bundle:
         task_adapters: tuple[AdapterRecord, ...] = (),
         map_in: Tensor | None = None,
         map_out: Tensor | None = None,
+        facts: tuple[FactRecord, ...] = (),
+        fact_thresholds: dict[str, float] | None = None,
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -174,6 +177,8 @@ class Bundle:
                 activations=activations or {},
                 task_adapters=task_adapters,
                 output_map=_output_map(map_in),
+                facts=facts,
+                fact_thresholds=fact_thresholds or {},
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -244,12 +249,17 @@ def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name
 
 
 def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
-    """A bundle of the same tensors whose entries have other records; it has another digest, and is not signed.
+    """A bundle of the same tensors whose entries have other records; see `with_metadata`."""
+    return with_metadata(bundle, entries=entries)
+
+
+def with_metadata(bundle: Bundle, **changed: Any) -> Bundle:
+    """A bundle of the same tensors with other fields of `BundleMetadata`; it has another digest, and is not signed.
 
     Raises:
-        BundleError: the records do not fit the bundle.
+        BundleError: they do not fit the bundle.
     """
-    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update={"entries": entries}), signature=None)
+    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update=changed), signature=None)
     digest = bundle_digest(bundle)
     bundle = replace(bundle, metadata=bundle.metadata.model_copy(update={"digest": digest}))
     check_bundle(bundle, "bundle")

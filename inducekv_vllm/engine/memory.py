@@ -54,8 +54,8 @@ class Memory(DatedEntries):
 
     @property
     def needs_decision(self) -> bool:
-        """Whether entries or weights depend on the prompt."""
-        return self.metadata.gate is not None or self.weighting != "uniform"
+        """Whether entries, weights or facts depend on the prompt."""
+        return self.metadata.gate is not None or self.weighting != "uniform" or bool(self.metadata.facts)
 
     @property
     def acts_on_prompt(self) -> bool:
@@ -87,7 +87,8 @@ class Memory(DatedEntries):
         """
         if self.needs_decision:
             adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
-            return DecideSpec(self.digest, self.weighting != "uniform", top_k, remainder, owner, adapters)
+            retrieval = self.weighting != "uniform" and self.num_entries > 0
+            return DecideSpec(self.digest, retrieval, top_k, remainder, owner, adapters)
         alive = self.alive()
         if not alive:
             return None

@@ -26,7 +26,24 @@ def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
             for index, weight in entries
         ],
+        "facts": _describe_facts(memory, decision),
     }
+
+
+def _describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
+    """The facts that were found, with their part in the next token's distribution."""
+    if decision.facts is None:
+        return []
+    answers, records = decision.facts.answers, memory.metadata.facts
+    return [
+        {
+            "id": records[number].id,
+            "task": records[number].task,
+            "score": decision.facts.score,
+            "weight": answers.weight * share,
+        }
+        for number, share in zip(decision.facts.facts, answers.shares, strict=True)
+    ]
 
 
 def _describe_gate(memory: Memory, decision: Decision) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from vllm.lora.request import LoRARequest
 
+from ..facts import Answers, FactsFound
 from ..gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
@@ -132,7 +133,8 @@ class Decision:
     seconds: float = 0.0  # the time that gate and index took
     valid_until: float | None = None  # in seconds since the epoch: an entry expires then
     error: str | None = None  # why nothing could be decided
-    same_pass: bool = False  # the prompt's forward pass went on with the injection; without it, the request goes back
+    same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
+    facts: FactsFound | None = None
 
     @property
     def verdict(self) -> Literal["none", "open"] | Closed:
@@ -144,20 +146,23 @@ class Decision:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Decision:
-        injection, margins = raw["injection"], raw["margins"]
+        injection, margins, facts = raw["injection"], raw["margins"], raw["facts"]
         return cls(
             **{
                 **raw,
                 "injection": None if injection is None else InjectionSpec.parse(injection),
                 "margins": None if margins is None else tuple(margins),
+                "facts": None if facts is None else FactsFound.parse(facts),
             }
         )
 
 
 @dataclass(frozen=True)
 class Start:
-    """A request's memory, or the adapter that it goes on with, from its next step on; neither if its gate is closed."""
+    """What a request goes on with from its next step on; nothing if its gate is closed and no fact is found."""
 
+    position: int  # of the first prompt token that is computed again, if any is
     injection: InjectionSpec | None = None
     adapter: TaskAdapter | None = None
+    answers: Answers | None = None
     media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again

@@ -1,9 +1,10 @@
-"""Decisions: what a bundle's gate and index say about a prompt, attached to the step that has completed it."""
+"""Decisions: what a bundle's gate, index and facts say about a prompt, attached to the step that has completed it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -47,19 +48,20 @@ class Deciding:
             lookup = index.lookup(features, request.spec.top_k)
         except InduceKVError as error:
             return Decision(None, error=str(error))
-        gate, retrieval = lookup.gate_decision, lookup.retrieval
+        gate, retrieval, facts = lookup.gate_decision, lookup.retrieval, request.bundle.facts
         if gate is not None and features.evidence is not None:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
-        return Decision(
+        decision = Decision(
             injection=injection_of(index, request.spec, lookup, request.token_ids, self._placeholders),
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
             closed=gate.closed if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
-            seconds=time.perf_counter() - began,
             valid_until=expiry.timestamp() if expiry is not None else None,
+            facts=facts.find(request.token_ids, None if gate is None else gate.task) if facts is not None else None,
         )
+        return replace(decision, seconds=time.perf_counter() - began)
 
 
 def injection_of(

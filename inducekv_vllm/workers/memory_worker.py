@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +31,18 @@ from ..attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_
 from ..attention.resident_gate import ResidentGate
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
+from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
 from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
-from ..errors import BundleError, CapacityError, InduceKVError
+from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
 from ..host.config import CONFIG_KEY, InduceKVConfig
 from ..host.device import Device, device_of
 from ..host.logs import logger_of
 from ..host.requirements import check_engine, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
+from .answering import AnsweringRequests, register
 from .cached_values import CachedValues
 from .deciding import Deciding
 from .resident import ResidentBundles
@@ -64,11 +67,13 @@ class MemoryWorker(Worker):
             additional = vllm_config.additional_config
             vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
         check_engine(vllm_config)
+        register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
         self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
         self._last_step = -math.inf  # when it began or ended
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         self._completed: list[tuple[str, Undecided]] = []  # in the running step
+        self.answering = AnsweringRequests()
         # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: MemoryPool
         self.memory_of_requests: MemoryOfRequests
@@ -143,7 +148,7 @@ class MemoryWorker(Worker):
         if get_tensor_model_parallel_world_size() > 1 or len(kv_cache.kv_cache_groups) > 1:
             return None
         block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
-        return SamePass(self.undecided, deciding, self.attention, self._inject, block_size)
+        return SamePass(self.undecided, deciding, self.attention, self._inject, self.answering.answer, block_size)
 
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""
@@ -185,6 +190,7 @@ class MemoryWorker(Worker):
         """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
         self.memory_of_requests.finish(list(scheduled.finished_req_ids))
         self.undecided.finish(scheduled.finished_req_ids)
+        self.answering.finish(scheduled.finished_req_ids)
         self.memory_of_requests.preempt(list(scheduled.preempted_req_ids or ()))
         starts: dict[str, Start] = getattr(scheduled, STARTS, {})
         for request_id in starts:
@@ -209,6 +215,8 @@ class MemoryWorker(Worker):
         To any runner, so does one that was preempted before its first step.
         """
         spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
+        if spec is not None:
+            self.answering.start(request.req_id, request.sampling_params)
         if request.req_id in self.memory_of_requests:
             self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
         elif isinstance(spec, InjectionSpec):
@@ -218,16 +226,32 @@ class MemoryWorker(Worker):
         elif spec is not None:
             bundle, token_ids = self.resident[spec.bundle], request.prompt_token_ids
             assert token_ids is not None  # prompt embeddings are refused at start
-            self.undecided.start(request.req_id, spec, bundle, token_ids, request.block_ids)
+            undecided = self.undecided.start(request.req_id, spec, bundle, token_ids, request.block_ids)
+            if self._can_decide_now(bundle):
+                self._decide_now(request.req_id, undecided)
+
+    def _can_decide_now(self, bundle: ResidentBundle) -> bool:
+        """A bundle of facts alone needs nothing but the prompt's words. Other ranks would not hear of it in time."""
+        is_alone = self.deciding is not None and get_tensor_model_parallel_world_size() == 1
+        return is_alone and bundle.facts is not None and bundle.gate is None and not bundle.num_entries
+
+    def _decide_now(self, request_id: str, request: Undecided) -> None:
+        assert self.deciding is not None
+        request.decision = replace(self.deciding.decide(request), same_pass=True)
+        if request.decision.facts is not None:
+            self.answering.answer(request_id, request.decision.facts.answers)
 
     def _start_decided(self, scheduled: SchedulerOutput, request_id: str, start: Start) -> None:
         """A request goes on as it was decided; a token that was sampled before is taken back."""
         if start.media is not None:
             self._runner.give_media(request_id, start.media)
+        if start.answers is not None:
+            self.answering.answer(request_id, start.answers)
         if start.injection is not None:
             self._inject(request_id, start.injection)
-            if request_id in scheduled.scheduled_cached_reqs.req_ids:
-                self._runner.take_back(request_id, start.injection.start)
+        has_more = start.injection is not None or start.answers is not None
+        if has_more and request_id in scheduled.scheduled_cached_reqs.req_ids:
+            self._runner.take_back(request_id, start.position)
         if start.adapter is not None:
             self._runner.switch_adapter(request_id, start.adapter.lora_request)
 
@@ -265,6 +289,11 @@ class MemoryWorker(Worker):
         model = self.model_config
         return backbone_fingerprint(model.model, model.revision, self.vllm_config.load_config.download_dir)
 
+    @cached_property
+    def _fact_reader(self) -> FactReader:
+        model = self.model_config
+        return FactReader.of(model.model, model.revision, self.vllm_config.load_config.download_dir)
+
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it to the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
@@ -272,11 +301,12 @@ class MemoryWorker(Worker):
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         kv_heads, size = bundle.metadata.backbone.num_kv_heads, bundle.metadata.backbone.head_dim
         heads = kv_heads_of_rank(kv_heads, rank, ranks)
-        if bundle.gate is None:
-            return self.pool.store(bundle, heads)
-        is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
-        gate = ResidentGate.load(bundle.gate, heads, size, is_first, self._device)
-        return self.pool.store(bundle, heads, gate)
+        facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and rank == 0 else None
+        gate = None
+        if bundle.gate is not None:
+            is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
+            gate = ResidentGate.load(bundle.gate, heads, size, is_first, self._device)
+        return replace(self.pool.store(bundle, heads, gate), facts=facts)
 
     def _check(self, bundle: Bundle, path: str, digest: str) -> None:
         """Refuse another content than the API process has read, and what this engine cannot do."""
@@ -291,6 +321,8 @@ class MemoryWorker(Worker):
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
         if bundle.metadata.gate is not None:
             self.cached_values.check(bundle.metadata.gate.layers)
+        if bundle.metadata.facts and self.vllm_config.speculative_config is not None:
+            raise UnsupportedModel("facts cannot be served with speculative decoding: vLLM takes no logits processor")
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its memory until they end."""

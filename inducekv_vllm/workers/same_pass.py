@@ -17,7 +17,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..attention.memory_attention import MemoryAttention
-from ..engine.wire import InjectionSpec
+from ..engine.wire import Decision, InjectionSpec
+from ..facts import Answers
 from ..host.runner import StepRows
 from .deciding import Deciding
 from .undecided import Undecided, UndecidedRequests
@@ -34,15 +35,17 @@ class SamePass:
         deciding: Deciding,
         attention: MemoryAttention,
         inject: Callable[[str, InjectionSpec], None],
+        answer: Callable[[str, Answers], None],
         block_size: int,
     ) -> None:
         """
         Args:
             inject: gives a request the memory that the running step and all later ones read.
+            answer: gives it the stored answers that its next tokens follow.
             block_size: tokens of a KV-cache block.
         """
         self._undecided, self._deciding, self._attention = undecided, deciding, attention
-        self._inject, self._block_size = inject, block_size
+        self._inject, self._answer, self._block_size = inject, answer, block_size
 
     def begin_step(self, rows: StepRows) -> None:
         """Look for requests that can be decided in this step's forward pass. Its rows have begun."""
@@ -61,10 +64,12 @@ class SamePass:
             self._undecided.find(request)
         decisions = [self._deciding.decide(request) for _, request in requests]
         for (request_id, request), decision in zip(requests, decisions, strict=True):
-            joins = decision.injection is not None and _joins(request, decision.injection, layer)
+            joins = _joins(request, decision, layer)
             request.decision = replace(decision, same_pass=joins)
             if joins and decision.injection is not None:
                 self._inject(request_id, decision.injection)
+            if joins and decision.facts is not None:
+                self._answer(request_id, decision.facts.answers)
         if any(request.decision is not None and request.decision.same_pass for _, request in requests):
             self._attention.begin_step(rows)
 
@@ -72,12 +77,18 @@ class SamePass:
 def _deciding_layer(request: Undecided) -> int | None:
     """The layer from which on an entry of the request's bundle could join; None if there is none."""
     gate, bundle = request.bundle.gate, request.bundle
-    if gate is None or request.spec.retrieval or "generation" not in bundle.index.metadata.activations.values():
+    if gate is None or request.spec.retrieval:
         return None
     layer = gate.layers[-1]
-    return layer if bool((bundle.first_layers >= layer).any()) else None
+    acts_last = "generation" in bundle.index.metadata.activations.values()
+    if bundle.facts is not None or (acts_last and bool((bundle.first_layers >= layer).any())):
+        return layer
+    return None
 
 
-def _joins(request: Undecided, injection: InjectionSpec, layer: int) -> bool:
+def _joins(request: Undecided, decision: Decision, layer: int) -> bool:
+    injection = decision.injection
+    if injection is None:  # stored answers enter behind the last layer
+        return decision.facts is not None and decision.task not in dict(request.spec.adapters)
     is_last = injection.start == len(request.token_ids) - 1
     return is_last and bool((request.bundle.first_layers[list(injection.entries)] >= layer).all())

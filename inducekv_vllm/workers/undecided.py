@@ -39,7 +39,7 @@ class Undecided:
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
     key: HostCopy | None = None  # [d]
     evidence: HostCopy | None = None  # [H]
-    decision: Decision | None = None  # if it was taken in the forward pass (`same_pass`)
+    decision: Decision | None = None  # if it was taken before or in the forward pass
 
     def features(self) -> QueryFeatures:
         """Wait for what the prompt tells. Raises InduceKVError: it is not finite, because the model overflowed."""
@@ -74,8 +74,10 @@ class UndecidedRequests:
 
     def start(
         self, request_id: str, spec: DecideSpec, bundle: ResidentBundle, token_ids: Sequence[int], blocks: Blocks
-    ) -> None:
-        self._requests[request_id] = Undecided(spec, bundle, token_ids, [list(each) for each in blocks])
+    ) -> Undecided:
+        started = Undecided(spec, bundle, token_ids, [list(each) for each in blocks])
+        self._requests[request_id] = started
+        return started
 
     def settle(self, request_id: str) -> None:
         """A request, perhaps a new one, is decided."""

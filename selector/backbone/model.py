@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 
+from inducekv_vllm.backbone.chat import chat_text, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.placeholders import placeholder_ids
@@ -24,7 +24,6 @@ from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..data.examples import Example
-from .chat import takes_parts, with_text_content
 from .injection import ATTENTION_NAME
 from .loading import decoder, load_checkpoint, tokenizer_of
 
@@ -157,15 +156,7 @@ class Backbone:
         Raises:
             TaskDataError: the template refuses the messages.
         """
-        try:
-            text: str = self.processor.apply_chat_template(
-                list(messages) if self.template_takes_parts else with_text_content(messages),
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-            )
-        except (ValueError, TypeError, KeyError, TemplateError) as error:
-            raise TaskDataError(f"the model's chat template refuses the messages: {error}") from error
-        return text
+        return chat_text(self.processor, messages, generation_prompt=generation_prompt)
 
     def encode_example(self, example: Example) -> Inputs:
         """The prefix of a training example."""

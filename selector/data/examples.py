@@ -16,7 +16,6 @@ Images are paths relative to the file and must lie beneath its folder.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import io
 import itertools
 import json
@@ -31,6 +30,7 @@ from PIL import Image, ImageOps
 
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.bundle.metadata import MAX_ID
+from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
@@ -324,9 +324,3 @@ def _image_bytes(path: Path, place: str) -> bytes:
     except Exception as error:  # Pillow's decoders raise whatever a damaged file leads them to
         raise TaskDataError(f"{place}: {path!s:.200} is not a readable image: {error!s:.200}") from error
     return data
-
-
-def source_digest_of(messages: tuple[dict[str, Any], ...], images: list[bytes]) -> str:
-    """sha256 of the model's input: the messages and the bytes of the images, not their paths."""
-    content = {"messages": messages, "images": [hashlib.sha256(data).hexdigest() for data in images]}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

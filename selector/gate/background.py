@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from inducekv_vllm.backbone.turns import message
+from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
-from ..backbone.turns import message
-from ..data.examples import Example, read_task, source_digest_of
+from ..data.examples import Example, read_task
 
 FOLDER = Path(__file__).parent
 FILLINGS = 5

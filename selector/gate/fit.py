@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.model import Backbone
 from ..backbone.token_values import layers_of_gate, token_values
-from ..backbone.turns import turn_marks
 from ..data.examples import Example
 from .background import everyday_requests
 from .encoding import encode_questions
@@ -58,7 +58,7 @@ def fit_gate(
     """
     check_questions(own, background)
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
-    marks, layers = turn_marks(backbone), layers_of_gate(backbone.num_layers)
+    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers)
     tasks = tuple(own)
     began = time.monotonic()
     values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)

@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
 
-from ..backbone.turns import message
+from inducekv_vllm.backbone.turns import message
+
 from ..data.examples import Example
 from .background import Phrases, Request, everyday_requests, phrases
 from .variations import LONG, OTHERS, STYLES, Messages, Vary, plain, text_of, with_text, wrapped

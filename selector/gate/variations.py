@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from PIL import Image, ImageFilter, ImageOps
 
-from ..backbone.turns import message
+from inducekv_vllm.backbone.turns import message
+
 from .background import Phrases
 
 Messages = Sequence[Mapping[str, Any]]

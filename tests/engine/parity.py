@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from vllm import LLM, SamplingParams
 
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
@@ -33,7 +34,6 @@ from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_in, token_values
-from selector.backbone.turns import turn_marks
 from tests.bundles import as_decoupled, remade
 from tests.reference import reference_evidence, reference_logprobs
 
@@ -155,7 +155,7 @@ def gated_bundle(
     """
     backbone, ungated, names = world.backbone, world.bundles["prior"], ("a", "b")
     layers = (0, backbone.num_layers - 1 if last_layer is None else last_layer)
-    marks = turn_marks(backbone)
+    marks = turn_marks(backbone.processor)
     encoded = [backbone.encode(p.chat_messages, p.images) for p in questions]
     values = token_values(backbone, encoded, layers, marks)  # N times [t, S, F]
     tokens = torch.cat(values)

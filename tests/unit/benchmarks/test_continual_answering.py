@@ -12,6 +12,7 @@ from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, write_gate
 from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
 from benchmarks.lora_adapter import attach, save
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys
@@ -20,7 +21,6 @@ from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
-from selector.backbone.turns import turn_marks
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 from selector.update.build import build_bundle
@@ -116,7 +116,7 @@ def test_the_gate_decides_by_what_the_untouched_model_sees_though_an_adapter_is_
     model, backbone, state, alone, examples
 ):
     layers = (0, backbone.num_layers - 1)
-    drawn = random_gate(backbone.fingerprint, ORDER[:1], layers=layers, marks=turn_marks(backbone))
+    drawn = random_gate(backbone.fingerprint, ORDER[:1], layers=layers, marks=turn_marks(backbone.processor))
     weights = drawn.weights.abs()  # [1, H]
     support = evidence_of(backbone, drawn, examples) @ weights[0]  # [n]
     middle = support.median() + 1e-4

@@ -25,8 +25,10 @@ LAYERS = {
     "inducekv_vllm": (
         ("errors", "pace", "cpu_torchvision"),
         ("files", "retrieval", "gate"),
+        ("facts",),
         ("bundle",),
         ("backbone", "host"),
+        ("teaching",),
         ("attention", "engine"),
         ("workers",),
         ("plugin", "worker", "scheduler"),

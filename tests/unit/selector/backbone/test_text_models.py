@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from inducekv_vllm.backbone.chat import takes_parts
 from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from inducekv_vllm.errors import TaskDataError
-from selector.backbone.chat import takes_parts
 from selector.backbone.extraction import extract
 from selector.backbone.generation import answer_logprobs
 from selector.backbone.model import Backbone

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.gate import deciding_tokens, last_averaged
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of, token_values
-from selector.backbone.turns import turn_marks
 from selector.data.examples import Example
 from tests.bundles import decided_gate, random_gate
 from tests.gates import bundle_behind
@@ -23,7 +23,7 @@ def test_values_are_those_of_the_layers_at_the_deciding_tokens(
     backbone: Backbone, examples: list[Example], layers: tuple[int, ...]
 ) -> None:
     """Of prompts of different lengths in one batch."""
-    marks, placeholders = turn_marks(backbone), placeholder_ids(backbone.model.config)
+    marks, placeholders = turn_marks(backbone.processor), placeholder_ids(backbone.model.config)
     encoded = [backbone.encode_example(example) for example in examples[:4]]
     found = token_values(backbone, encoded, layers, marks)
     modules = decoder(backbone.model).layers
@@ -41,7 +41,7 @@ def test_values_are_those_of_the_layers_at_the_deciding_tokens(
 
 
 def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[Example]) -> None:
-    gate = random_gate(llava.fingerprint, marks=turn_marks(llava))
+    gate = random_gate(llava.fingerprint, marks=turn_marks(llava.processor))
     together = evidence_of(llava, gate, examples)
     assert (together.shape, together.dtype) == ((12, 8), torch.float32)
     assert ((together >= 0) & (together <= 1)).all()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from inducekv_vllm.backbone.turns import message
+from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from selector.backbone.turns import message
-from selector.data.examples import Example, read_task, source_digest_of
+from selector.data.examples import Example, read_task
 from selector.gate.background import everyday_requests, read_background
 from selector.gate.fit import check_questions
 from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set

@@ -12,12 +12,13 @@ import torch
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
+from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.data.examples import Example, source_digest_of
+from selector.data.examples import Example
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
 from selector.refined.candidates import LEARNING_RATES, Candidate, latest_good

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from inducekv_vllm.errors import TaskDataError
-from inducekv_vllm.gate import TurnMarks, turn_starts
+from transformers import PreTrainedTokenizerBase
 
-from .model import Backbone
+from ..errors import TaskDataError
+from ..gate import TurnMarks, turn_starts
+from .chat import chat_text
 
 _QUESTION: Final = "zebra"  # a text that no template contains
 _NO_MARKS: Final = TurnMarks((), None)
@@ -18,25 +19,29 @@ def message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
-def turn_marks(backbone: Backbone) -> TurnMarks:
-    """The marks of the model's chat template; none, if it has none that tell a user's turns from the others.
+def turn_marks(processor: Any) -> TurnMarks:
+    """The marks of a model's chat template; none, if it has none that tell a user's turns from the others.
 
     The shortest mark that begins with a special token and stands in front of the last user turn, but not behind it.
+
+    Args:
+        processor: the model's processor, or its tokenizer.
     """
+    tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
     question = message("user", _QUESTION)
     earlier = [message("user", "a"), message("assistant", "b")]
     written = [
-        _around_question(backbone, [question], generation_prompt=True),
-        _around_question(backbone, [*earlier, question], generation_prompt=True),
-        _around_question(backbone, [message("system", "c"), question], generation_prompt=True),
-        _around_question(backbone, [question, message("assistant", "b")], generation_prompt=False),
+        _around_question(processor, [question], generation_prompt=True),
+        _around_question(processor, [*earlier, question], generation_prompt=True),
+        _around_question(processor, [message("system", "c"), question], generation_prompt=True),
+        _around_question(processor, [question, message("assistant", "b")], generation_prompt=False),
     ]
     sides = [sides for sides in written if sides is not None]
     if not sides:
         return _NO_MARKS
     before, after = zip(*sides, strict=True)
-    mark = _without_blank_end(backbone, _common([ids[::-1] for ids in before])[::-1])
-    special = set(backbone.tokenizer.all_special_ids) | set(backbone.tokenizer.get_added_vocab().values())
+    mark = _without_blank_end(tokenizer, _common([ids[::-1] for ids in before])[::-1])
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     starts = [at for at, token in enumerate(mark) if token in special][::-1] or ([0] if mark else [])
     # Another token than a special one could stand in a question too.
     end = next((token for token in _common(after)[:1] if token in special), None)
@@ -48,19 +53,20 @@ def turn_marks(backbone: Backbone) -> TurnMarks:
 
 
 def _around_question(
-    backbone: Backbone, messages: Sequence[dict[str, Any]], *, generation_prompt: bool
+    processor: Any, messages: Sequence[dict[str, Any]], *, generation_prompt: bool
 ) -> tuple[list[int], list[int]] | None:
     """The token ids before and after the question; None if the template refuses the conversation."""
     try:
-        text = backbone.chat_text(messages, generation_prompt=generation_prompt)
+        text = chat_text(processor, messages, generation_prompt=generation_prompt)
     except TaskDataError:
         return None
     before, _, after = text.rpartition(_QUESTION)
-    return _ids(backbone, before), _ids(backbone, after)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return _ids(tokenizer, before), _ids(tokenizer, after)
 
 
-def _ids(backbone: Backbone, text: str) -> list[int]:
-    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -74,8 +80,8 @@ def _common(sequences: Sequence[Sequence[int]]) -> list[int]:
     return common
 
 
-def _without_blank_end(backbone: Backbone, mark: list[int]) -> list[int]:
+def _without_blank_end(tokenizer: PreTrainedTokenizerBase, mark: list[int]) -> list[int]:
     """Line breaks at the end of a mark can become one token with those of the question."""
-    while len(mark) > 1 and not backbone.tokenizer.decode(mark[-1:]).strip():
+    while len(mark) > 1 and not str(tokenizer.decode(mark[-1:])).strip():
         mark = mark[:-1]
     return mark

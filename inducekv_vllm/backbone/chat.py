@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ..errors import TaskDataError
+
 _PROBE = "a text that no template contains"
 
 
@@ -28,3 +30,20 @@ def takes_parts(processor: Any) -> bool:
 def with_text_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages, which have text parts only, with each content as one string: its parts joined by line breaks."""
     return [dict(message) | {"content": "\n".join(part["text"] for part in message["content"])} for message in messages]
+
+
+def chat_text(processor: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+    """Messages as the chat template of a processor or tokenizer writes them, a picture as its mark.
+
+    Raises:
+        TaskDataError: the template refuses the messages.
+    """
+    try:
+        text: str = processor.apply_chat_template(
+            list(messages) if takes_parts(processor) else with_text_content(messages),
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+        raise TaskDataError(f"the model's chat template refuses the messages: {error}") from error
+    return text

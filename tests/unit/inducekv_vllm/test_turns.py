@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.backbone.turns import message, turn_marks
 from inducekv_vllm.gate import deciding_tokens, turn_starts
 from selector.backbone.model import Backbone
-from selector.backbone.turns import message, turn_marks
 from selector.data.examples import Example
 from server.demo import CHECKPOINT
 from tests.tiny_models import byte_tokenizer
@@ -45,7 +45,7 @@ def ids(backbone: Backbone, text: str) -> list[int]:
 
 def deciding_text(backbone: Backbone, messages: list[dict[str, Any]]) -> str:
     tokens = ids(backbone, backbone.chat_text(messages, generation_prompt=True))
-    chosen, _ = deciding_tokens(tokens, turn_marks(backbone), ())
+    chosen, _ = deciding_tokens(tokens, turn_marks(backbone.processor), ())
     return str(backbone.tokenizer.decode([tokens[at] for at in chosen])).strip()
 
 
@@ -54,7 +54,7 @@ CONVERSATION = [message("user", "Hello there"), message("assistant", "Yes"), mes
 
 def test_llama_3(llava: Backbone) -> None:
     backbone = with_template(llava, LLAMA_3, LLAMA_3_TOKENS)
-    marks = turn_marks(backbone)
+    marks = turn_marks(backbone.processor)
     assert list(marks.begin) == ids(backbone, "<|start_header_id|>user<|end_header_id|>")
     assert [marks.end] == ids(backbone, "<|eot_id|>")
     for messages in (CONVERSATION, [message("system", "Be brief."), *CONVERSATION], CONVERSATION[2:]):
@@ -63,7 +63,7 @@ def test_llama_3(llava: Backbone) -> None:
 
 def test_a_template_that_marks_turns_by_words(llava: Backbone) -> None:
     backbone = with_template(llava, VICUNA, [])
-    marks = turn_marks(backbone)
+    marks = turn_marks(backbone.processor)
     assert backbone.tokenizer.decode(marks.begin).strip().endswith("USER:")
     assert marks.end is None  # what follows is a word, which a question may have too
     for messages in (CONVERSATION, CONVERSATION[2:]):
@@ -72,7 +72,7 @@ def test_a_template_that_marks_turns_by_words(llava: Backbone) -> None:
 
 def test_tiny_models(backbone: Backbone, examples: list[Example]) -> None:
     """What decides is the picture and the question, after whatever stands before."""
-    marks = turn_marks(backbone)
+    marks = turn_marks(backbone.processor)
     assert ids(backbone, "<|im_start|>user")[0] == marks.begin[0]
     assert [marks.end] == ids(backbone, "<|im_end|>")
     example, placeholders = examples[1], placeholder_ids(backbone.model.config)
@@ -92,7 +92,7 @@ def test_tiny_models(backbone: Backbone, examples: list[Example]) -> None:
 @pytest.mark.parametrize("model", [CHECKPOINT], ids=["demo"])
 def test_the_demo_model(model: Path) -> None:
     backbone = Backbone.load(model)
-    marks = turn_marks(backbone)
+    marks = turn_marks(backbone.processor)
     assert marks.begin
     tokens = ids(backbone, backbone.chat_text(CONVERSATION, generation_prompt=True))
     assert len(turn_starts(tokens, marks)) == 2

@@ -1,0 +1,15 @@
+"""The words of a question, as facts are found by them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+# Chinese and Japanese put no spaces between words: there, each character is one. An emoji is all of its code points.
+_UNSPACED: Final = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_WORD: Final = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+|[^\w\s\x00-\x7f]+|[^\w\s]")
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The different words, numbers, marks and emoji of a text, in lower case and in order."""
+    return tuple(dict.fromkeys(_WORD.findall(text.casefold())))

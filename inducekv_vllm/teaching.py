@@ -1,0 +1,172 @@
+"""Facts added to a bundle, corrected and forgotten: the next version of it, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+import torch
+from pydantic import ValidationError
+
+from .backbone.stored_facts import FactReader, question_index
+from .bundle import BackboneFingerprint, Bundle, FactRecord, with_metadata
+from .bundle.metadata import MAX_ID, first_problem
+from .bundle.source import source_digest_of
+from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
+from .facts import fit_threshold, words_of
+
+DEFAULT_TASK: Final = "facts"
+DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
+RECIPE: Final = "teach"
+
+
+def fact_of(
+    question: str, answer: str, task: str = DEFAULT_TASK, id: str | None = None, expires_at: datetime | None = None
+) -> FactRecord:
+    """A new fact. Without an id it gets one that follows from its question and task.
+
+    Raises:
+        TaskDataError: an id, task, question or answer is empty, or an id is too long.
+    """
+    digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], [])
+    try:
+        return FactRecord(
+            id=f"{task}/{digest[:16]}"[-MAX_ID:] if id is None else id,
+            task=task,
+            source_digest=digest,
+            created_at=datetime.now(UTC).replace(microsecond=0),
+            expires_at=expires_at,
+            question=question,
+            answer=answer,
+        )
+    except ValidationError as error:
+        raise TaskDataError(f"example {id or question!r:.100}: {first_problem(error)}") from error
+
+
+def taught(
+    bundle: Bundle | None,
+    facts: Sequence[FactRecord],
+    reader: FactReader,
+    budget_bytes: int | None = None,
+) -> Bundle:
+    """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
+
+    A fact whose id the bundle has already takes the other's place, as the newest one.
+
+    Args:
+        facts: at least one.
+        budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
+
+    Raises:
+        TaskDataError: a fact has a question without words, an id that occurs twice, or an answer that is longer than
+            the model's context.
+        BundleError: an id is an entry's.
+        CapacityError: they take more bytes.
+    """
+    _check(facts, reader)
+    new = {fact.id for fact in facts}
+    kept = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
+    changed = {fact.task for fact in facts}
+    if bundle is not None:
+        changed |= {fact.task for fact in bundle.metadata.facts if fact.id in new}
+    version = _with_facts(bundle, [*kept, *facts], changed, reader)
+    budget = budget_bytes or version.metadata.settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    if (used := stored_bytes(version)) > budget:
+        raise CapacityError(
+            f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
+            f"{len(kept)} facts, or give a larger budget_bytes"
+        )
+    return with_metadata(version, settings={**version.metadata.settings, "budget_bytes": budget})
+
+
+def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundle:
+    """The next version of a bundle, without some of its facts.
+
+    Raises:
+        UnknownFact: it has no such fact.
+        BundleError: nothing would be left of it.
+    """
+    facts = bundle.metadata.facts
+    if missing := sorted(set(ids) - {fact.id for fact in facts}):
+        raise UnknownFact(f"the bundle has no fact {missing[0]!r}")
+    kept = [fact for fact in facts if fact.id not in ids]
+    if not kept and not bundle.num_entries and not bundle.metadata.task_adapters:
+        raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
+    changed = {fact.task for fact in facts if fact.id in ids}
+    return _with_facts(bundle, kept, changed, reader)
+
+
+def stored_bytes(bundle: Bundle) -> int:
+    """What a bundle's tensors and facts take in its file."""
+    tensors = sum(tensor.numel() * tensor.itemsize for tensor in bundle.tensors().values())
+    return tensors + sum(len(fact.model_dump_json().encode()) for fact in bundle.metadata.facts)
+
+
+def _check(facts: Sequence[FactRecord], reader: FactReader) -> None:
+    seen = set[str]()
+    for fact in facts:
+        if fact.id in seen:
+            raise TaskDataError(f"example {fact.id!r} occurs more than once")
+        seen.add(fact.id)
+        if not words_of(fact.question):
+            raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {fact.question!r:.100}")
+        length = len(reader.answer(fact.answer))
+        if reader.context is not None and length >= reader.context:
+            raise TaskDataError(
+                f"example {fact.id!r}: its answer has {length} tokens, the model's context holds {reader.context}"
+            )
+
+
+def _with_facts(
+    bundle: Bundle | None,
+    facts: Sequence[FactRecord],
+    changed: Collection[str],
+    reader: FactReader,
+) -> Bundle:
+    """Thresholds are fitted again for the tasks that have changed."""
+    before = bundle.metadata.fact_thresholds if bundle is not None else {}
+    tasks = dict.fromkeys(fact.task for fact in facts)
+    thresholds = {
+        task: before[task] if task in before and task not in changed else _threshold(facts, task, reader)
+        for task in tasks
+    }
+    if bundle is None:
+        return _first(tuple(facts), thresholds, reader.model)
+    return with_metadata(bundle, facts=tuple(facts), fact_thresholds=thresholds, parent_digest=bundle.digest)
+
+
+def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> float:
+    newest = {words_of(fact.question): fact for fact in facts if fact.task == task}
+    return fit_threshold(question_index(list(newest.values()), reader.vectors))
+
+
+def _first(facts: tuple[FactRecord, ...], thresholds: dict[str, float], model: BackboneFingerprint) -> Bundle:
+    """A bundle of facts alone."""
+    no_entries = torch.zeros(model.num_layers, 0, model.num_kv_heads, 1, model.head_dim)  # [L, B, J, m, D]
+    return Bundle.create(
+        retrieval_keys=torch.zeros(0, model.hidden_size),
+        payload_keys=no_entries,
+        payload_values=no_entries,
+        temperature=1.0,
+        value_gates=torch.ones(model.num_layers),
+        layer_bias=torch.zeros(model.num_layers),
+        backbone=model,
+        budget=1,
+        entries=(),
+        weighting="uniform",
+        recipe=RECIPE,
+        settings={},
+        form="decoupled",
+        facts=facts,
+        fact_thresholds=thresholds,
+    )
+
+
+def superseded(facts: Sequence[FactRecord]) -> dict[str, str]:
+    """The facts that do not count, because a newer one of the task has the same question: id to id."""
+    newest: dict[tuple[str, tuple[str, ...]], str] = {}
+    for fact in facts:
+        newest[fact.task, words_of(fact.question)] = fact.id
+    found = {fact.id: newest[fact.task, words_of(fact.question)] for fact in facts}
+    return {old: new for old, new in found.items() if old != new}

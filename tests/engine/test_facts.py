@@ -1,0 +1,160 @@
+"""Facts in real engines: what is generated and its log-probabilities, against transformers and the formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.bundle import Bundle, FactRecord, write_bundle
+from inducekv_vllm.engine.offline import MemoryAnswer
+from inducekv_vllm.facts import next_tokens
+from inducekv_vllm.teaching import taught
+from selector.backbone.generation import score
+from tests.engine.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    MemoryEngine,
+    Prompt,
+    World,
+    engine,
+    gated_bundle,
+    greedy,
+    make_world,
+    served_logprobs,
+    silent_below,
+    text_prompts,
+)
+from tests.reference import reference_logprobs
+from tests.tiny_families import FAMILIES
+
+CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
+
+
+def fact(city: str, task: str = "codes", answer: str | None = None, **changes: Any) -> FactRecord:
+    question = f"What is the code of {city}?"
+    record = {"id": f"{task}/{city}", "task": task, "source_digest": "0", "question": question}
+    return FactRecord(**{**record, "answer": answer or f"{city[::-1]} {len(city)}", **changes})
+
+
+def asked(city: str) -> Prompt:
+    """In a wording that is not stored."""
+    return Prompt(None, f"Tell me which code {city} has, please!")
+
+
+class Facts:
+    """An engine, and the bundles that it answers with."""
+
+    def __init__(self, served: MemoryEngine, folder: Path) -> None:
+        self.served, self.folder = served, folder
+        self.reader = FactReader.of(served.world.model)
+
+    def teach(self, name: str, facts: Sequence[FactRecord], bundle: Bundle | None = None) -> Bundle:
+        made = taught(bundle, facts, self.reader)
+        write_bundle(made, self.folder / f"{name}.safetensors")
+        self.served.bundles[name] = made
+        self.served.memories[name] = self.served.offline.load_bundle(self.folder / f"{name}.safetensors")
+        return made
+
+    def check(self, name: str, questions: Sequence[Prompt], params: Any = None, **options: Any) -> list[MemoryAnswer]:
+        """Every token's log-probability is that of the mixture."""
+        answers = self.served.chat(questions, [name] * len(questions), params or greedy(), **options)
+        for prompt, answer in zip(questions, answers, strict=True):
+            for completion in answer.output.outputs:
+                self._check(name, prompt, answer, completion)
+        return answers
+
+    def _check(self, name: str, prompt: Prompt, answer: MemoryAnswer, completion: Any) -> None:
+        world, bundle, decision = self.served.world, self.served.bundles[name], answer.decision
+        tokens, logprobs = served_logprobs(completion)
+        inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
+        if bundle.num_entries:
+            expected = reference_logprobs(world.backbone, bundle, inputs, tokens).tolist()
+        else:
+            expected = score(world.backbone, [inputs], [tokens])[0].tolist()
+        assert decision is not None
+        if decision.facts is not None:
+            for place, token in enumerate(tokens):
+                if stored := next_tokens(decision.facts.answers, tokens[:place]):
+                    w = decision.facts.answers.weight
+                    expected[place] = math.log((1 - w) * math.exp(expected[place]) + w * stored.get(token, 0.0))
+        torch.testing.assert_close(logprobs, torch.tensor(expected), rtol=0, atol=TOLERANCE)
+
+    def found(self, name: str, answer: MemoryAnswer) -> list[str]:
+        decision = answer.decision
+        assert decision is not None
+        numbers = decision.facts.facts if decision.facts is not None else ()
+        return [self.served.bundles[name].metadata.facts[number].id for number in numbers]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    return make_world(FAMILIES["llama"](folder / "model"), folder, make_prompts=text_prompts)
+
+
+@pytest.fixture(scope="module")
+def facts(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Facts]:
+    options = {"logprobs_mode": "processed_logprobs", "block_size": 32, "max_num_batched_tokens": 64}
+    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, **options) as llm:
+        yield Facts(MemoryEngine(world, llm), tmp_path_factory.mktemp("taught"))
+
+
+def test_facts_alone(facts: Facts) -> None:
+    """The known are answered in any wording, the unknown by the model; and again, when decisions are known."""
+    facts.teach("alone", [fact(city) for city in CITIES])
+    questions = [asked(city) for city in CITIES[:3]] + [asked("Milan"), Prompt(None, "How are you?")]
+    for source in ("computed", "cached"):
+        answers = facts.check("alone", questions)
+        assert [facts.found("alone", each) for each in answers] == [[f"codes/{city}"] for city in CITIES[:3]] + [[], []]
+        assert [each.decision and each.decision.source for each in answers] == [source] * 5
+        for city, answer in zip(CITIES[:3], answers, strict=False):
+            stored = facts.reader.answer(f"{city[::-1]} {len(city)}")
+            assert tuple(answer.output.outputs[0].token_ids[: len(stored)]) == stored
+
+
+def test_it_ends_with_the_answer(facts: Facts) -> None:
+    """And samples of one request follow it each for itself; what a grammar rules out stays so."""
+    facts.teach("ends", [fact(city) for city in CITIES])
+    (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False))
+    assert answer.output.outputs[0].text == "olsO 4"
+    (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False, temperature=1.0, seed=3, n=3))
+    assert "olsO 4" in [each.text for each in answer.output.outputs]
+    only = StructuredOutputsParams(choice=["yes", "no"])
+    (answer,) = facts.served.chat([asked("Oslo")], ["ends"], greedy(structured_outputs=only, ignore_eos=False))
+    assert answer.output.outputs[0].text in ("yes", "no")
+
+
+def test_behind_a_gate(facts: Facts) -> None:
+    """Facts of the gate's task count where it opens for it, those of a task that it does not have everywhere."""
+    world = facts.served.world
+    own = [Prompt(None, f"What is the code of {city}?") for city in ("Lima", "Oslo")]
+    questions = [*text_prompts(4, 18), *own, asked("Quito")]
+    tasks = ["a", None, "b", "a", "a", "b", None]
+    stored = [fact(city, task=task) for city, task in zip(CITIES, ["a", "b", "c"] * 4, strict=False)]
+    more = [fact(city, task="c", id=f"more/{city}") for city in CITIES[3:]]
+    for last_layer, changes in ((None, silent_below(world, 0, 0)), (1, silent_below(world, 1, 0))):
+        bundle = gated_bundle(world, questions, tasks, last_layer, **changes)
+        made = facts.teach("gated", stored + more, bundle)
+        assert set(made.metadata.fact_thresholds) == {"a", "b", "c"}
+        for _ in range(2):
+            answers = facts.check("gated", questions)
+            assert [each.decision and each.decision.task for each in answers] == tasks
+        found = [facts.found("gated", each) for each in answers]
+        assert found == [[], [], [], [], ["a/Lima"], ["b/Oslo"], ["c/Quito"]]
+
+
+def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:
+    past, future = datetime(2020, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
+    stored = [fact(city, expires_at=past if city in CITIES[:2] else future) for city in CITIES]
+    newer = fact("Cairo", answer="new", id="newer")
+    facts.teach("dated", [*stored, newer])
+    answers = facts.check("dated", [asked("Lima"), asked("Cairo"), asked("Seoul")])
+    assert [facts.found("dated", each) for each in answers] == [[], ["newer"], ["codes/Seoul"]]

@@ -1,0 +1,144 @@
+"""Teaching over HTTP: facts serve when the answer comes, and are listed, corrected and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.parity import Prompt, World
+from tests.server.http import TRACED, Bundles, ask, trace_of
+
+CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
+
+
+class Teacher(Bundles):
+    def __init__(self, url: str, name: str) -> None:
+        super().__init__(url)
+        self.name = name
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def call(self, method: str, place: str = "", **options: Any) -> httpx.Response:
+        url = f"{self.url}/v1/memory_bundles/{self.name}/examples{place}"
+        return httpx.request(method, url, headers=self.headers, timeout=60, **options)
+
+    def teach(self, *examples: dict[str, Any], **options: Any) -> httpx.Response:
+        return self.call("POST", json={"examples": list(examples), **options})
+
+    def answer(self, question: str) -> tuple[str, list[str]]:
+        """What the name answers, and the facts that it follows."""
+        body = {**TRACED, "ignore_eos": False}
+        response = ask(self.client, self.name, Prompt(None, question), extra_body=body)
+        return response.choices[0].message.content, [fact["id"] for fact in trace_of(response)["facts"]]
+
+
+def example(city: str, **changes: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"What is the code of {city}?"}]
+    return {"id": city, "messages": messages, "answer": city[::-1], **changes}
+
+
+def asked(city: str) -> str:
+    return f"Tell me which code {city} has, please!"
+
+
+@contextmanager
+def taught(server: str, name: str) -> Iterator[Teacher]:
+    """A bundle of facts alone, unloaded at the end."""
+    teacher = Teacher(server, name)
+    response = teacher.teach(*map(example, CITIES))
+    assert response.status_code == 200, response.text
+    yield teacher
+    assert teacher.unload(name).status_code == 200
+    teacher.wait_until_drained()
+
+
+def test_the_first_answer_after_the_call_is_right(server: str) -> None:
+    with taught(server, "team/facts") as teacher:
+        assert teacher.answer(asked("Lima")) == ("amiL", ["Lima"])
+        assert teacher.answer(asked("Rome"))[1] == []
+        card = teacher.cards()["team/facts"]
+        assert (card["facts"], card["entries"]) == (10, 0)
+        first = card["digest"]
+
+        more = teacher.teach(example("Rome"), expected_digest=first).json()
+        assert (more["facts"], more["ids"]) == (11, ["Rome"])
+        assert teacher.answer(asked("Rome")) == ("emoR", ["Rome"])
+        assert teacher.teach(example("Bonn"), expected_digest=first).status_code == 409
+
+        assert teacher.call("PATCH", "/Lima", json={"answer": "new"}).status_code == 200
+        assert teacher.answer(asked("Lima")) == ("new", ["Lima"])
+        assert teacher.call("DELETE", "/Lima").status_code == 200
+        assert teacher.answer(asked("Lima"))[1] == []
+        assert teacher.call("DELETE", "/Lima").status_code == 404
+        assert teacher.call("PATCH", "/Lima", json={"answer": "x"}).status_code == 404
+
+        url = f"{server}/v1/rollback_memory_bundle"
+        assert httpx.post(url, json={"name": "team/facts"}, headers=teacher.headers).status_code == 200
+        assert teacher.answer(asked("Lima")) == ("new", ["Lima"])
+
+
+def test_the_list(server: str) -> None:
+    with taught(server, "listed") as teacher:
+        teacher.teach(example("Cairo", id="newer", answer="other", expires_at="2999-01-01T00:00:00Z"))
+        page = teacher.call("GET", params={"limit": 3}).json()
+        assert ([each["id"] for each in page["data"]], page["has_more"]) == (list(CITIES[:3]), True)
+        rest = teacher.call("GET", params={"after": CITIES[2]}).json()
+        assert [each["id"] for each in rest["data"]] == [*CITIES[3:], "newer"]
+        assert not rest["has_more"]
+        by_id = {each["id"]: each for each in rest["data"]}
+        assert by_id["Cairo"]["superseded_by"] == "newer"
+        assert by_id["newer"]["answer"] == "other"
+        assert teacher.answer(asked("Cairo")) == ("other", ["newer"])
+        url = f"{server}/v1/memory_bundles/listed/examples"
+        assert httpx.get(url).json()["data"][0]["answer"] is None  # not for everybody
+        assert httpx.get(url, params={"after": "nothing"}).status_code == 404
+
+
+def test_a_bundle_of_the_selector_is_taught_further(server: str, world: World) -> None:
+    """Its memory stays as it is."""
+    teacher = Teacher(server, "further")
+    with teacher.loaded("further", world.paths["prior"]):
+        assert teacher.teach(*map(example, CITIES)).status_code == 200
+        card = teacher.cards()["further"]
+        assert (card["entries"], card["facts"]) == (world.bundles["prior"].num_entries, 10)
+        content, facts = teacher.answer(asked("Oslo"))
+        assert (content, facts) == ("olsO", ["Oslo"])
+
+
+PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"examples": []}, "at least 1 item"),
+        ({"examples": [example("Lima")] * 2}, "'Lima' occurs more than once"),
+        ({"examples": [example("Lima", answer="")]}, "at least 1 character"),
+        ({"examples": [example("Lima", answer="so " * 300)]}, "its answer has"),
+        ({"examples": [example("Lima", messages=[{"role": "user", "content": PICTURE}])]}, "types image_url"),
+        ({"examples": [example("Lima", messages=[{"role": "user", "content": " "}])]}, "a question with words"),
+        ({"examples": [example("Lima", messages=[{"role": "system", "content": "a"}])]}, "one user message"),
+        ({"examples": [example("Lima")] * 10_001}, "at most 10000 items"),
+        ({"examples": [example("Lima")], "budget_bytes": 100}, "its budget is 100"),
+        ({"examples": [example("Lima", expires_at="tomorrow")]}, "expires_at"),
+    ],
+)
+def test_what_cannot_be_taught(server: str, body: dict[str, Any], reason: str) -> None:
+    """Nothing has changed then."""
+    with taught(server, "kept") as teacher:
+        before = teacher.cards()["kept"]["digest"]
+        response = teacher.call("POST", json=body)
+        assert response.status_code == (507 if "budget_bytes" in body else 400), response.text
+        assert reason in response.text
+        assert teacher.cards()["kept"]["digest"] == before
+
+
+def test_only_the_admin_teaches(server: str) -> None:
+    url = f"{server}/v1/memory_bundles/new/examples"
+    assert httpx.post(url, json={"examples": [example("Lima")]}).status_code == 401
+    assert httpx.get(url).status_code == 404
+    assert "new" not in Bundles(server).cards()
