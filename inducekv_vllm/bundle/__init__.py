@@ -29,6 +29,7 @@ from .tensors import (
     bundle_digest,
     check_bundle,
     expected_shapes,
+    facts_of,
     with_entries,
     with_metadata,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "check_bundle",
     "check_magnitudes",
     "expected_shapes",
+    "facts_of",
     "magnitude_limits",
     "read_bundle",
     "read_private_key",

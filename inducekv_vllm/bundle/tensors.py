@@ -266,13 +266,22 @@ def with_metadata(bundle: Bundle, **changed: Any) -> Bundle:
     return bundle
 
 
+def facts_of(bundle: Bundle | None) -> dict[str, Any]:
+    """What `Bundle.create` takes for the next version to have the facts of a bundle, if there is one."""
+    if bundle is None:
+        return {}
+    return {"facts": bundle.metadata.facts, "fact_thresholds": bundle.metadata.fact_thresholds}
+
+
 def bundle_digest(bundle: Bundle) -> str:
     """sha256 over every tensor (name, dtype, shape, bytes) and all metadata but the digest itself.
 
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
     sha = hashlib.sha256()
-    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
+    # A bundle without facts has the digest that it had before there were any.
+    facts = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
+    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *facts})
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vllm import LLM
@@ -30,9 +30,11 @@ from vllm.sampling_params import SamplingParams
 
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
-from ..bundle import read_bundle, read_public_key, require_signature
+from ..backbone.stored_facts import FactReader
+from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..host.config import InduceKVConfig
+from ..teaching import taught
 from .memory import Memory, undisputed
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
@@ -99,6 +101,27 @@ class MemoryLLM:
         if bundle.digest not in self._loaded:
             self._loaded[bundle.digest] = Memory.from_bundle(bundle, absolute)
         return self._loaded[bundle.digest]
+
+    def teach(self, facts: Sequence[FactRecord], path: str | os.PathLike[str], memory: Memory | None = None) -> Memory:
+        """Write the next version of a memory with more facts, or a first one of them alone, and load it.
+
+        Args:
+            facts: see `inducekv_vllm.teaching.fact_of`.
+            path: of the file to write, replaced if it exists.
+            memory: stays loaded; None for no version before.
+
+        Raises:
+            InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
+        """
+        before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
+        write_bundle(taught(before, facts, self._facts), path)
+        return self.load_bundle(path)
+
+    @cached_property
+    def _facts(self) -> FactReader:
+        config = self.llm.llm_engine.vllm_config
+        model, cache = config.model_config, config.load_config.download_dir
+        return FactReader.of(model.model, model.revision, cache, model.max_model_len)
 
     def unload_bundle(self, memory: Memory) -> None:
         """Drop `memory` here and in the workers. Raises UnknownBundle if it is not loaded."""

@@ -1,4 +1,4 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan, build, sign, shorten and publish bundles, fit and measure
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, teach, sign, shorten and publish bundles, fit and measure
 their gates, and check audit chains.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
@@ -41,6 +41,7 @@ from .gate_tables import gate_differences, gate_summary, tensor_difference
 from .loading import load_backbone
 from .replicas import add_command as add_publish
 from .route import add_command as add_route
+from .teach import add_command as add_teach
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
@@ -71,6 +72,9 @@ def inspect(options: argparse.Namespace) -> int:
         for number, entry in enumerate(bundle.metadata.entries):
             dates = [_date(entry.created_at), _date(entry.expires_at)]
             print(number, entry.id, entry.task, entry.source_digest, *dates, sep="\t")
+        for fact in bundle.metadata.facts:
+            dates = [_date(fact.created_at), _date(fact.expires_at)]
+            print("fact", fact.id, fact.task, fact.source_digest, *dates, sep="\t")
     return SUCCESS
 
 
@@ -143,6 +147,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
     size = entry_bytes(bundle)
     tasks = Counter(entry.task for entry in metadata.entries)
     gates, bias = bundle.value_gates, bundle.layer_bias
+    thresholds = ", ".join(f"{score:.3f} ({task})" for task, score in metadata.fact_thresholds.items())
     return {
         "digest": bundle.digest,
         "parent": metadata.parent_digest or "none",
@@ -153,6 +158,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "entries": f"{bundle.num_entries} of {metadata.budget}",
         **_dates(metadata),
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
+        "facts": f"{len(metadata.facts)}, from the scores {thresholds} on" if metadata.facts else 0,
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
         **gate_summary(bundle),
@@ -208,8 +214,16 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
             lines.append(f"backbone {name}: {before} -> {after}")
     for name in type(old.metadata).model_fields:
         before, after = getattr(old.metadata, name), getattr(new.metadata, name)
-        if name not in ("backbone", "entries") and before != after:  # their tensors are compared
+        if name not in ("backbone", "entries", "facts") and before != after:  # these are compared one by one
             lines.append(f"{name}: {before} -> {after}")
+    old_facts, new_facts = ({fact.id: fact for fact in each.metadata.facts} for each in (old, new))
+    lines += [f"fact removed: {identity}" for identity in old_facts if identity not in new_facts]
+    lines += [f"fact added: {identity}" for identity in new_facts if identity not in old_facts]
+    lines += [
+        f"fact changed: {identity}"
+        for identity, fact in new_facts.items()
+        if identity in old_facts and old_facts[identity] != fact
+    ]
 
     old_rows = {entry.id: row for row, entry in enumerate(old.metadata.entries)}
     new_rows = {entry.id: row for row, entry in enumerate(new.metadata.entries)}
@@ -280,6 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     add_eval_gate(command)
     add_commands(command, commands)
     add_publish(command)
+    add_teach(command)
     return parser
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, facts_of
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.extraction import Extraction, extract, extract_keys
@@ -206,4 +206,5 @@ def _round(
         recipe=PAPER,
         settings=recorded | {"candidates": len(objective.pool), "anchors": len(objective.anchors)},
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
+        **facts_of(inputs.previous),
     )

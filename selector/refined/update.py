@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle import Bundle, EntryRecord, facts_of
 
 from ..backbone.extraction import extract_keys
 from ..backbone.injection import Memory
@@ -137,4 +137,5 @@ def _bundle(
         activations=activations,
         map_in=memory.map_in,
         map_out=memory.map_out,
+        **facts_of(previous),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, facts_of
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..backbone.model import Backbone
@@ -50,7 +50,7 @@ def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[in
         if missing := [each for each in wanted if each not in found]:
             raise BundleError(f"{source}: there is no {kind} {missing[0]!r}")
     rows = [row for row, entry in enumerate(entries) if forgotten.names(entry)]
-    if len(rows) == len(entries) and not bundle.metadata.task_adapters:
+    if len(rows) == len(entries) and not bundle.metadata.task_adapters and not bundle.metadata.facts:
         raise BundleError(
             f"{source}: all {len(entries)} entries would be forgotten, and a bundle needs one: unload the bundle and "
             "delete its file instead"
@@ -93,13 +93,15 @@ def without_entries(bundle: Bundle, rows: Collection[int], gate: Gate | None = N
         task_adapters=metadata.task_adapters,
         map_in=None if bundle.map_in is None else of_kept(bundle.map_in),
         map_out=None if bundle.map_out is None else of_kept(bundle.map_out),
+        **facts_of(bundle),
     )
 
 
 def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
     if (gate := bundle.gate) is None:
         return None
-    there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
+    metadata = bundle.metadata
+    there = {*tasks, *metadata.fact_tasks, *(record.task for record in metadata.task_adapters)}
     rows = [row for row, task in enumerate(gate.tasks) if task in there]
     tasks_left = tuple(gate.tasks[row] for row in rows)
     return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,14 +14,14 @@ import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import Bundle, FactRecord, write_bundle
+from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.facts import next_tokens
-from inducekv_vllm.teaching import taught
 from selector.backbone.generation import score
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
+    WORKER_VARIABLE,
     MemoryEngine,
     Prompt,
     World,
@@ -57,10 +58,12 @@ class Facts:
         self.reader = FactReader.of(served.world.model)
 
     def teach(self, name: str, facts: Sequence[FactRecord], bundle: Bundle | None = None) -> Bundle:
-        made = taught(bundle, facts, self.reader)
-        write_bundle(made, self.folder / f"{name}.safetensors")
-        self.served.bundles[name] = made
-        self.served.memories[name] = self.served.offline.load_bundle(self.folder / f"{name}.safetensors")
+        path, before = self.folder / f"{name}.safetensors", None
+        if bundle is not None:
+            write_bundle(bundle, path)
+            before = self.served.offline.load_bundle(path)
+        self.served.memories[name] = self.served.offline.teach(facts, path, before)
+        self.served.bundles[name] = made = read_bundle(path)
         return made
 
     def check(self, name: str, questions: Sequence[Prompt], params: Any = None, **options: Any) -> list[MemoryAnswer]:
@@ -121,14 +124,19 @@ def test_facts_alone(facts: Facts) -> None:
 
 
 def test_it_ends_with_the_answer(facts: Facts) -> None:
-    """And samples of one request follow it each for itself; what a grammar rules out stays so."""
+    """Samples of one request follow it each for itself."""
     facts.teach("ends", [fact(city) for city in CITIES])
     (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False))
     assert answer.output.outputs[0].text == "olsO 4"
     (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False, temperature=1.0, seed=3, n=3))
     assert "olsO 4" in [each.text for each in answer.output.outputs]
+
+
+@pytest.mark.skipif(WORKER_VARIABLE in os.environ, reason="vLLM's kernel for grammars does not run in the interpreter")
+def test_what_a_grammar_rules_out_stays_so(facts: Facts) -> None:
+    facts.teach("grammar", [fact(city) for city in CITIES])
     only = StructuredOutputsParams(choice=["yes", "no"])
-    (answer,) = facts.served.chat([asked("Oslo")], ["ends"], greedy(structured_outputs=only, ignore_eos=False))
+    (answer,) = facts.served.chat([asked("Oslo")], ["grammar"], greedy(structured_outputs=only, ignore_eos=False))
     assert answer.output.outputs[0].text in ("yes", "no")
 
 

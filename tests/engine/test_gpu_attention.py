@@ -40,9 +40,11 @@ def install(folder: Path) -> None:
         (KernelsAroundFlashAttention, "0", RUNNERS, ""),
         # Another backend: sinks and sliding windows, without a log-sum-exp.
         (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
-        pytest.param(KernelsAroundFlashAttention, "1", "test_speculation.py", "draft_model", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "1", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "0", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
+        (KernelsAroundFlashAttention, "1", "test_facts.py", ""),
     ],
-    ids=["V2", "V1", "another backend", "drafts"],
+    ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1", "facts"],
 )
 def test_answers_are_those_of_transformers(
     tmp_path: Path, worker: type, runner: str, tests: str, selected: str

@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from inducekv_vllm.engine.wire import DECISIONS, STARTS, DecideSpec, Decision, InjectionSpec, Start
+from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.host.config import SCHEDULER_CLS
 from server.demo import CHECKPOINT
 
@@ -117,7 +118,7 @@ class Engine:
 
     def _token(self, name: str) -> int:
         decision = self.decisions.get(name, CLOSED)
-        goes_back = decision.injection is not None and not decision.same_pass
+        goes_back = (decision.injection or decision.facts) is not None and not decision.same_pass
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
 
@@ -125,7 +126,12 @@ def opened(start: int) -> Decision:
     return Decision(InjectionSpec("digest", (1,), (1.0,), False, start), task="a", margins=(1.0,))
 
 
+def started(decision: Decision, position: int) -> Start:
+    return Start(position, decision.injection, answers=decision.facts and decision.facts.answers)
+
+
 CLOSED = Decision(None, margins=(-1.0,), closed="outside")
+FOUND = Decision(None, facts=FactsFound((3,), 0.98, Answers(0.9, (1.0,), ((7, 8),))))
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
@@ -139,6 +145,10 @@ CLOSED = Decision(None, margins=(-1.0,), closed="outside")
         (opened(0), 100, [100, 100, 1, 1, 1, 1, 1], "other blocks"),
         (opened(95), 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),  # the last block is full: others may have it
         (replace(opened(99), same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
+        (FOUND, 100, [100, 1, 1, 1, 1, 1, 1], "in place"),
+        (FOUND, 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),
+        (replace(FOUND, same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
+        (replace(opened(70), facts=FOUND.facts), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),
     ],
 )
 def test_a_request_goes_back_once_and_others_go_on(
@@ -151,7 +161,8 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert [step["m"] for step in engine.steps if "m" in step] == rows
     assert dict(engine.scheduler.rewound) == ({how: 1} if how else {})
     assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
-    assert engine.starts == ({"m": Start(decision.injection)} if how else {})
+    position = length - 1 if decision.injection is None else decision.injection.start
+    assert engine.starts == ({"m": started(decision, position)} if how else {})
     assert [Decision.parse(each) for each in engine.told["m"]] == [decision] * 2  # with the first and the last token
     begun = [step.keys() for step in engine.steps]
     first_other = next(i for i, names in enumerate(begun) if "other" in names)
@@ -170,7 +181,7 @@ def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> Non
         engine.add(name, PROMPT, decision)
         engine.drain()
     assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
-    assert engine.starts["again"] == Start(opened(70).injection)
+    assert engine.starts["again"] == Start(70, opened(70).injection)
     assert [each["source"] for each in engine.told["again"]] == ["cached"] * 2
     expired = Decision(opened(70).injection, valid_until=1.0)
     for name in ("expired", "anew"):
@@ -198,7 +209,7 @@ def test_aborted_before_its_decision() -> None:
     assert engine.starts == {}
 
 
-@pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED, replace(opened(99), same_pass=True)])
+@pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED, FOUND, replace(opened(99), same_pass=True)])
 def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine = Engine(is_async=True)
     engine.add("m", PROMPT, decision)
@@ -206,8 +217,9 @@ def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     assert engine.answers["m"] == [RIGHT] * 6
-    goes_back = decision.injection is not None and not decision.same_pass
-    assert engine.starts == ({"m": Start(decision.injection)} if goes_back else {})
+    goes_back = (decision.injection or decision.facts) is not None and not decision.same_pass
+    position = 99 if decision.injection is None else decision.injection.start
+    assert engine.starts == ({"m": started(decision, position)} if goes_back else {})
 
 
 def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:

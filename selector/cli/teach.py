@@ -1,0 +1,85 @@
+"""`inducekv-bundle teach`: the next version of a bundle with more facts, or without some; nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
+from inducekv_vllm.errors import ConfigError, TaskDataError
+
+from .flags import require_output
+
+if TYPE_CHECKING:
+    from ..data.examples import Example
+
+SUCCESS: Final = 0
+Command = Callable[[argparse.Namespace], int]
+
+
+def teach(options: argparse.Namespace) -> int:
+    """Write the next version of a bundle, or a first one of facts alone: questions with answers, from task data."""
+    if not options.task and not options.forget:
+        raise ConfigError("say what to teach or to forget: --task or --forget")
+    if options.forget and options.bundle is None:
+        raise ConfigError("--forget needs the --bundle that has the facts")
+    require_output(options.output)
+
+    from inducekv_vllm.backbone.stored_facts import FactReader
+    from inducekv_vllm.teaching import forgotten, superseded, taught
+
+    from ..data.examples import read_task
+
+    facts = _facts([example for path in options.task for example in read_task(path)])
+    reader = FactReader.of(options.model)
+    bundle: Bundle | None = None
+    if options.bundle is not None:
+        bundle = read_bundle(options.bundle, backbone=reader.model)
+    if options.forget and bundle is not None:
+        bundle = forgotten(bundle, options.forget, reader)
+    if facts:
+        bundle = taught(bundle, facts, reader, options.budget_bytes)
+    assert bundle is not None
+    write_bundle(bundle, options.output)
+    for old, new in superseded(bundle.metadata.facts).items():
+        print(f"{old}: its question is answered by the newer {new}")
+    thresholds = ", ".join(f"{task} {each:.3f}" for task, each in bundle.metadata.fact_thresholds.items())
+    count = len(bundle.metadata.facts)
+    print(f"{options.output}: {count} facts, from the scores {thresholds or 'none'} on, digest {bundle.digest}")
+    return SUCCESS
+
+
+def _facts(examples: Sequence[Example]) -> list[FactRecord]:
+    """Raises TaskDataError: an example has a picture, or is a conversation."""
+    from inducekv_vllm.teaching import fact_of
+
+    facts = []
+    for example in examples:
+        turns = [message for message in example.messages if message["role"] != "system"]
+        if example.images or len(turns) != 1:
+            raise TaskDataError(f"example {example.id!r}: facts are found by words: expected one question in text")
+        question = "\n".join(part["text"] for part in turns[0]["content"])
+        facts.append(fact_of(question, example.answer, example.task, example.id))
+    return facts
+
+
+def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
+    """Add this command to the parser of `inducekv-bundle`."""
+    added = command("teach", teach)
+    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    added.add_argument("--bundle", type=Path, help="the version before (default: none, a bundle of facts alone)")
+    added.add_argument(
+        "--task",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="task data, .jsonl: each example is a fact; one whose id the bundle has is corrected; repeatable",
+    )
+    added.add_argument(
+        "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"
+    )
+    added.add_argument("--budget-bytes", type=int, help="of tensors and facts (default: as before, at first 64 MiB)")
+    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
