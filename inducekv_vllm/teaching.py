@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -66,18 +66,17 @@ def taught(
     """
     _check(facts, reader)
     new = {fact.id for fact in facts}
-    kept = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
-    changed = {fact.task for fact in facts}
-    if bundle is not None:
-        changed |= {fact.task for fact in bundle.metadata.facts if fact.id in new}
-    version = _with_facts(bundle, [*kept, *facts], changed, reader)
-    budget = budget_bytes or version.metadata.settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    if (used := stored_bytes(version)) > budget:
+    earlier = bundle.metadata.facts if bundle is not None else ()
+    kept = [fact for fact in earlier if fact.id not in new]
+    settings = bundle.metadata.settings if bundle is not None else {}
+    budget = budget_bytes or settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    if (used := stored_bytes(bundle, [*kept, *facts])) > budget:
         raise CapacityError(
             f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
             f"{len(kept)} facts, or give a larger budget_bytes"
         )
-    return with_metadata(version, settings={**version.metadata.settings, "budget_bytes": budget})
+    changed = {fact.task for fact in facts} | {fact.task for fact in earlier if fact.id in new}
+    return _with_facts(bundle, [*kept, *facts], changed, reader, {**settings, "budget_bytes": budget})
 
 
 def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundle:
@@ -94,13 +93,13 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
     if not kept and not bundle.num_entries and not bundle.metadata.task_adapters:
         raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
     changed = {fact.task for fact in facts if fact.id in ids}
-    return _with_facts(bundle, kept, changed, reader)
+    return _with_facts(bundle, kept, changed, reader, bundle.metadata.settings)
 
 
-def stored_bytes(bundle: Bundle) -> int:
-    """What a bundle's tensors and facts take in its file."""
-    tensors = sum(tensor.numel() * tensor.itemsize for tensor in bundle.tensors().values())
-    return tensors + sum(len(fact.model_dump_json().encode()) for fact in bundle.metadata.facts)
+def stored_bytes(bundle: Bundle | None, facts: Sequence[FactRecord]) -> int:
+    """What a bundle's tensors, if there is one, and these facts take in a file."""
+    tensors = bundle.tensors().values() if bundle is not None else ()
+    return sum(tensor.nbytes for tensor in tensors) + sum(len(fact.model_dump_json().encode()) for fact in facts)
 
 
 def _check(facts: Sequence[FactRecord], reader: FactReader) -> None:
@@ -123,6 +122,7 @@ def _with_facts(
     facts: Sequence[FactRecord],
     changed: Collection[str],
     reader: FactReader,
+    settings: dict[str, Any],
 ) -> Bundle:
     """Thresholds are fitted again for the tasks that have changed."""
     before = bundle.metadata.fact_thresholds if bundle is not None else {}
@@ -132,8 +132,9 @@ def _with_facts(
         for task in tasks
     }
     if bundle is None:
-        return _first(tuple(facts), thresholds, reader.model)
-    return with_metadata(bundle, facts=tuple(facts), fact_thresholds=thresholds, parent_digest=bundle.digest)
+        return _first(tuple(facts), thresholds, reader.model, settings)
+    changes = {"facts": tuple(facts), "fact_thresholds": thresholds, "settings": settings}
+    return with_metadata(bundle, **changes, parent_digest=bundle.digest)
 
 
 def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> float:
@@ -141,7 +142,9 @@ def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> fl
     return fit_threshold(question_index(list(newest.values()), reader.vectors))
 
 
-def _first(facts: tuple[FactRecord, ...], thresholds: dict[str, float], model: BackboneFingerprint) -> Bundle:
+def _first(
+    facts: tuple[FactRecord, ...], thresholds: dict[str, float], model: BackboneFingerprint, settings: dict[str, Any]
+) -> Bundle:
     """A bundle of facts alone."""
     no_entries = torch.zeros(model.num_layers, 0, model.num_kv_heads, 1, model.head_dim)  # [L, B, J, m, D]
     return Bundle.create(
@@ -156,7 +159,7 @@ def _first(facts: tuple[FactRecord, ...], thresholds: dict[str, float], model: B
         entries=(),
         weighting="uniform",
         recipe=RECIPE,
-        settings={},
+        settings=settings,
         form="decoupled",
         facts=facts,
         fact_thresholds=thresholds,

