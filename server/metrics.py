@@ -17,7 +17,7 @@ import inducekv_vllm
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
 
-CHANGES: Final = ("load", "rollback", "unload", "forget", "restore")
+CHANGES: Final = ("load", "rollback", "unload", "forget", "restore", "teach", "forget_facts")
 OUTCOMES: Final = ("done", "refused")
 CHANGE_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -59,7 +59,7 @@ DRAINING_REQUESTS = Gauge(
 )
 BUNDLE_CHANGES = Counter(
     "inducekv:changes",
-    "Loads, rollbacks, unloads, forgotten and restored versions, by their outcome.",
+    "Loads, rollbacks, unloads, forgotten and restored versions, changes of facts, by their outcome.",
     ["change", "outcome"],
 )
 CHANGE_SECONDS = Histogram(

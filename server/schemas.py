@@ -15,6 +15,7 @@ from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
 MAX_EXAMPLES: Final = 10_000  # in one request
+LEAST_BUDGET: Final = 2**16  # bytes of a bundle that is taught
 DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
 EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
 
@@ -132,7 +133,7 @@ class TeachRequest(BaseModel):
     budget_bytes: int | None = Field(
         default=None,
         description=f"Bytes that the bundle may take; null for what it has, at first {DEFAULT_BUDGET_BYTES}.",
-        ge=1,
+        ge=LEAST_BUDGET,
         le=2**40,
     )
     expected_digest: ExpectedDigest = None

@@ -15,7 +15,7 @@ from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import TaskDataError, UnknownFact
 from inducekv_vllm.teaching import fact_of, forgotten, superseded, taught
 
-from .requests import CHANGE_ERRORS, NOT_LOADED, TAG, TOO_LONG, Admin, KeyToSeeMore, access_of, registry_of
+from .requests import CHANGE_ERRORS, NOT_LOADED, TAG, TOO_LONG, Admin, KeyToSeeMore, access_of, errors, registry_of
 from .schemas import (
     CorrectExampleRequest,
     ExampleMessage,
@@ -28,13 +28,13 @@ from .schemas import (
 )
 
 router = APIRouter(tags=[TAG])
-EXAMPLES = "/v1/memory_bundles/{name:path}/examples"
+BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 ExampleId = Annotated[str, Path(description="The id of an example.", examples=["facts/9e1f0c5a3f6e8d7c"])]
 
 
 @router.post(
-    EXAMPLES,
+    "/v1/memory_bundles/{name:path}/examples",
     summary="Teach a bundle facts",
     dependencies=[Depends(validate_json_request)],
     responses=CHANGE_ERRORS | TOO_LONG,
@@ -48,7 +48,9 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     return _answer(card, [fact.id for fact in facts])
 
 
-@router.get(EXAMPLES, summary="List the facts of a bundle", responses=NOT_LOADED)
+@router.get(
+    "/v1/memory_bundles/{name:path}/examples", summary="List the facts of a bundle", responses=NOT_LOADED | BAD_QUERY
+)
 async def examples(
     name: Name,
     request: Request,
@@ -71,7 +73,7 @@ async def examples(
 
 
 @router.patch(
-    EXAMPLES + "/{example_id:path}",
+    "/v1/memory_bundles/{name:path}/examples/{example_id:path}",
     summary="Correct a fact",
     dependencies=[Depends(validate_json_request)],
     responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
@@ -89,7 +91,7 @@ async def correct(
 
 
 @router.delete(
-    EXAMPLES + "/{example_id:path}",
+    "/v1/memory_bundles/{name:path}/examples/{example_id:path}",
     summary="Forget a fact",
     responses=CHANGE_ERRORS | NOT_LOADED | TOO_LONG,
 )

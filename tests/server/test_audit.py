@@ -30,6 +30,7 @@ TRACE = {
     "digest": "d",
     "gate": {"open": True, "task": "t", "closed": None, "margins": {}},
     "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
+    "facts": [{"id": "y", "task": "t", "score": 0.98, "weight": 0.9}],
 }
 
 
@@ -235,5 +236,12 @@ async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
     await server.registry.record_answer("chatcmpl-1", "f" * 64, TRACE)
     (record,) = server.records()
     del record["time"], record["previous"]
-    facts = {"request": "chatcmpl-1", "by": "f" * 16, "name": "m", "digest": "d", "task": "t", "entries": {"x": 0.25}}
+    facts = {
+        "request": "chatcmpl-1",
+        "by": "f" * 16,
+        "name": "m",
+        "digest": "d",
+        "task": "t",
+        "entries": {"x": 0.25, "y": 0.9},
+    }
     assert record == {"n": 0, "event": "answer", **facts}

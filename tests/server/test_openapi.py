@@ -20,7 +20,8 @@ from tests.server.launch import ADMIN_KEY
 EXAMPLES = 25  # of each route and kind of client
 CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory_bundle", "unload_memory_bundle")]
 CHANGES.append("/v1/forget_memory_versions")
-WITH_INPUT = {*CHANGES, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
+FACTS = ["/v1/memory_bundles/{name}/examples", "/v1/memory_bundles/{name}/examples/{example_id}"]
+WITH_INPUT = {*CHANGES, *FACTS, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
 ROUTES = {*WITH_INPUT, "/v1/memory_bundles", "/v1/memory_server", "/v1/models/{model}"}
 
 
@@ -51,8 +52,11 @@ def cases(operation: Any, mode: GenerationMode) -> Any:
 def test_no_request_gets_a_5xx_or_an_undocumented_status(
     server: str, bundles: Bundles, key: str | None, mode: GenerationMode
 ) -> None:
-    """What is loaded stays as it is: no path that is made up holds a bundle, and no name that is made up is loaded."""
-    before = bundles.list()
+    """What is loaded stays as it is: no path that is made up holds a bundle, and no name that is made up is loaded.
+
+    The admin's examples make bundles of their own.
+    """
+    before, names = bundles.list(), bundles.cards().keys()
     headers = {ADMIN_HEADER: key} if key is not None else {}
     tried: dict[str, set[int]] = {}
     for result in schemathesis.openapi.from_url(f"{server}/openapi.json").include(tag=TAG).get_all_operations():
@@ -78,6 +82,10 @@ def test_no_request_gets_a_5xx_or_an_undocumented_status(
     assert set(tried) == (ROUTES if mode is GenerationMode.POSITIVE else WITH_INPUT)
     for path in CHANGES:
         assert tried[path] <= ({400, 401} if key is None else {400, 401, 404, 409})
+    for taught in bundles.cards().keys() - names:
+        assert key is not None
+        assert bundles.unload(taught).status_code == 200
+    bundles.wait_until_drained()
     assert bundles.list() == before
     assert httpx.get(f"{server}/health").status_code == 200
 

@@ -123,7 +123,8 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         ({"examples": [example("Lima", messages=[{"role": "user", "content": " "}])]}, "a question with words"),
         ({"examples": [example("Lima", messages=[{"role": "system", "content": "a"}])]}, "one user message"),
         ({"examples": [example("Lima")] * 10_001}, "at most 10000 items"),
-        ({"examples": [example("Lima")], "budget_bytes": 100}, "its budget is 100"),
+        ({"examples": [example(f"Lima {n}") for n in range(400)], "budget_bytes": 2**16}, "its budget is 65536"),
+        ({"examples": [example("Lima")], "budget_bytes": 100}, "greater than or equal to 65536"),
         ({"examples": [example("Lima", expires_at="tomorrow")]}, "expires_at"),
     ],
 )
@@ -132,7 +133,7 @@ def test_what_cannot_be_taught(server: str, body: dict[str, Any], reason: str) -
     with taught(server, "kept") as teacher:
         before = teacher.cards()["kept"]["digest"]
         response = teacher.call("POST", json=body)
-        assert response.status_code == (507 if "budget_bytes" in body else 400), response.text
+        assert response.status_code == (507 if "its budget" in reason else 400), response.text
         assert reason in response.text
         assert teacher.cards()["kept"]["digest"] == before
 

@@ -310,7 +310,9 @@ def test_selecting_lists_every_option() -> None:
 def test_serving_lists_every_setting_and_route() -> None:
     page = DOCS / "serving.md"
     assert {row[0].strip("`") for row in rows(section(page, "## Settings"))} == set(InduceKVConfig.model_fields)
-    listed = set(re.findall(r"`(?:GET|POST) (/v1/[^` ]*)`", section(page, "## HTTP routes"))) - {"/v1/models"}
+    listed = set(re.findall(r"`(?:GET|POST|PATCH|DELETE) (/v1/[^` ]*)`", section(page, "## HTTP routes"))) - {
+        "/v1/models"
+    }
     source = "".join(path.read_text() for path in (ROOT / "server").glob("*.py"))
     routes = re.findall(r'@router\.\w+\(\s*"([^"]+)"', source)
     assert listed == {route.replace(":path}", "}") for route in routes}
