@@ -12,13 +12,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.facts import Answers
 
 from ..data.examples import Example
+from .facts import fact_reader
 from .gate_rule import routed_tasks, routing
 from .generation import generate
 from .injection import Memory, Terms
-from .model import Backbone
+from .model import Backbone, Inputs
 from .scoring import Scorer
 from .token_values import evidence_of
 
@@ -38,6 +41,12 @@ class BundledModel:
     @cached_property
     def memory(self) -> Memory | None:
         return None if self.bundle is None else Memory.from_bundle(self.bundle, device=self.backbone.device)
+
+    @cached_property
+    def facts(self) -> StoredFacts | None:
+        if self.bundle is None or not self.bundle.metadata.facts:
+            return None
+        return StoredFacts(self.bundle.metadata, fact_reader(self.backbone))
 
     def evidence(self, examples: Sequence[Example]) -> Tensor:
         """What the bundle's gate finds in n questions: [n, H] float32; [n, 0] without a gate."""
@@ -123,9 +132,22 @@ class BundledModel:
     ) -> list[str]:
         prompts = [self.scorer.prefix(example) for example in examples]
         injection = self._injection(examples, keys, prior, with_memory)
-        generations = generate(self.backbone, prompts, max_new_tokens, *injection)
+        answers = self._stored_answers(prompts, prior, with_memory)
+        generations = generate(self.backbone, prompts, max_new_tokens, *injection, answers=answers)
         tokenizer = self.backbone.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
+
+    def _stored_answers(self, prompts: Sequence[Inputs], prior: Tensor, with_memory: bool) -> list[Answers | None]:
+        """Of the facts that n prompts ask for; none at all if there are no facts."""
+        if self.facts is None or self.bundle is None:
+            return []
+        tasks = (
+            routed_tasks(self.bundle, prior) if with_memory and self.bundle.gate is not None else [None] * len(prompts)
+        )
+        found = [
+            self.facts.find(prompt["input_ids"][0].tolist(), task) for prompt, task in zip(prompts, tasks, strict=True)
+        ]
+        return [None if each is None else each.answers for each in found]
 
 
 def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:

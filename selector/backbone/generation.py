@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from inducekv_vllm.facts import Answers, mixed, next_tokens
 
 from .injection import Memory, Terms, injected
 from .model import TOKEN_INPUTS, Backbone, Inputs
@@ -95,8 +98,13 @@ def generate(
     terms: Terms | None = None,
     *,
     ignore_eos: bool = False,
+    answers: Sequence[Answers | None] = (),
 ) -> list[Generation]:
-    """Greedy generation with the KV cache, until an end-of-text token; arguments as in `score`."""
+    """Greedy generation with the KV cache, until an end-of-text token; arguments as in `score`.
+
+    `answers` are stored ones of n prompts, which enter the next token's distribution; the log-probabilities do not have
+    them.
+    """
     batch = backbone.collate(prompts, side="left")
     if terms is not None and terms.first_active is not None:
         padding = (batch["attention_mask"] == 0).sum(dim=1)  # [n]
@@ -116,6 +124,7 @@ def generate(
             pad_token_id=backbone.tokenizer.pad_token_id or 0,
             return_dict_in_generate=True,
             output_logits=True,
+            logits_processor=LogitsProcessorList([_Following(answers, batch["input_ids"].shape[1])] if answers else []),
         )
     tokens = result.sequences[:, batch["input_ids"].shape[1] :]  # [n, steps]
     logprobs = torch.stack(result.logits, dim=1).float().log_softmax(dim=-1)  # [n, steps, vocabulary]
@@ -126,6 +135,18 @@ def generate(
         chosen = logprobs[row, :length].gather(1, tokens[row, :length, None])[:, 0]
         generations.append(Generation(ids[:length], chosen))
     return generations
+
+
+class _Following(LogitsProcessor):
+    def __init__(self, answers: Sequence[Answers | None], prompt_length: int) -> None:
+        self._answers, self._begin = answers, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [n, T], scores [n, vocabulary]"""
+        rows = zip(input_ids[:, self._begin :].tolist(), scores, self._answers, strict=True)
+        return torch.stack(
+            [row if each is None else mixed(row, each.weight, next_tokens(each, ids)) for ids, row, each in rows]
+        )
 
 
 def injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:

@@ -34,16 +34,20 @@ def forget(options: argparse.Namespace) -> int:
     bundle = read_bundle(options.path)
     rows = rows_to_forget(bundle, forgotten, str(options.path))
     fitted = _refitted(options, bundle, rows) if options.model else None
-    after = without_entries(bundle, rows, None if fitted is None else fitted.gate)
+    after = without_entries(bundle, rows, None if fitted is None else fitted.gate, forgotten)
     write_bundle(after, options.output)
     gone = ", ".join(task for task in bundle.metadata.tasks if task not in after.metadata.tasks) or "none"
     print(
-        f"{options.output}: {after.num_entries} entries, {len(rows)} forgotten, tasks gone: {gone}, "
+        f"{options.output}: {after.num_entries} entries, {len(rows)} forgotten, tasks gone: {gone}, {_facts(after)}"
         f"digest {after.digest}"
     )
     if fitted is not None:
         print_prices_of(fitted, bundle.metadata.settings.get("gate_misses", DEFAULT_MISSES))
     return SUCCESS
+
+
+def _facts(bundle: Bundle) -> str:
+    return f"{len(bundle.metadata.facts)} facts left, " if bundle.metadata.facts else ""
 
 
 def _check_forget(options: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
+from ..update.facts import with_facts_that_help
 from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
@@ -82,9 +83,13 @@ def update_refined(
         chosen = latest_good(candidates, len(validation))
         counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
         bundle = _bundle(backbone, inputs.previous, settings, chosen, records, fitted, counts)
+    with phases.phase("facts"), tiled_attention(backbone):
+        facts: dict[str, Any] = {}
+        if settings.facts == "search":
+            bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, candidates, chosen)
-    return UpdateResult(bundle, report | {"phases": phases.records}, training.keys)
+    return UpdateResult(bundle, report | {"facts": facts, "phases": phases.records}, training.keys)
 
 
 def joined(old: Memory, new: Memory) -> Memory:

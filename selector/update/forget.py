@@ -1,4 +1,4 @@
-"""The next version of a bundle, without some of its entries.
+"""The next version of a bundle, without some of its entries and facts.
 
 What is left is as before, to the bit: payloads, keys, calibration, the gate's prototypes and its rows of the tasks that
 are left. The gate is fitted again where that is asked for, to anchors of these tasks.
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, facts_of
+from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..backbone.model import Backbone
@@ -25,7 +26,7 @@ from ..gate.settings import DEFAULT_MISSES
 
 @dataclass(frozen=True)
 class Forgotten:
-    """Which entries are to be forgotten: those that one of these names."""
+    """Which entries and facts are to be forgotten: those that one of these names."""
 
     ids: Collection[str] = ()
     source_digests: Collection[str] = ()
@@ -35,22 +36,27 @@ class Forgotten:
         return entry.id in self.ids or entry.source_digest in self.source_digests or entry.task in self.tasks
 
 
+NOTHING: Final = Forgotten()
+
+
 def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[int]:
     """The entries that are named.
 
     Raises:
         BundleError: an id, digest or task is not in the bundle, or no entry would be left.
     """
-    entries = bundle.metadata.entries
+    entries, facts = bundle.metadata.entries, bundle.metadata.facts
+    records = (*entries, *facts)
     for kind, wanted, found in (
-        ("entry", forgotten.ids, {entry.id for entry in entries}),
-        ("entry of the source digest", forgotten.source_digests, {entry.source_digest for entry in entries}),
-        ("entry of the task", forgotten.tasks, {entry.task for entry in entries}),
+        ("entry", forgotten.ids, {record.id for record in records}),
+        ("entry of the source digest", forgotten.source_digests, {record.source_digest for record in records}),
+        ("entry of the task", forgotten.tasks, {record.task for record in records}),
     ):
         if missing := [each for each in wanted if each not in found]:
             raise BundleError(f"{source}: there is no {kind} {missing[0]!r}")
     rows = [row for row, entry in enumerate(entries) if forgotten.names(entry)]
-    if len(rows) == len(entries) and not bundle.metadata.task_adapters and not bundle.metadata.facts:
+    are_facts_left = not all(map(forgotten.names, facts))
+    if len(rows) == len(entries) and not bundle.metadata.task_adapters and not are_facts_left:
         raise BundleError(
             f"{source}: all {len(entries)} entries would be forgotten, and a bundle needs one: unload the bundle and "
             "delete its file instead"
@@ -58,16 +64,23 @@ def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[in
     return rows
 
 
-def without_entries(bundle: Bundle, rows: Collection[int], gate: Gate | None = None) -> Bundle:
+def without_entries(
+    bundle: Bundle, rows: Collection[int], gate: Gate | None = None, forgotten: Forgotten = NOTHING
+) -> Bundle:
     """The next version without these rows; `gate` replaces the gate, of which otherwise the rows of gone tasks go.
 
-    It is not signed.
+    Facts go that are `forgotten`, and those of tasks whose last entry goes. It is not signed.
     """
     metadata = bundle.metadata
     gone = set(rows)
     kept = torch.tensor([row for row in range(bundle.num_entries) if row not in gone], dtype=torch.int64)  # [K]
     entries = tuple(metadata.entries[row] for row in kept.tolist())
     tasks = {entry.task for entry in entries}
+    facts = tuple(
+        fact
+        for fact in metadata.facts
+        if not forgotten.names(fact) and (fact.task in tasks or fact.task not in metadata.tasks)
+    )
 
     def of_kept(tensor: Tensor) -> Tensor:  # [L, B, ...] to [L, K, ...]
         return tensor.index_select(1, kept)
@@ -87,21 +100,21 @@ def without_entries(bundle: Bundle, rows: Collection[int], gate: Gate | None = N
         settings=metadata.settings,
         adapter=metadata.adapter,
         parent_digest=bundle.digest,
-        gate=gate or _remaining_gate(bundle, tasks),
+        gate=gate or _remaining_gate(bundle, tasks | {fact.task for fact in facts}),
         form=metadata.form,
         activations={task: activation for task, activation in metadata.activations.items() if task in tasks},
         task_adapters=metadata.task_adapters,
         map_in=None if bundle.map_in is None else of_kept(bundle.map_in),
         map_out=None if bundle.map_out is None else of_kept(bundle.map_out),
-        **facts_of(bundle),
+        facts=facts,
+        fact_thresholds={fact.task: metadata.fact_thresholds[fact.task] for fact in facts},
     )
 
 
 def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
     if (gate := bundle.gate) is None:
         return None
-    metadata = bundle.metadata
-    there = {*tasks, *metadata.fact_tasks, *(record.task for record in metadata.task_adapters)}
+    there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
     rows = [row for row, task in enumerate(gate.tasks) if task in there]
     tasks_left = tuple(gate.tasks[row] for row in rows)
     return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left)

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from inducekv_vllm.bundle import read_bundle
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.cli.bundle import main as bundle_command
+from selector.data.examples import read_task
 from tests.tiny_families import FAMILIES
 from tests.unit.selector.conftest import record
 from tests.unit.selector.stream import SMALL, Stream
@@ -70,3 +74,48 @@ def test_build_and_verify(text_stream: Stream, capsys: pytest.CaptureFixture[str
     assert bundle_command(["verify", str(output), f"--model={text_stream.model}"]) == 0
     assert read_bundle(output).num_entries == 4
     assert "4 entries" in capsys.readouterr().out
+
+
+CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth", "Accra", "Minsk")
+
+
+def codes(path: Path, wording: str) -> Path:
+    """Something to remember: the code of each city, asked in one wording."""
+    lines = [
+        record(
+            row, id=city, task="codes", messages=[{"role": "user", "content": wording.format(city)}], answer=city[::2]
+        )
+        for row, city in enumerate(CITIES)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_what_is_to_be_remembered_is_kept_as_facts(text_stream: Stream, tmp_path: Path, llama: Path) -> None:
+    """Where the gate opens, they answer; the next task's version keeps them."""
+    training = codes(tmp_path / "codes.jsonl", "What is the code of {}?")
+    validation = codes(tmp_path / "asked.jsonl", "What is the code of {}")
+    options = (*text_stream.options, "--validation", str(validation))
+    stream = Stream(tmp_path, llama, {**text_stream.tasks, "codes": training}, options)
+    bundle = stream.update("codes")
+    assert [fact.id for fact in bundle.metadata.facts] == [f"fact/codes/{city}" for city in CITIES]
+    assert {str(fact.created_at) for fact in bundle.metadata.facts} == {"2026-01-31 00:00:00+00:00"}
+    facts = stream.report("codes")["facts"]
+    assert facts["facts"] == 12
+    assert facts["accuracy"]["memory_and_facts"] > facts["accuracy"]["memory"]
+    assert stream.report("codes")["validation_accuracy"]["deployed"] == facts["accuracy"]["memory_and_facts"]
+    scorer = Scorer(Backbone.load(llama))
+    model, asked = BundledModel(scorer, bundle), read_task(validation)
+    opened, _ = model.routing(asked)
+    assert opened.any()
+    for question, text, is_open in zip(asked, model.answers(asked, 12), opened.tolist(), strict=True):
+        assert (text == question.answer) == is_open
+
+    next_bundle = text_stream.update("colours", previous="codes")
+    assert next_bundle.metadata.facts == bundle.metadata.facts
+    for forget, left in (("--task", 0), ("--source-digest", 11)):
+        named = "codes" if forget == "--task" else bundle.metadata.facts[0].source_digest
+        output = tmp_path / "left.safetensors"
+        forgets = ["forget", str(text_stream.output("colours")), forget, named, "--output", str(output)]
+        assert bundle_command(forgets) == 0
+        assert len(read_bundle(output).metadata.facts) == left

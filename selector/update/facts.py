@@ -1,0 +1,60 @@
+"""Facts beside a task's memory: its training examples as they are, where validation says that this helps.
+
+What follows from a rule, memory has to be trained for; what can only be remembered is stored. A question that no stored
+one is close to is left to the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata
+from inducekv_vllm.bundle.metadata import MAX_ID
+from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.teaching import fact_of, taught
+
+from ..backbone.bundled_model import BundledModel
+from ..backbone.facts import fact_reader
+from ..backbone.scoring import Questions, Scorer
+from ..data.examples import Example
+
+
+def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
+    """Examples that are one question in text; the others are left out. Their ids follow from the examples'."""
+    facts = []
+    for example in examples:
+        turns = [message for message in example.messages if message["role"] != "system"]
+        if not example.images and len(turns) == 1:
+            question = "\n".join(part["text"] for part in turns[0]["content"])
+            fact = fact_of(question, example.answer, example.task, f"fact/{example.task}/{example.id}"[-MAX_ID:])
+            facts.append(fact.model_copy(update={"created_at": None}))  # a run gives its dates at its end
+    return facts
+
+
+def with_facts_that_help(
+    bundle: Bundle, training: Sequence[Example], validation: Questions, scorer: Scorer
+) -> tuple[Bundle, dict[str, Any]]:
+    """The bundle with the task's examples as facts, if more validation questions are answered right; and a report.
+
+    Args:
+        training: of the new task, whose memory the bundle has.
+    """
+    report: dict[str, Any] = {"accuracy": None, "facts": 0, "tried": 0}
+    facts = facts_of_examples(training)
+    if not facts or not len(validation):
+        return bundle, report
+    try:
+        richer = taught(bundle, facts, fact_reader(scorer.backbone))
+    except InduceKVError as error:
+        return bundle, report | {"refused": str(error)}
+    metadata = bundle.metadata
+    richer = with_metadata(richer, parent_digest=metadata.parent_digest, settings=metadata.settings)
+    accuracy = {
+        name: BundledModel(scorer, each).accuracy(validation.examples, validation.keys)
+        for name, each in (("memory", bundle), ("memory_and_facts", richer))
+    }
+    report |= {"accuracy": accuracy, "tried": len(facts)}
+    if accuracy["memory_and_facts"] <= accuracy["memory"]:
+        return bundle, report
+    return richer, report | {"facts": len(facts)}
