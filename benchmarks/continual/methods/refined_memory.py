@@ -10,7 +10,7 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval.entry_terms import Form
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
-from selector.refined.settings import ActivationChoice, GatedWeighting, Precision, RefinedSettings
+from selector.refined.settings import ActivationChoice, FactsChoice, GatedWeighting, Precision, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -39,6 +39,7 @@ class Refined(SelectedMemory):
     precision: Precision = "bfloat16"
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64
+    facts: FactsChoice = "off"
     base: bool = True  # whether the gate is fitted to base questions too
 
     def update(
@@ -88,4 +89,12 @@ class Decoupled(Refined):
         return settings.model_copy(update={"map_rank": rank})
 
 
-ABLATIONS = (Decoupled(), Unrefined())
+@dataclass(frozen=True)
+class DecoupledWithFacts(Decoupled):
+    """And a task's text examples as facts, where validation says that this helps."""
+
+    name: str = "refined_facts"
+    facts: FactsChoice = "search"
+
+
+ABLATIONS = (Decoupled(), DecoupledWithFacts(), Unrefined())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-RECIPES = ("paper", "refined", "refined_decoupled")  # the paper's, and the practical one with either form of memory
+# The paper's, and the practical one: with either form of memory, and with facts.
+RECIPES = ("paper", "refined", "refined_decoupled", "refined_facts")
 RIVALS = ("gated_lora_replay", "lora_replay")  # whom the recipes are held against first
 
 TITLES: Mapping[str, str] = {
     "no_memory": "no memory",
     "paper": "InduceKV (paper)",
     "refined_decoupled": "InduceKV (decoupled)",
+    "refined_facts": "InduceKV (decoupled, facts)",
     "refined": "InduceKV (refined)",
     "random_memory": "random memory",
     "kcenter_memory": "k-center memory",
