@@ -36,6 +36,8 @@ from tests.engine.parity import (
 from tests.reference import reference_logprobs
 from tests.tiny_families import FAMILIES
 
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32, "max_num_batched_tokens": 64}
+OPTIONS["logprobs_mode"] = "processed_logprobs"
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
 
 
@@ -105,8 +107,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def facts(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Facts]:
-    options = {"logprobs_mode": "processed_logprobs", "block_size": 32, "max_num_batched_tokens": 64}
-    with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, **options) as llm:
+    with engine(world.model, environment=FEWER_PROCESSES, **OPTIONS) as llm:
         yield Facts(MemoryEngine(world, llm), tmp_path_factory.mktemp("taught"))
 
 
@@ -166,3 +167,13 @@ def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:
     facts.teach("dated", [*stored, newer])
     answers = facts.check("dated", [asked("Lima"), asked("Cairo"), asked("Seoul")])
     assert [facts.found("dated", each) for each in answers] == [[], ["newer"], ["codes/Seoul"]]
+
+
+@pytest.mark.slow
+def test_two_ranks(world: World, tmp_path: Path) -> None:
+    """The first one finds the facts, and the request goes back for them."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with engine(world.model, environment=environment, tensor_parallel_size=2, **OPTIONS) as llm:
+        facts = Facts(MemoryEngine(world, llm), tmp_path)
+        test_facts_alone(facts)
+        test_behind_a_gate(facts)

@@ -42,7 +42,7 @@ def install(folder: Path) -> None:
         (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
         pytest.param(KernelsAroundFlashAttention, "1", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
         pytest.param(KernelsAroundFlashAttention, "0", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
-        (KernelsAroundFlashAttention, "1", "test_facts.py", ""),
+        (KernelsAroundFlashAttention, "1", "test_facts.py", "alone"),
     ],
     ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1", "facts"],
 )

@@ -109,6 +109,12 @@ def test_a_bundle_of_the_selector_is_taught_further(server: str, world: World) -
         assert (content, facts) == ("olsO", ["Oslo"])
 
 
+@pytest.fixture(scope="module")
+def kept(server: str) -> Iterator[Teacher]:
+    with taught(server, "kept") as teacher:
+        yield teacher
+
+
 PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
 
 
@@ -128,14 +134,13 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         ({"examples": [example("Lima", expires_at="tomorrow")]}, "expires_at"),
     ],
 )
-def test_what_cannot_be_taught(server: str, body: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_taught(kept: Teacher, body: dict[str, Any], reason: str) -> None:
     """Nothing has changed then."""
-    with taught(server, "kept") as teacher:
-        before = teacher.cards()["kept"]["digest"]
-        response = teacher.call("POST", json=body)
-        assert response.status_code == (507 if "its budget" in reason else 400), response.text
-        assert reason in response.text
-        assert teacher.cards()["kept"]["digest"] == before
+    before = kept.cards()["kept"]["digest"]
+    response = kept.call("POST", json=body)
+    assert response.status_code == (507 if "its budget" in reason else 400), response.text
+    assert reason in response.text
+    assert kept.cards()["kept"]["digest"] == before
 
 
 def test_only_the_admin_teaches(server: str) -> None:
