@@ -46,20 +46,17 @@ def registry_of(request: Request) -> BundleRegistry:
     return registry
 
 
-def _host(request: Request) -> str | None:
-    return request.client.host if request.client is not None else None
-
-
 async def admin(request: Request, key: AdminKey) -> str:
     """Who asks for a change, for the log. Raises ChangeRefused: not the admin."""
+    host = request.client.host if request.client is not None else None
     try:
         access_of(request).require_admin(key)
     except ChangeRefused as error:
-        host = _host(request) or "a local socket"
-        logger.warning("%s from %s refused: %s", request.url.path, host, error)
-        await registry_of(request).note_stranger(request.url.path, host, str(error))
+        where = host or "a local socket"
+        logger.warning("%s from %s refused: %s", request.url.path, where, error)
+        await registry_of(request).note_stranger(request.url.path, where, str(error))
         raise
-    return who(_host(request))
+    return who(host)
 
 
 Admin = Annotated[str, Depends(admin)]

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Files whose tests share a server or an engine are a group: those of `tests/server` without these, and ENGINE.
-NO_SHARED_SERVER = ("api_key", "audit", "history", "launcher", "memory_helps", "pins", "registry", "several_processes")
+NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "registry", "several_processes")
 NO_SHARED_SERVER += ("versions", "wheel")
 ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
 # Groups and files that take a minute or longer begin first, so that no worker is left with one of them at the end.

@@ -4,7 +4,7 @@
 
 Prints a table in Markdown: seconds from a POST of one fact to its first right answer; milliseconds between the tokens
 of eight other streams, in turns of teaching and of the same questions without it; seconds for calls of 1,000 facts; and
-the time to the first token of a bundle of 10,000 facts beside one of 10, of which every request finds its fact.
+the time to the first token of a bundle of 10,000 facts beside one of 10, with requests for stored facts alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SYLLABLES: Final = ("ka", "lo", "mi", "ne", "ru", "ta", "vo", "zi", "pe", "su")
 
 
 def name(number: int) -> str:
-    """A made-up name of two words."""
-    digits = f"{number:06d}"
+    """A made-up name of two words, one for each number below a million."""
+    digits = f"{number * 379_721 % 1_000_000:06d}"
     return " ".join("".join(SYLLABLES[int(digit)] for digit in half).title() for half in (digits[:3], digits[3:]))
 
 
@@ -133,15 +133,16 @@ async def measure(server: Server, facts: int) -> dict[str, Any]:
         calls.append(time.perf_counter() - began)
     await server.teach("few", range(FEW))
     first: dict[str, list[float]] = {"many": [], "few": []}
+    right = {"many": 0, "few": 0}
     for number in range(-5, ROUNDS):
         for bundle in first:
             asked = number % FEW if bundle == "few" else (number * 249) % MANY
             began = time.perf_counter()
             at, text = await server.answer(bundle, asked)
-            assert text == fact(asked)["answer"], text
             if number >= 0:
                 first[bundle].append(at - began)
-    return {"seconds": seconds, "gaps_ms": gaps, "call_s": calls, "first_token_s": first}
+                right[bundle] += text == fact(asked)["answer"]
+    return {"seconds": seconds, "gaps_ms": gaps, "call_s": calls, "first_token_s": first, "right": right}
 
 
 def report(found: dict[str, Any]) -> str:
@@ -149,7 +150,7 @@ def report(found: dict[str, Any]) -> str:
         p50, p99 = np.quantile(values, (0.5, 0.99))
         return f"| {what} | {p50:.3f} | {p99:.3f} | {unit} |"
 
-    gaps, first = found["gaps_ms"], found["first_token_s"]
+    gaps, first, right = found["gaps_ms"], found["first_token_s"], found["right"]
     p99 = np.quantile(gaps["teaching"], 0.99) / np.quantile(gaps["not teaching"], 0.99)
     ratio = np.median(first["many"]) / np.median(first["few"])
     return "\n".join(
@@ -164,7 +165,7 @@ def report(found: dict[str, Any]) -> str:
             line(f"time to first token, {FEW} facts", first["few"], "s"),
             "",
             f"p99 between tokens: {p99:.2f} of that without teaching; time to first token with {MANY} facts: "
-            f"{ratio:.3f} of that with {FEW}.",
+            f"{ratio:.3f} of that with {FEW}; answered right: {right['many']} and {right['few']} of {ROUNDS}.",
         ]
     )
 
