@@ -6,11 +6,10 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import torch
 from pydantic import ValidationError
 
 from .backbone.stored_facts import FactReader, question_index
-from .bundle import BackboneFingerprint, Bundle, FactRecord, with_metadata
+from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
@@ -131,45 +130,19 @@ def _with_facts(
         task: before[task] if task in before and task not in changed else _threshold(facts, task, reader)
         for task in tasks
     }
-    if bundle is None:
-        return _first(tuple(facts), thresholds, reader.model, settings)
     changes = {"facts": tuple(facts), "fact_thresholds": thresholds, "settings": settings}
+    if bundle is None:
+        return bundle_without_entries(reader.model, recipe=RECIPE, **changes)
     return with_metadata(bundle, **changes, parent_digest=bundle.digest)
 
 
 def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> float:
-    newest = {words_of(fact.question): fact for fact in facts if fact.task == task}
-    return fit_threshold(question_index(list(newest.values()), reader.vectors))
-
-
-def _first(
-    facts: tuple[FactRecord, ...], thresholds: dict[str, float], model: BackboneFingerprint, settings: dict[str, Any]
-) -> Bundle:
-    """A bundle of facts alone."""
-    no_entries = torch.zeros(model.num_layers, 0, model.num_kv_heads, 1, model.head_dim)  # [L, B, J, m, D]
-    return Bundle.create(
-        retrieval_keys=torch.zeros(0, model.hidden_size),
-        payload_keys=no_entries,
-        payload_values=no_entries,
-        temperature=1.0,
-        value_gates=torch.ones(model.num_layers),
-        layer_bias=torch.zeros(model.num_layers),
-        backbone=model,
-        budget=1,
-        entries=(),
-        weighting="uniform",
-        recipe=RECIPE,
-        settings=settings,
-        form="decoupled",
-        facts=facts,
-        fact_thresholds=thresholds,
-    )
+    index, _ = question_index(facts, task, reader.vectors)
+    return fit_threshold(index)
 
 
 def superseded(facts: Sequence[FactRecord]) -> dict[str, str]:
     """The facts that do not count, because a newer one of the task has the same question: id to id."""
-    newest: dict[tuple[str, tuple[str, ...]], str] = {}
-    for fact in facts:
-        newest[fact.task, words_of(fact.question)] = fact.id
-    found = {fact.id: newest[fact.task, words_of(fact.question)] for fact in facts}
-    return {old: new for old, new in found.items() if old != new}
+    asked = {fact.id: (fact.task, words_of(fact.question)) for fact in facts}
+    newest = {question: id for id, question in asked.items()}
+    return {id: newest[question] for id, question in asked.items() if newest[question] != id}

@@ -108,9 +108,7 @@ class BundleReader:
     @cached_property
     def facts(self) -> FactReader:
         """How the served model's prompts are read; made in a thread. Raises UnsupportedModel."""
-        model = self._client.model_config
-        cache = self._client.vllm_config.load_config.download_dir
-        return FactReader.of(model.model, model.revision, cache, model.max_model_len)
+        return FactReader.of_engine(self._client.vllm_config, self._backbone)
 
     async def is_whole(self, record: VersionRecord) -> bool:
         """Whether what is kept of a version holds what it held when it was loaded."""

@@ -43,7 +43,10 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
     facts = [_fact(example, place) for place, example in enumerate(body.examples)]
     registry = registry_of(request)
-    make = partial(_taught, facts=facts, budget_bytes=body.budget_bytes)
+
+    def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
+        return taught(bundle, facts, reader, body.budget_bytes)
+
     card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)
     return _answer(card, [fact.id for fact in facts])
 
@@ -103,12 +106,6 @@ async def forget(
     make = partial(_without, example_id=example_id)
     card = await registry.change_facts("forget_facts", name, make, expected_digest=expected_digest, who=admin)
     return _answer(card, [example_id])
-
-
-def _taught(
-    bundle: Bundle | None, reader: FactReader, *, facts: Sequence[FactRecord], budget_bytes: int | None
-) -> Bundle:
-    return taught(bundle, facts, reader, budget_bytes=budget_bytes)
 
 
 def _corrected(

@@ -22,21 +22,12 @@ CAPITAL_ASKED: Final = "I want to visit the parliament of {}. To which city do I
 
 
 @dataclass(frozen=True)
-class Question:
-    """About a thing of a family."""
-
-    about: str
-    text: str
-    answer: str
-
-
-@dataclass(frozen=True)
 class Family:
-    """Things with a fact each, the wordings in which it is stored, and one in which it is not."""
+    """Things, each the one concept of its questions: the wordings in which their facts are stored, and another one."""
 
     name: str
-    stored: dict[str, list[Question]]  # by thing, one for each wording
-    asked: list[Question]  # in another wording
+    stored: dict[str, list[Item]]  # by thing, one for each wording
+    asked: list[Item]  # in another wording
 
 
 def families(packages: Packages, seed: int) -> list[Family]:
@@ -58,14 +49,10 @@ def capitals(packages: Packages) -> dict[str, str]:
 
 
 def _family(name: str, items: Items) -> Family:
-    stored: dict[str, list[Question]] = {}
+    stored: dict[str, list[Item]] = {}
     for item in items["train"]:
-        stored.setdefault(item.concepts[0], []).append(_question(item))
-    return Family(name, stored, [_question(item) for item in items["test"]])
-
-
-def _question(item: Item) -> Question:
-    return Question(item.concepts[0], item.question, item.answer)
+        stored.setdefault(item.concepts[0], []).append(item)
+    return Family(name, stored, items["test"])
 
 
 def halves(things: Sequence[str], seed: int) -> tuple[set[str], set[str]]:
@@ -113,5 +100,5 @@ def lockers(seed: int) -> Family:
         f"{rng.choice(('light', 'dark', 'pale'))} {rng.choice(('red', 'green', 'blue', 'grey'))}" for _ in numbers
     ]
     pairs = list(zip(numbers, colours, strict=True))
-    stored = {n: [Question(n, f"Which colour has locker {n}?", colour)] for n, colour in pairs}
-    return Family("lockers", stored, [Question(n, f"I stand before {n}: what is it painted in?", c) for n, c in pairs])
+    stored = {n: [Item((n,), f"Which colour has locker {n}?", colour)] for n, colour in pairs}
+    return Family("lockers", stored, [Item((n,), f"I stand before {n}: what is it painted in?", c) for n, c in pairs])

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from vllm import LLM, SamplingParams
 
-from benchmarks.facts.families import CAPITAL, HARD, Family, Question, capitals, families, halves, lockers
+from benchmarks.facts.families import CAPITAL, HARD, Family, capitals, families, halves, lockers
 from benchmarks.machine import describe_machine
+from benchmarks.real.items import Item
 from benchmarks.real.model import model_folder
 from benchmarks.real.sources import Packages
 from inducekv_vllm.engine.memory import Memory
@@ -42,16 +43,16 @@ class Asked:
     def __init__(self, llm: LLM, folder: Path) -> None:
         self._offline, self._folder = MemoryLLM(llm), folder
 
-    def teach(self, questions: Sequence[Question]) -> Memory:
-        facts = [fact_of(each.text, each.answer, id=f"{number}") for number, each in enumerate(questions)]
+    def teach(self, questions: Sequence[Item]) -> Memory:
+        facts = [fact_of(each.question, each.answer, id=f"{number}") for number, each in enumerate(questions)]
         return self._offline.teach(facts, self._folder / "facts.safetensors")
 
     def forget(self, memory: Memory) -> None:
         self._offline.unload_bundle(memory)
 
-    def right(self, memory: Memory, questions: Sequence[Question]) -> float:
+    def right(self, memory: Memory, questions: Sequence[Item]) -> float:
         """The share that is answered right, word for word."""
-        answers = self._ask(memory, [each.text for each in questions], 16)
+        answers = self._ask(memory, [each.question for each in questions], 16)
         return _share(a.output.outputs[0].text.strip() == q.answer for a, q in zip(answers, questions, strict=True))
 
     def answered(self, memory: Memory, texts: Sequence[str]) -> float:
@@ -76,8 +77,8 @@ def refusal(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]
     for seed in range(seeds):
         every = families(packages, seed)
         for family in every:
-            known, unknown = halves([each.about for each in family.asked], seed)
-            others = [q.text for other in every if other is not family for q in _sample(other, OTHERS, seed)]
+            known, unknown = halves(list(family.stored), seed)
+            others = [q.question for other in every if other is not family for q in _sample(other, OTHERS, seed)]
             for mode in STORED:
                 memory = asked.teach(_stored(family, known, mode))
                 rows.append(
@@ -85,10 +86,10 @@ def refusal(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]
                         "family": family.name,
                         "stored": mode,
                         "seed": seed,
-                        "known": asked.right(memory, [q for q in family.asked if q.about in known]),
-                        "unknown": asked.answered(memory, [q.text for q in family.asked if q.about in unknown]),
+                        "known": asked.right(memory, _about(family.asked, known)),
+                        "unknown": asked.answered(memory, [q.question for q in _about(family.asked, unknown)]),
                         "unknown, stored wording": asked.answered(
-                            memory, [family.stored[about][0].text for about in sorted(unknown)]
+                            memory, [family.stored[about][0].question for about in sorted(unknown)]
                         ),
                         "others": asked.answered(memory, others),
                         "everyday": asked.answered(memory, everyday),
@@ -100,48 +101,45 @@ def refusal(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]
 
 
 def hard(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]]:
-    """Where names are hard to tell, wordings far, or the question another one: capitals, all of them."""
+    """Where names are hard to tell, wordings far, or the question another one: capitals, all of them; and numbers."""
     facts, rows = capitals(packages), []
     for seed in range(seeds):
         known, unknown = halves(list(facts), seed)
-        memory = asked.teach([Question(each, CAPITAL[0].format(each), facts[each]) for each in sorted(known)])
+        memory = asked.teach([Item((each,), CAPITAL[0].format(each), facts[each]) for each in sorted(known)])
         for kind, (concerns, wording) in HARD.items():
-            chosen = [name for name in facts if concerns(name, list(facts))]
-            own = [Question(name, wording(name), facts[name]) for name in chosen if name in known]
-            rows.append(
-                {
-                    "kind": kind,
-                    "seed": seed,
-                    "known": asked.right(memory, own),
-                    "found": asked.answered(memory, [each.text for each in own]),
-                    "unknown": asked.answered(memory, [wording(name) for name in chosen if name in unknown]),
-                }
-            )
+            chosen = [Item((name,), wording(name), facts[name]) for name in facts if concerns(name, list(facts))]
+            rows.append({"kind": kind, "seed": seed} | _shares(asked, memory, chosen, known, unknown))
             print(rows[-1], file=sys.stderr)
         asked.forget(memory)
         family = lockers(seed)
         known, unknown = halves(list(family.stored), seed)
-        memory = asked.teach([family.stored[number][0] for number in sorted(known)])
-        own = [q for q in family.asked if q.about in known]
-        rows.append(
-            {
-                "kind": "numbers",
-                "seed": seed,
-                "known": asked.right(memory, own),
-                "found": asked.answered(memory, [each.text for each in own]),
-                "unknown": asked.answered(memory, [q.text for q in family.asked if q.about in unknown]),
-            }
-        )
+        memory = asked.teach(_stored(family, known, "one"))
+        rows.append({"kind": "numbers", "seed": seed} | _shares(asked, memory, family.asked, known, unknown))
         asked.forget(memory)
     return rows
 
 
-def _stored(family: Family, known: set[str], mode: str) -> list[Question]:
+def _shares(
+    asked: Asked, memory: Memory, questions: Sequence[Item], known: set[str], unknown: set[str]
+) -> dict[str, float]:
+    own = _about(questions, known)
+    return {
+        "known": asked.right(memory, own),
+        "found": asked.answered(memory, [each.question for each in own]),
+        "unknown": asked.answered(memory, [each.question for each in _about(questions, unknown)]),
+    }
+
+
+def _about(questions: Sequence[Item], things: set[str]) -> list[Item]:
+    return [each for each in questions if each.concepts[0] in things]
+
+
+def _stored(family: Family, known: set[str], mode: str) -> list[Item]:
     wordings = [family.stored[about] for about in sorted(known)]
     return [each[number % len(each) if mode == "mixed" else 0] for number, each in enumerate(wordings)]
 
 
-def _sample(family: Family, count: int, seed: int) -> list[Question]:
+def _sample(family: Family, count: int, seed: int) -> list[Item]:
     return Random(seed).sample(family.asked, count)
 
 

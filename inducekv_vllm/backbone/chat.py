@@ -32,15 +32,18 @@ def with_text_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return [dict(message) | {"content": "\n".join(part["text"] for part in message["content"])} for message in messages]
 
 
-def chat_text(processor: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+def chat_text(processor: Any, messages: Sequence[Mapping[str, Any]], *, as_parts: bool, generation_prompt: bool) -> str:
     """Messages as the chat template of a processor or tokenizer writes them, a picture as its mark.
+
+    Args:
+        as_parts: what `takes_parts` says of the template.
 
     Raises:
         TaskDataError: the template refuses the messages.
     """
     try:
         text: str = processor.apply_chat_template(
-            list(messages) if takes_parts(processor) else with_text_content(messages),
+            list(messages) if as_parts else with_text_content(messages),
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )

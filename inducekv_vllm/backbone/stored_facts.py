@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
 from ..facts import FactsFound, QuestionIndex, Vectors, answers_of, words_of
@@ -23,9 +23,12 @@ from ..retrieval.entry_terms import IntArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
 from .placeholders import placeholder_ids
-from .turns import turn_marks
+from .turns import answer_tokens, turn_marks
 from .weights import weights_digest
 from .word_vectors import WordVectors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CACHED_ANSWERS: Final = 4096
 
@@ -43,12 +46,19 @@ class FactReader:
 
     @classmethod
     def of(
-        cls, model: str | Path, revision: str | None = None, cache: str | None = None, context: int | None = None
+        cls,
+        model: str | Path,
+        revision: str | None = None,
+        cache: str | None = None,
+        *,
+        fingerprint: BackboneFingerprint | None = None,
+        context: int | None = None,
     ) -> FactReader:
         """Of a checkpoint. No model is loaded.
 
         Args:
             cache: where a model of the hub was fetched to (default: the hub's own cache).
+            fingerprint: the model's, if it is known already.
             context: tokens that the model is served with (default: those that it takes).
 
         Raises:
@@ -57,9 +67,29 @@ class FactReader:
         config, _ = load_config(model, revision)
         tokenizer = load_tokenizer(model, revision)
         vectors = WordVectors.of(tokenizer, model, revision, cache)
-        fingerprint = fingerprint_of(config, tokenizer, weights_digest(model, revision, cache))
+        if fingerprint is None:
+            fingerprint = fingerprint_of(config, tokenizer, weights_digest(model, revision, cache))
+        return cls.made(config, tokenizer, vectors, fingerprint, context)
+
+    @classmethod
+    def of_engine(cls, config: VllmConfig, fingerprint: BackboneFingerprint) -> FactReader:
+        """Of the model that an engine serves. Raises UnsupportedModel: as for `of`."""
+        model, cache = config.model_config, config.load_config.download_dir
+        return cls.of(model.model, model.revision, cache, fingerprint=fingerprint, context=model.max_model_len)
+
+    @classmethod
+    def made(
+        cls,
+        config: PretrainedConfig,
+        processor: Any,
+        vectors: Vectors,
+        fingerprint: BackboneFingerprint,
+        context: int | None = None,
+    ) -> FactReader:
+        """From a model's configuration and its processor, or its tokenizer; `context` as for `of`."""
         context = context or getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return cls(tokenizer, vectors, turn_marks(tokenizer), placeholder_ids(config), fingerprint, context)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        return cls(tokenizer, vectors, turn_marks(processor), placeholder_ids(config), fingerprint, context)
 
     def question(self, token_ids: Sequence[int]) -> str | None:
         """The text of the question that a prompt [T] asks; None if media are part of it: facts are found by words."""
@@ -70,9 +100,7 @@ class FactReader:
 
     def answer(self, text: str) -> tuple[int, ...]:
         """As the model must generate it: its text, then the token that ends a turn."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        return tuple(ids) if end is None else (*ids, end)
+        return tuple(answer_tokens(self.tokenizer, text))
 
 
 @dataclass(frozen=True)
@@ -88,7 +116,7 @@ class StoredFacts:
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
         self._facts, self._reader = metadata.facts, reader
         self._tasks = {
-            task: _task(self._facts, task, threshold, reader.vectors)
+            task: _Task(*question_index(self._facts, task, reader.vectors), threshold)
             for task, threshold in metadata.fact_thresholds.items()
         }
         self._gate_tasks = frozenset(metadata.gate_tasks)
@@ -127,13 +155,10 @@ class StoredFacts:
         return np.array([not self._facts[number].has_expired(now) for number in task.numbers])
 
 
-def _task(facts: Sequence[FactRecord], name: str, threshold: float, vectors: Vectors) -> _Task:
-    """Of equal questions the one that was stored last counts."""
-    questions = {words_of(fact.question): number for number, fact in enumerate(facts) if fact.task == name}
-    numbers = sorted(questions.values())
-    index = question_index([facts[number] for number in numbers], vectors)
-    return _Task(index, np.array(numbers), threshold)
-
-
-def question_index(facts: Sequence[FactRecord], vectors: Vectors) -> QuestionIndex:
-    return QuestionIndex([words_of(fact.question) for fact in facts], [fact.answer for fact in facts], vectors)
+def question_index(facts: Sequence[FactRecord], task: str, vectors: Vectors) -> tuple[QuestionIndex, IntArray]:
+    """Of a task's questions, with their numbers among the facts; of equal questions the one that was stored last."""
+    newest = {words_of(fact.question): number for number, fact in enumerate(facts) if fact.task == task}
+    in_order = sorted((number, words) for words, number in newest.items())
+    numbers = [number for number, _ in in_order]
+    index = QuestionIndex([words for _, words in in_order], [facts[number].answer for number in numbers], vectors)
+    return index, np.array(numbers)

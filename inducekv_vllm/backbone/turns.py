@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import TaskDataError
 from ..gate import TurnMarks, turn_starts
-from .chat import chat_text
+from .chat import chat_text, takes_parts
 
 _QUESTION: Final = "zebra"  # a text that no template contains
 _NO_MARKS: Final = TurnMarks((), None)
@@ -17,6 +18,12 @@ _NO_MARKS: Final = TurnMarks((), None)
 
 def message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+    """An answer as the model must generate it: its text, then the token that ends a turn."""
+    end = tokenizer.eos_token_id
+    return _ids(tokenizer, answer) if end is None else [*_ids(tokenizer, answer), end]
 
 
 def turn_marks(processor: Any) -> TurnMarks:
@@ -30,11 +37,12 @@ def turn_marks(processor: Any) -> TurnMarks:
     tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
     question = message("user", _QUESTION)
     earlier = [message("user", "a"), message("assistant", "b")]
+    around = partial(_around_question, processor, as_parts=takes_parts(processor))
     written = [
-        _around_question(processor, [question], generation_prompt=True),
-        _around_question(processor, [*earlier, question], generation_prompt=True),
-        _around_question(processor, [message("system", "c"), question], generation_prompt=True),
-        _around_question(processor, [question, message("assistant", "b")], generation_prompt=False),
+        around([question], generation_prompt=True),
+        around([*earlier, question], generation_prompt=True),
+        around([message("system", "c"), question], generation_prompt=True),
+        around([question, message("assistant", "b")], generation_prompt=False),
     ]
     sides = [sides for sides in written if sides is not None]
     if not sides:
@@ -53,11 +61,11 @@ def turn_marks(processor: Any) -> TurnMarks:
 
 
 def _around_question(
-    processor: Any, messages: Sequence[dict[str, Any]], *, generation_prompt: bool
+    processor: Any, messages: Sequence[dict[str, Any]], *, as_parts: bool, generation_prompt: bool
 ) -> tuple[list[int], list[int]] | None:
     """The token ids before and after the question; None if the template refuses the conversation."""
     try:
-        text = chat_text(processor, messages, generation_prompt=generation_prompt)
+        text = chat_text(processor, messages, as_parts=as_parts, generation_prompt=generation_prompt)
     except TaskDataError:
         return None
     before, _, after = text.rpartition(_QUESTION)

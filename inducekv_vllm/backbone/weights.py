@@ -7,6 +7,7 @@ is the same for the selector and for a server, on every platform.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -48,7 +49,7 @@ def weights_digest(model: str | Path, revision: str | None = None, cache: str | 
     """
     folder = _folder(model, revision, cache)
     sha = hashlib.sha256()
-    try:
+    with _reading(model):
         stored = _stored(folder, model)
         if not stored:
             return NO_WEIGHTS
@@ -58,8 +59,6 @@ def weights_digest(model: str | Path, revision: str | None = None, cache: str | 
             with path.open("rb") as file:
                 for name in names:
                     spans[name] = b"".join(os.pread(file.fileno(), size, at) for at, size in _sampled(stored[name]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedModel(f"{model}: cannot read the weights: {type(error).__name__}: {error}") from error
     for name in sorted(stored):
         sha.update(json.dumps([name, stored[name].kind, spans[name].hex()]).encode() + b"\n")
     return sha.hexdigest()
@@ -67,8 +66,14 @@ def weights_digest(model: str | Path, revision: str | None = None, cache: str | 
 
 def stored_tensors(model: str | Path, revision: str | None = None, cache: str | None = None) -> dict[str, Path]:
     """The files that a checkpoint's tensors lie in, by name; see `weights_digest`."""
-    try:
+    with _reading(model):
         return {name: tensor.file for name, tensor in _stored(_folder(model, revision, cache), model).items()}
+
+
+@contextlib.contextmanager
+def _reading(model: str | Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"{model}: cannot read the weights: {type(error).__name__}: {error}") from error
 

@@ -237,6 +237,25 @@ class Bundle:
         require_backbone(self.metadata, served, name)
 
 
+def bundle_without_entries(backbone: BackboneFingerprint, **arguments: Any) -> Bundle:
+    """A bundle of task adapters or facts alone: `arguments` are the others of `Bundle.create`."""
+    no_entries = torch.zeros(backbone.num_layers, 0, backbone.num_kv_heads, 1, backbone.head_dim)  # [L, B, J, m, D]
+    return Bundle.create(
+        retrieval_keys=torch.zeros(0, backbone.hidden_size),
+        payload_keys=no_entries,
+        payload_values=no_entries,
+        temperature=1.0,
+        value_gates=torch.ones(backbone.num_layers),
+        layer_bias=torch.zeros(backbone.num_layers),
+        backbone=backbone,
+        budget=1,
+        entries=(),
+        weighting="uniform",
+        form="decoupled",
+        **arguments,
+    )
+
+
 def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name: str) -> None:
     """See `Bundle.require_backbone`; the metadata suffices.
 

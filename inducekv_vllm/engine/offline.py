@@ -119,9 +119,7 @@ class MemoryLLM:
 
     @cached_property
     def _facts(self) -> FactReader:
-        config = self.llm.llm_engine.vllm_config
-        model, cache = config.model_config, config.load_config.download_dir
-        return FactReader.of(model.model, model.revision, cache, model.max_model_len)
+        return FactReader.of_engine(self.llm.llm_engine.vllm_config, self._backbone)
 
     def unload_bundle(self, memory: Memory) -> None:
         """Drop `memory` here and in the workers. Raises UnknownBundle if it is not loaded."""

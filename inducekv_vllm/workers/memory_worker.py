@@ -291,8 +291,7 @@ class MemoryWorker(Worker):
 
     @cached_property
     def _fact_reader(self) -> FactReader:
-        model = self.model_config
-        return FactReader.of(model.model, model.revision, self.vllm_config.load_config.download_dir)
+        return FactReader.of_engine(self.vllm_config, self._backbone)
 
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it to the pool; runs in a thread."""

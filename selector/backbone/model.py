@@ -156,7 +156,8 @@ class Backbone:
         Raises:
             TaskDataError: the template refuses the messages.
         """
-        return chat_text(self.processor, messages, generation_prompt=generation_prompt)
+        as_parts = self.template_takes_parts
+        return chat_text(self.processor, messages, as_parts=as_parts, generation_prompt=generation_prompt)
 
     def encode_example(self, example: Example) -> Inputs:
         """The prefix of a training example."""

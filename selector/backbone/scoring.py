@@ -15,6 +15,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
+from inducekv_vllm.backbone.turns import answer_tokens
 from inducekv_vllm.bundle.activation import Activation, first_active_position
 from inducekv_vllm.errors import TaskDataError
 
@@ -58,9 +59,7 @@ class Scorer:
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
-        tokenizer = self.backbone.tokenizer
-        tokens: list[int] = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
-        return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+        return answer_tokens(self.backbone.tokenizer, example.answer)
 
     def prefix(self, example: Example) -> Inputs:
         """The example's encoded prefix."""

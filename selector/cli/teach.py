@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +32,7 @@ def teach(options: argparse.Namespace) -> int:
 
     from ..data.examples import read_task
 
-    facts = _facts([example for path in options.task for example in read_task(path)])
+    facts = [_fact(example) for path in options.task for example in read_task(path)]
     reader = FactReader.of(options.model)
     bundle: Bundle | None = None
     if options.bundle is not None:
@@ -51,18 +51,13 @@ def teach(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _facts(examples: Sequence[Example]) -> list[FactRecord]:
-    """Raises TaskDataError: an example has a picture, or is a conversation."""
-    from inducekv_vllm.teaching import fact_of
+def _fact(example: Example) -> FactRecord:
+    """Raises TaskDataError: the example has a picture, or is a conversation."""
+    from ..update.facts import fact_of_example
 
-    facts = []
-    for example in examples:
-        turns = [message for message in example.messages if message["role"] != "system"]
-        if example.images or len(turns) != 1:
-            raise TaskDataError(f"example {example.id!r}: facts are found by words: expected one question in text")
-        question = "\n".join(part["text"] for part in turns[0]["content"])
-        facts.append(fact_of(question, example.answer, example.task, example.id))
-    return facts
+    if (fact := fact_of_example(example, example.id)) is None:
+        raise TaskDataError(f"example {example.id!r}: facts are found by words: expected one question in text")
+    return fact
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

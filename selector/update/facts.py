@@ -20,16 +20,19 @@ from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 
 
-def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
-    """Examples that are one question in text; the others are left out. Their ids follow from the examples'."""
-    facts = []
-    for example in examples:
-        turns = [message for message in example.messages if message["role"] != "system"]
-        if not example.images and len(turns) == 1:
-            question = "\n".join(part["text"] for part in turns[0]["content"])
-            fact = fact_of(question, example.answer, example.task, f"fact/{example.task}/{example.id}"[-MAX_ID:])
-            facts.append(fact.model_copy(update={"created_at": None}))  # a run gives its dates at its end
-    return facts
+def fact_of_example(example: Example, id: str) -> FactRecord | None:
+    """None if it is not one question in text. Raises TaskDataError: see `fact_of`."""
+    turns = [message for message in example.messages if message["role"] != "system"]
+    if example.images or len(turns) != 1:
+        return None
+    question = "\n".join(part["text"] for part in turns[0]["content"])
+    return fact_of(question, example.answer, example.task, id)
+
+
+def _facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
+    """Of those that can be facts. Their ids follow from the examples'; a run gives their dates at its end."""
+    facts = [fact_of_example(each, f"fact/{each.task}/{each.id}"[-MAX_ID:]) for each in examples]
+    return [fact.model_copy(update={"created_at": None}) for fact in facts if fact is not None]
 
 
 def with_facts_that_help(
@@ -41,7 +44,7 @@ def with_facts_that_help(
         training: of the new task, whose memory the bundle has.
     """
     report: dict[str, Any] = {"accuracy": None, "facts": 0, "tried": 0}
-    facts = facts_of_examples(training)
+    facts = _facts_of_examples(training)
     if not facts or not len(validation):
         return bundle, report
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import safetensors
 import torch
 
-from inducekv_vllm.bundle import AdapterRecord, Bundle
+from inducekv_vllm.bundle import AdapterRecord, Bundle, bundle_without_entries
 from inducekv_vllm.bundle.adapters import WEIGHTS, read_adapter
 from inducekv_vllm.errors import BundleError
 
@@ -56,24 +56,13 @@ def route_bundle(
     records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
     own = {task: adapter.examples for task, adapter in adapters.items()}
     fitted = fit_gate(backbone, own, base, background=background, misses=settings.gate_misses, seed=settings.seed)
-    payload = torch.zeros(backbone.num_layers, 0, backbone.num_kv_heads, 1, backbone.head_dim)
-    bundle = Bundle.create(
-        retrieval_keys=torch.zeros(0, backbone.hidden_size),
-        payload_keys=payload,
-        payload_values=payload,
-        temperature=1.0,
-        value_gates=torch.ones(backbone.num_layers),
-        layer_bias=torch.zeros(backbone.num_layers),
-        backbone=backbone.fingerprint,
-        budget=1,
-        entries=(),
-        weighting="uniform",
+    bundle = bundle_without_entries(
+        backbone.fingerprint,
         recipe=ROUTE,
         settings=settings.model_dump()
         | {"base_questions": len(base), "background_requests": len(background)}
         | {"questions": {task: len(examples) for task, examples in own.items()}},
         gate=fitted.gate,
-        form="decoupled",
         task_adapters=records,
     )
     return bundle, fitted
