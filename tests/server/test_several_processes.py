@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import InduceKVConfig
 from server.access import Access, ChangeRefused
 from server.registry import BundleRegistry
-from server.state import ServerState
+from server.state import ServerState, Snapshot
 from tests.bundles import FINGERPRINT
 from tests.server.test_versions import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
 
@@ -153,10 +154,21 @@ async def test_a_refusal_is_the_same_everywhere_and_changes_nothing(processes: P
     assert processes.all[0].shown(is_admin=True) == before
 
 
-async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_one(processes: Processes) -> None:
+async def test_no_request_sees_the_old_version_after_another_has_seen_the_new_one(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each reader notes what it sees, in the order of one clock; HTTP requests wait for `follow` first."""
     seen: list[tuple[int, str | None]] = []
     is_done = False
+    slow = processes.all[PROCESSES - 1]._state
+    snapshot = slow.snapshot
+
+    def late() -> Snapshot:
+        found = snapshot()
+        time.sleep(0.01)  # in a thread: the others go on
+        return found
+
+    monkeypatch.setattr(slow, "snapshot", late)
 
     async def read(process: int) -> None:
         while not is_done:
