@@ -50,7 +50,7 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
     """Tests first, then what is measured."""
     tests = [
         Step("kernel tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/attention/kernels")),
-        Step("device tests", (*EVERY_TEST, "tests/engine/test_device.py"), ("psutil",)),
+        Step("device tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/test_device.py"), ("psutil",)),
         Step(
             "engine tests",
             (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"),

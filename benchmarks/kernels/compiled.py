@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build, plan_of
-from inducekv_vllm.attention.kernels import launch
+from inducekv_vllm.attention.kernels import device, launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 
 # Streaming multiprocessors, and bytes of shared memory for one program, by compute capability.
@@ -58,9 +58,9 @@ def main() -> int:
             seen.add(kind)
             workload = build(*common, "cpu", processors=GPUS[args.capability], in_graph=in_graph)
             how = "in a graph" if in_graph and case.phase == "decode" else "by itself"
-            for kernel, row in compiled(workload, args.capability):
-                fits &= row["shared"] <= GPUS[args.capability].shared_memory
-                print(f"{name}, {case.name}, {how}: {kernel}: {row}", flush=True)
+            row = compiled(workload, args.capability)
+            fits &= row["shared"] <= GPUS[args.capability].shared_memory
+            print(f"{name}, {case.name}, {how}: {row}", flush=True)
     return 0 if fits else 1
 
 
@@ -71,14 +71,14 @@ def cases(rows: Sequence[int], forms: Sequence[Form]) -> Iterator[Case]:
         yield Case(phase, number, entries, form, map_rows=16 if form == "decoupled" else 0)
 
 
-def compiled(workload: Workload, capability: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each kernel that the workload launches, by name, with what its machine code takes."""
-    arguments = (workload.query, workload.self_output, workload.self_lse, workload.geometry.scale, workload.shape)
-    for each in launch.launches(workload.pools[0], workload.tables, workload.step, *arguments):
-        options = {name: each.arguments[name] for name in ("num_warps", "num_stages")}
-        source = _source(each.kernel, each.arguments)
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        yield each.kernel.__name__, {"shared": code.metadata.shared, **_resources(code.asm["ptx"], capability)}
+def compiled(workload: Workload, capability: int) -> dict[str, int]:
+    """What the machine code of the kernel that the workload launches takes."""
+    rest = (workload.query, workload.self_output, workload.self_lse, workload.geometry.scale, workload.shape)
+    arguments = launch.arguments_of(workload.pools[0], workload.tables, workload.step, *rest)
+    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
+    source = _source(device.memory_tiles, arguments)
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {"shared": code.metadata.shared, **_resources(code.asm["ptx"], capability)}
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

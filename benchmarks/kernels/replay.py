@@ -68,13 +68,16 @@ def _next_step(workload: Workload, rng: np.random.Generator) -> None:
     lengths = rng.integers(1, S + 1, sets)[set_of_row]
     device = tables.length.device
     tables.length[1:] = torch.from_numpy(lengths).to(device)
+    # Some memories are read as trained ones are.
+    first = np.where(rng.random(sets) < 0.5, np.arange(sets) * S, -1)
+    tables.first_token[1:] = torch.from_numpy(first[set_of_row]).to(device)
     tables.log_weight[1:] = torch.from_numpy(rng.normal(size=(rows, S))).to(device)
     tables.key_scale[1:] = torch.from_numpy(rng.random((rows, S))).to(device)
     tables.decoupled[1:] = torch.from_numpy(rng.integers(0, 2, rows)).to(device)
     tables.map_length[1:] = workload.case.map_rows * tables.decoupled[1:]  # merged memory has no maps
     for pages in (workload.pools[0].keys, workload.pools[0].values):
         pages.copy_(torch.from_numpy(rng.normal(size=tuple(pages.shape))))
-    # Rows with and without maps read different map rows: they share no tile.
-    groups = (1 + 2 * set_of_row + tables.decoupled[1:].cpu().numpy()) * (rng.random(rows) < 0.7)
-    groups[0] = 1 + int(tables.decoupled[1])
-    workload.step.copy_plan(plan_tiles(groups, lengths, workload.shape))
+    # Some rows share a slot, and some have no memory.
+    slots = (1 + set_of_row + sets * rng.integers(0, rows // sets, rows)) * (rng.random(rows) < 0.7)
+    slots[0] = 1
+    workload.step.copy_plan(plan_tiles(slots, np.concatenate([[0], lengths])[slots], workload.shape))

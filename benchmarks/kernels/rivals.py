@@ -125,8 +125,9 @@ class Inputs:
             [n, S + T, J, D] twice for merged memory, [n, S + 1, J, D] for decoupled.
         """
         pool, tables = self.sqrt.pools[layer], self.sqrt.tables
-        place = tables.token_index[1:].long()  # [n, S]
-        scale = tables.key_scale[1:, :, None, None]  # [n, S, 1, 1]
+        slot = torch.from_numpy(self.sqrt.case.slot_of_request).long().to(pool.keys.device)  # [n]
+        place = tables.token_index[slot].long()  # [n, S]
+        scale = tables.key_scale[slot, :, None, None]  # [n, S, 1, 1]
         keys, values = (x[:, place].permute(1, 2, 0, 3) * scale.to(x.dtype) for x in (pool.keys, pool.values))
         values = values * pool.gate[1].to(values.dtype)
         if self.prior.case.form == "decoupled":  # a token of zeros: its logit is 0, and it adds nothing
@@ -147,7 +148,7 @@ def draw_inputs(case: Case, geometry: Geometry, dtype: torch.dtype, device: str,
     sqrt = with_sqrt_weighting(prior, prior.tables.log_weight[1:].exp())
     sqrt = replace(sqrt, pools=[replace(pool, bias=torch.zeros_like(pool.bias)) for pool in sqrt.pools])
     tokens = context if case.phase == "decode" else case.rows
-    shape = (case.slots, tokens, geometry.kv_heads, geometry.head_size)
+    shape = (case.requests, tokens, geometry.kv_heads, geometry.head_size)
 
     def draw() -> Tensor:
         return torch.randn(shape, device=device).to(dtype)

@@ -30,7 +30,11 @@ FORMS: tuple[Form, ...] = ("merged", "decoupled")
 
 @dataclass(frozen=True)
 class Case:
-    """`rows` rows with memory of B entries: one request's prompt, or one row each of as many requests."""
+    """`rows` rows with memory of B entries: one request's prompt, or one row each of as many requests.
+
+    Decoupled memory is as it is trained: all requests read its entries, adjacent and with neutral terms. Of merged
+    memory each request has retrieved its own weights, and its entries lie anywhere.
+    """
 
     phase: Phase
     rows: int  # R
@@ -38,6 +42,7 @@ class Case:
     form: Form
     map_rows: int = 0
     page_sets: int = 1  # different memories, each of B entries, that the requests of a decode step share out
+    trained: bool | None = None  # None: if it is decoupled
 
     @property
     def tokens(self) -> int:
@@ -51,22 +56,37 @@ class Case:
         return f"{self.phase} {self.rows}, B = {self.entries}{sets}, {self.form}{maps}"
 
     @property
-    def slots(self) -> int:
+    def is_trained(self) -> bool:
+        return self.form == "decoupled" if self.trained is None else self.trained
+
+    @property
+    def requests(self) -> int:
         return self.rows if self.phase == "decode" else 1
+
+    @property
+    def sets(self) -> int:
+        return min(self.page_sets, self.requests)
+
+    @property
+    def slots(self) -> int:
+        return self.sets if self.is_trained else self.requests
+
+    @property
+    def slot_of_request(self) -> IntArray:
+        """[requests], counted from 1."""
+        return np.arange(self.requests, dtype=np.int32) % self.slots + 1
 
     @property
     def set_of_slot(self) -> IntArray:
         """[slots], the number of its memory."""
-        return np.arange(self.slots, dtype=np.int32) % min(self.page_sets, self.slots)
+        return np.arange(self.slots, dtype=np.int32) % self.sets
 
     @property
     def memory_rows(self) -> MemoryRows:
         """As the engine describes the step."""
-        slot = np.arange(self.rows, dtype=np.int32) % self.slots
+        slots = np.resize(self.slot_of_request, self.rows)
         tokens = np.full(self.rows, self.tokens, dtype=np.int32)
-        return MemoryRows(
-            slot + 1, self.set_of_slot[slot] + 1, tokens, maps=self.map_rows > 0, merged=self.form == "merged"
-        )
+        return MemoryRows(slots, tokens, maps=self.map_rows > 0, merged=self.form == "merged")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +124,12 @@ class Workload:
         """What a call must move at least: each page, row and term once."""
         case, g = self.case, self.geometry
         size = self.query.element_size()
-        slots, sets = case.slots, min(case.page_sets, case.slots)
+        slots, sets = case.slots, case.sets
         pages = sets * g.kv_heads * case.tokens * g.head_size * 2 * size
         maps = sets * case.map_rows * g.heads * g.head_size * 2 * size
-        terms = slots * (case.tokens * 3 + case.map_rows) * FLOAT32_BYTES
-        indices = sets * (case.tokens + case.map_rows) * INDEX_BYTES
+        tokens = 0 if case.is_trained else case.tokens  # whose terms and places are read
+        terms = slots * (tokens * 3 + case.map_rows) * FLOAT32_BYTES
+        indices = slots * (tokens + case.map_rows) * INDEX_BYTES
         rows = case.rows * g.heads * (3 * g.head_size * size + (FLOAT32_BYTES if case.form == "merged" else 0))
         return pages + maps + terms + indices + rows
 
@@ -136,11 +157,9 @@ def plan_of(
         processors=processors,
     )
     rows = case.memory_rows
-    if case.phase == "decode" and in_graph:
-        shape = engine.of_graph(case.rows, lse=True)
-        return shape, plan_tiles(rows.entry_sets, rows.lengths, shape)
-    shape = engine.of_step(rows)
-    return shape, plan_tiles(rows.groups, rows.lengths, shape)
+    is_graph = case.phase == "decode" and in_graph
+    shape = engine.of_graph(case.rows, lse=True) if is_graph else engine.of_step(rows)
+    return shape, plan_tiles(rows.slots, rows.lengths, shape)
 
 
 def build(
@@ -164,14 +183,18 @@ def build(
     if processors is None:
         processors = launch.processors(torch.device(device)) if device == "cuda" else IMAGINED
     shape, plan = plan_of(case, g, dtype, processors, in_graph)
-    slots, S, M, sets = case.slots, case.tokens, case.map_rows, min(case.page_sets, case.slots)
+    slots, S, M, sets = case.slots, case.tokens, case.map_rows, case.sets
     tables = SlotTables.allocate(slots, S, max(M, LEAST_MAP_COLUMNS), device)
     set_of_slot = torch.from_numpy(case.set_of_slot).long().to(device)
-    place = torch.randperm(sets * case.entries, generator=rng, device=device)  # pages lie anywhere in the pool
+    if case.is_trained:
+        place = torch.arange(sets * case.entries, device=device)
+        tables.first_token[1:] = set_of_slot * S
+    else:
+        place = torch.randperm(sets * case.entries, generator=rng, device=device)  # pages lie anywhere in the pool
+        alpha = torch.rand(slots, S, generator=rng, device=device) + 0.1
+        tables.log_weight[1:] = (alpha / alpha.sum(1, keepdim=True)).log()
     tokens = place[:, None] * PAYLOAD_TOKENS + torch.arange(PAYLOAD_TOKENS, device=device)
     tables.token_index[1:] = tokens.view(sets, S)[set_of_slot].int()
-    alpha = torch.rand(slots, S, generator=rng, device=device) + 0.1
-    tables.log_weight[1:] = (alpha / alpha.sum(1, keepdim=True)).log()
     tables.key_scale[1:] = tables.value_scale[1:] = 1.0
     tables.length[1:] = S
     tables.decoupled[1:] = int(case.form == "decoupled")
@@ -190,14 +213,13 @@ def build(
         columns = (torch.full((slots + 1,), value, device=device) for value in (0.5, -0.2))
         return LayerPool(*pages, *columns, *maps)
 
-    row_slot = torch.from_numpy(case.memory_rows.slots).to(device)
     lse = torch.randn(g.heads, case.rows, generator=rng, device=device).T if shape.lse else None
     workload = Workload(
         case=case,
         geometry=g,
         shape=shape,
         tables=tables,
-        step=StepTensors.from_plan(plan, row_slot),
+        step=StepTensors.from_plan(plan, g.kv_heads, device),
         pools=[pool() for _ in range(layers)],
         query=normal(case.rows, g.heads, g.head_size),
         self_output=normal(case.rows, g.heads, g.head_size),
@@ -209,9 +231,11 @@ def build(
 
 def with_sqrt_weighting(workload: Workload, alpha: Tensor) -> Workload:
     """The same with the paper's weighting: alpha [slots, S] enters keys and values."""
-    tables = replace(workload.tables, **{n: getattr(workload.tables, n).clone() for n in ("key_scale", "value_scale")})
+    changed = ("key_scale", "value_scale", "first_token")
+    tables = replace(workload.tables, **{name: getattr(workload.tables, name).clone() for name in changed})
     tables = replace(tables, log_weight=torch.zeros_like(tables.log_weight))
     tables.key_scale[1:] = tables.value_scale[1:] = alpha.sqrt()
+    tables.first_token.fill_(-1)
     return replace(workload, tables=tables)
 
 

@@ -87,7 +87,7 @@ class KernelMemoryAttention:
         self._graphs: GraphBuffers  # from `attach` on
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
-        self._step: list[StepLaunch] = []  # of the running step, unless it replays a graph
+        self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
@@ -129,9 +129,7 @@ class KernelMemoryAttention:
             else:
                 self._graphs.write(rows.graph_rows, found)
         elif found is not None:
-            self._step = [
-                StepLaunch.of_step(part, self._geometry.of_step(part), self._device) for part in found.launches
-            ]
+            self._step = StepLaunch.of_step(found, self._geometry, self._device)
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
         """See `MemoryAttention`."""
@@ -140,14 +138,15 @@ class KernelMemoryAttention:
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
-        self._step = []
+        self._step = None
         self.deciding.clear()
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
     def needs_lse(self, num_rows: int) -> bool:
         """See `AddsMemory`."""
-        return any(now.shape.lse for now in self._launches(num_rows))
+        launch = self._launch(num_rows)
+        return launch is not None and launch.shape.lse
 
     def cacheable(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `AddsMemory`. Here the limits of what loads have to suffice: to look at them would cost every request."""
@@ -155,16 +154,16 @@ class KernelMemoryAttention:
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
-        for now in self._launches(len(query)):
+        if (now := self._launch(len(query))) is not None:
             self._add_memory(
                 self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
             )
 
-    def _launches(self, num_rows: int) -> list[StepLaunch]:
+    def _launch(self, num_rows: int) -> StepLaunch | None:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
         if self._in_step:
             return self._step
-        return [self._graphs.launch(num_rows)] if num_rows <= self._graphs.most_rows else []
+        return self._graphs.launch(num_rows) if num_rows <= self._graphs.most_rows else None
 
     # ---- at start ------------------------------------------------------------------------------------------------
 
@@ -178,10 +177,9 @@ class KernelMemoryAttention:
         size = (1, self._num_heads, pool.keys.shape[-1])
         query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
         lse = torch.zeros(size[:2], device=device)
-        row_slot = torch.zeros(1, dtype=torch.int32, device=device)
         variants = self._geometry.variants(lse=self.merged_refusal is None)
         for shape in variants:
-            step = StepTensors.from_plan(idle_plan(shape), row_slot)
+            step = StepTensors.from_plan(idle_plan(shape), self._geometry.kv_heads, device)
             try:
                 self._add_memory(pool, self._tables.slots, step, query, output, lse if shape.lse else None, 1.0, shape)
             except OutOfResources as error:  # only the compiler knows what its code takes

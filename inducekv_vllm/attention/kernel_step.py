@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..host.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
@@ -34,8 +35,7 @@ def rows_with_memory(
         num_scheduled: [n], rows of this step.
     """
     R = sum(num_scheduled)
-    slots, entry_sets, lengths = (np.zeros(R, dtype=np.int32) for _ in range(3))
-    numbers: dict[tuple[int, bytes], int] = {}
+    slots, lengths = (np.zeros(R, dtype=np.int32) for _ in range(2))
     acting: list[RequestMemory] = []
     end = 0
     for memory, start, computed, rows in zip(memories, first_active, num_computed, num_scheduled, strict=True):
@@ -45,13 +45,11 @@ def rows_with_memory(
             continue
         acting.append(memory)
         slots[active] = memory.slot
-        entry_sets[active] = numbers.setdefault(memory.reads, len(numbers) + 1)
         lengths[active] = memory.num_tokens
     if not acting:
         return None
     return MemoryRows(
         slots,
-        entry_sets,
         lengths,
         maps=any(memory.bundle.map_rank for memory in acting),
         merged=any(memory.bundle.form == "merged" for memory in acting),
@@ -66,11 +64,12 @@ class StepLaunch:
     tensors: StepTensors
 
     @classmethod
-    def of_step(cls, rows: MemoryRows, shape: LaunchShape, device: Device) -> StepLaunch:
+    def of_step(cls, rows: MemoryRows, geometry: KernelGeometry, device: Device) -> StepLaunch:
         """In tensors of its own."""
-        plan = plan_tiles(rows.groups, rows.lengths, shape)
-        arrays = (rows.slots, *plan.arrays())
-        return cls(shape, StepTensors(*(device.upload(torch.from_numpy(array)) for array in arrays)))
+        shape = geometry.of_step(rows)
+        plan = plan_tiles(rows.slots, rows.lengths, shape)
+        arrivals = _no_arrivals(shape.tiles if shape.split else 0, geometry, device)
+        return cls(shape, StepTensors(*(device.upload(torch.from_numpy(a)) for a in plan.arrays()), arrivals))
 
 
 class GraphBuffers:
@@ -85,7 +84,7 @@ class GraphBuffers:
         self._geometry, self._lse, self._device = geometry, lse, device
         sizes = [self.shape(rows).plan_sizes for rows in range(1, most_rows + 1)]
         numbers = [max(math.prod(size) for size in each) for each in zip(*sizes, strict=True)]
-        self._row_slot = torch.zeros(most_rows, dtype=torch.int32, device=device.torch_device)
+        self._arrivals = _no_arrivals(most_rows, geometry, device)
         self._plan = [torch.full((n,), -1, dtype=torch.int32, device=device.torch_device) for n in numbers]
         self._written: tuple[int | bytes, ...] | None = None  # what the buffers hold; None: they are idle
 
@@ -98,17 +97,16 @@ class GraphBuffers:
         shape = self.shape(num_rows)
         sized = zip(self._plan, shape.plan_sizes, strict=True)
         plan = [buffer[: math.prod(size)].view(size) for buffer, size in sized]
-        return StepLaunch(shape, StepTensors(self._row_slot[:num_rows], *plan))
+        return StepLaunch(shape, StepTensors(*plan, self._arrivals))
 
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
         # A slot that is written anew may have another length, and then its tokens are shared out anew.
-        new = (num_rows, rows.slots.tobytes(), rows.entry_sets.tobytes(), rows.lengths.tobytes())
+        new = (num_rows, rows.slots.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return
         launch = self.launch(num_rows)
-        plan = plan_tiles(rows.entry_sets, rows.lengths, launch.shape)
-        self._device.write(self._row_slot[: len(rows.slots)], torch.from_numpy(rows.slots))
+        plan = plan_tiles(rows.slots, rows.lengths, launch.shape)
         for own, array in zip(launch.tensors.plan, plan.arrays(), strict=True):
             self._device.write(own, torch.from_numpy(array))
         self._written = new
@@ -119,3 +117,7 @@ class GraphBuffers:
             for buffer in self._plan:
                 buffer.fill_(-1)
             self._written = None
+
+
+def _no_arrivals(tiles: int, geometry: KernelGeometry, device: Device) -> Tensor:
+    return torch.zeros(tiles, geometry.kv_heads, dtype=torch.int32, device=device.torch_device)

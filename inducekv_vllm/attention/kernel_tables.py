@@ -47,13 +47,17 @@ class KernelTables:
         slot, bundle, terms, tables = memory.slot, memory.bundle, memory.terms, self.slots
         m, r, k = bundle.payload_tokens, bundle.map_rank, len(memory.entries)
         assert k <= self.most_entries
-        self._put(tables.token_index, slot, bundle.first_token + memory.entries * m)
-        self._put(tables.log_weight, slot, terms.log_weight)
-        self._put(tables.key_scale, slot, terms.key_scale)
-        self._put(tables.value_scale, slot, terms.value_scale)
+        # An assignment would copy a number of the host, and wait for the device.
+        if memory.first_entry is not None and terms.are_neutral:
+            tables.first_token[slot].fill_(bundle.first_token + memory.first_entry * m)
+        else:
+            tables.first_token[slot].fill_(-1)
+            self._put(tables.token_index, slot, bundle.first_token + memory.entries * m)
+            self._put(tables.log_weight, slot, terms.log_weight)
+            self._put(tables.key_scale, slot, terms.key_scale)
+            self._put(tables.value_scale, slot, terms.value_scale)
         self._put(tables.map_index, slot, bundle.first_map_row + memory.entries * r)
         self._put(tables.map_weight, slot, memory.map_weights)
-        # An assignment would copy a number of the host, and wait for the device.
         tables.entry_tokens[slot].fill_(m)
         tables.length[slot].fill_(k * m)
         tables.map_rank[slot].fill_(max(r, 1))

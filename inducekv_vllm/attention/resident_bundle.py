@@ -126,11 +126,6 @@ class RequestMemory:
         first, last = int(self.entries[0]), int(self.entries[-1])
         return first if last - first + 1 == len(self.entries) else None
 
-    @property
-    def reads(self) -> tuple[int, bytes]:
-        """Equal for memories that read the same tokens and rows of maps."""
-        return id(self.bundle), self.entries.tobytes()
-
     @cached_property
     def tokens(self) -> slice | Tensor:
         """[S] places in the bundle, int64 if they are not adjacent."""

@@ -54,6 +54,11 @@ class EntryTerms:
     value_scale: FloatArray  # [k]
     log_remainder: float = -math.inf
 
+    @property
+    def are_neutral(self) -> bool:
+        """Whether all tokens count alike, with the keys and values that are stored."""
+        return bool((self.key_scale == 1).all() and (self.log_weight == 0).all() and (self.value_scale == 1).all())
+
 
 def entry_terms(
     retrieval: Retrieval,

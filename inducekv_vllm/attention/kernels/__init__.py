@@ -3,16 +3,17 @@
     layout.py   the pool, the slot tables and a step's plan as tensors
     tiles.py    which rows share a tile, and which part of a memory a program reads; plain numpy
     geometry.py the launch of a step, and that of a CUDA graph
-    device.py   the kernels
+    device.py   the kernel
     launch.py   `add_memory`: checks and launches
     twin.py     `add_memory` in plain torch
 
 Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, P tokens of the pool, Q map
 rows of the pool, N memory slots, K entries of the largest memory, M of them with maps, L layers.
 
-A slot holds what one memory with one set of weights needs. Slot 0 means "no memory", so tables have N + 1 rows. Tables
-have terms for each entry, which are those of all its tokens. For a row of slot c, a token t of its memory enters layer
-l with
+A slot holds what one memory with one set of weights needs; requests with the same memory and weights share it. Slot 0
+means "no memory", so tables have N + 1 rows. Tables have terms for each entry, which are those of all its tokens. A
+slot whose tokens are adjacent in the pool and have neutral terms, as in a trained memory, is read without them. For a
+row of slot c, a token t of its memory enters layer l with
 
     logit_t = key_scale_t * (q . k_t) * softmax_scale + log_weight_t + bias_l,c
     value_t = value_scale_t * gate_l,c * v_t
@@ -24,9 +25,9 @@ and the output o of its self-attention, with log-sum-exp lse, becomes
 
 where a map row acts on the G heads of its KV head as one vector [G D]. All sums are float32.
 
-`add_memory` runs one kernel if the memory is small (up to 512 tokens) or the step has tiles enough for all processors.
-Otherwise it splits each memory over several programs, and a second kernel merges their parts. A CUDA graph of few rows
-has both kernels if the pool has room for a memory that is not small, because the memories of its steps are not known at
-capture; the plan of each step says how each memory is split, so that a small one is read by one program. A tile is up
-to 128 / G rows that read the same entries in the same order. Terms may differ from row to row.
+`add_memory` launches one kernel. A tile is up to 128 / G rows of one slot. One program reads all of its memory if that
+is small (up to 512 tokens) or the step has tiles enough for all processors. Otherwise each memory is split over several
+programs, and the last of a tile's to finish merges what they have read. A CUDA graph of few rows can split if the pool
+has room for a memory that is not small, because the memories of its steps are not known at capture; the plan of each
+step says how each memory is split, so that a small one is read by one program.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_SIZES = range(16, 257, 8)
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
-MERGE_OPTIONS = {"num_warps": 4, "num_stages": 2}
-MERGED_NUMBERS = 4096  # that a program of the merging kernel holds at a time
+MERGED_NUMBERS = 8192  # of partial results that a program holds at a time
 INTEGERS = dict.fromkeys(
-    ("token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length"), torch.int32
+    ("first_token", "token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length"),
+    torch.int32,
 )
 # Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
 INTERPRETED = not isinstance(device.memory_tiles, triton.JITFunction)
@@ -52,20 +51,11 @@ def add_memory(
         ValueError: the arguments do not fit `shape` or each other.
     """
     _check_call(pool, step, query, output, self_lse, shape)
-    for launch in launches(pool, tables, step, query, output, self_lse, scale, shape):
-        launch.kernel[launch.grid](**launch.arguments)
+    arguments = arguments_of(pool, tables, step, query, output, self_lse, scale, shape)
+    device.memory_tiles[shape.items if shape.split else shape.tiles, len(pool.keys)](**arguments)
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """A kernel, how many programs it has, and its arguments by name, with Triton's `num_warps` and `num_stages`."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: dict[str, Any]
-
-
-def launches(
+def arguments_of(
     pool: LayerPool,
     tables: SlotTables,
     step: StepTensors,
@@ -74,38 +64,64 @@ def launches(
     self_lse: Tensor | None,
     scale: float,
     shape: LaunchShape,
-) -> list[Launch]:
-    """The launches of `add_memory`, in their order; without its checks."""
+) -> dict[str, Any]:
+    """The kernel's arguments by name, with Triton's `num_warps` and `num_stages`; without any check."""
     _, H, D = query.shape
     J = pool.keys.shape[0]
     G, DP = H // J, triton.next_power_of_2(D)
     lse = self_lse if shape.lse else None
     map_in, map_out = (pool.map_in, pool.map_out) if shape.maps else (None, None)
-    epilogue: dict[str, Any] = {
+    partial_output = partial_sums = None
+    if shape.split:
+        parts = (shape.parts, J, shape.block_rows, D)
+        partial_output = torch.empty(parts, dtype=torch.float32, device=query.device)
+        partial_sums = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
+    return {
+        "query": query,
         "output": output,
         "self_lse": lse,
+        "keys": pool.keys,
+        "values": pool.values,
         "map_in": map_in,
         "map_out": map_out,
         "gate": pool.gate,
         "bias": pool.bias,
+        "first_token": tables.first_token,
+        "token_index": tables.token_index,
+        "log_weight": tables.log_weight,
+        "key_scale": tables.key_scale,
+        "value_scale": tables.value_scale,
+        "entry_tokens": tables.entry_tokens,
+        "length": tables.length,
         "log_remainder": tables.log_remainder,
         "decoupled": tables.decoupled,
         "map_index": tables.map_index,
         "map_weight": tables.map_weight,
         "map_rank": tables.map_rank,
         "map_length": tables.map_length,
-        "row_slot": step.row_slot,
         "tile_rows": step.tile_rows,
-        "partial_output": None,
-        "partial_sums": None,
+        "tile_slot": step.tile_slot,
+        "work": step.work,
+        "tile_work": step.tile_work,
+        "arrivals": step.arrivals,
+        "partial_output": partial_output,
+        "partial_sums": partial_sums,
+        "scale": scale,
+        "query_row": query.stride(0),
+        "query_head": query.stride(1),
         "output_row": output.stride(0),
         "output_head": output.stride(1),
         "lse_row": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
+        "keys_head": pool.keys.stride(0),
+        "keys_token": pool.keys.stride(1),
+        "values_head": pool.values.stride(0),
+        "values_token": pool.values.stride(1),
         "map_in_head": 0 if map_in is None else map_in.stride(0),
         "map_in_row": 0 if map_in is None else map_in.stride(1),
         "map_out_head": 0 if map_out is None else map_out.stride(0),
         "map_out_row": 0 if map_out is None else map_out.stride(1),
+        "terms_slot": tables.token_index.stride(0),
         "map_slot": tables.map_index.stride(0),
         "height": shape.height,
         "G": G,
@@ -114,51 +130,19 @@ def launches(
         "D": D,
         "DP": DP,
         "BM": shape.block_rows,
+        "BN": shape.block_tokens,
         "BK": MAP_ROWS_AT_A_TIME,
+        "BI": max(1, MERGED_NUMBERS // (shape.block_rows * DP)),
         "MAPS": shape.maps,
         "LSE": shape.lse,
+        "SPLIT": shape.split,
         # The interpreter multiplies the bits of bfloat16 numbers as if they were whole numbers.
         "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
         # Left to itself a float32 product is rounded to TF32.
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-    }
-    if shape.split:
-        parts = (shape.parts, J, shape.block_rows, D)
-        epilogue["partial_output"] = torch.empty(parts, dtype=torch.float32, device=query.device)
-        epilogue["partial_sums"] = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
-    read = {
-        "query": query,
-        "keys": pool.keys,
-        "values": pool.values,
-        "token_index": tables.token_index,
-        "log_weight": tables.log_weight,
-        "key_scale": tables.key_scale,
-        "value_scale": tables.value_scale,
-        "entry_tokens": tables.entry_tokens,
-        "length": tables.length,
-        "work": step.work,
-        "scale": scale,
-        "query_row": query.stride(0),
-        "query_head": query.stride(1),
-        "keys_head": pool.keys.stride(0),
-        "keys_token": pool.keys.stride(1),
-        "values_head": pool.values.stride(0),
-        "values_token": pool.values.stride(1),
-        "terms_slot": tables.token_index.stride(0),
-        "BN": shape.block_tokens,
-        "ONE_SLOT": shape.one_slot,
-        "SPLIT": shape.split,
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
-    programs = shape.items if shape.split else shape.tiles
-    found = [Launch(device.memory_tiles, (programs, J), epilogue | read)]
-    if shape.split:
-        GP = triton.next_power_of_2(G)
-        plan = {"tile_work": step.tile_work, "split_rows": step.split_rows}
-        merge = {**plan, "GP": GP, "BI": max(1, MERGED_NUMBERS // (GP * DP)), **MERGE_OPTIONS}
-        found.append(Launch(device.merge_items, (shape.rows, J), epilogue | merge))
-    return found
 
 
 def processors(of: torch.device) -> Processors:
@@ -196,7 +180,7 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
         like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
     of_layer = like_keys | dict.fromkeys(("gate", "bias"), (slots,))
     of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length"), (slots,)
+        ("first_token", "entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length"), (slots,)
     )
     of_slots |= dict.fromkeys(("token_index", "log_weight", "key_scale", "value_scale"), (slots, entries))
     of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, maps))

@@ -30,6 +30,9 @@ class SlotTables:
     An entry's tokens are adjacent in the pool, and so are its map rows.
     """
 
+    # Place in the pool of the slot's first token, if all its tokens are adjacent and its terms neutral (key and value
+    # scales of 1, log weights of 0): then the next four are not read. -1 if not.
+    first_token: Tensor  # [N + 1] int32
     token_index: Tensor  # [N + 1, K] int32, place of an entry's first token in the pool
     log_weight: Tensor  # [N + 1, K] float32, may be -inf
     key_scale: Tensor  # [N + 1, K] float32
@@ -57,6 +60,7 @@ class SlotTables:
             return torch.full((slots + 1,), value, dtype=dtype, device=device)
 
         return cls(
+            first_token=column(torch.int32, -1),
             token_index=table(entries, torch.int32),
             log_weight=table(entries, torch.float32),
             key_scale=table(entries, torch.float32),
@@ -78,23 +82,25 @@ class SlotTables:
 
 @dataclass(frozen=True, eq=False)
 class StepTensors:
-    """A step's rows: `StepPlan` on the device, and the slot of each row."""
+    """`StepPlan` on the device."""
 
-    row_slot: Tensor  # [at least R] int32; 0: no memory
     tile_rows: Tensor  # [tiles, height] int32; -1: no row
+    tile_slot: Tensor  # [tiles] int32
     work: Tensor  # [items, 4] int32; empty if memories are not split
     tile_work: Tensor  # [tiles + 1] int32; empty if memories are not split
-    split_rows: Tensor  # [rows] int32; empty if memories are not split
+    # [at least tiles, J] int32: the programs of a tile that have finished. 0 between launches; empty if not split.
+    arrivals: Tensor
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, row_slot: Tensor) -> StepTensors:
-        """Copy a plan to the device of `row_slot` [at least R] int32."""
-        return cls(row_slot, *(torch.from_numpy(a).to(row_slot.device) for a in plan.arrays()))
+    def from_plan(cls, plan: StepPlan, kv_heads: int, device: torch.device | str) -> StepTensors:
+        """Copy a plan to a device."""
+        arrivals = torch.zeros(max(len(plan.tile_work) - 1, 0), kv_heads, dtype=torch.int32, device=device)
+        return cls(*(torch.from_numpy(array).to(device) for array in plan.arrays()), arrivals)
 
     @property
     def plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """In the order of `StepPlan.arrays`."""
-        return self.tile_rows, self.work, self.tile_work, self.split_rows
+        return self.tile_rows, self.tile_slot, self.work, self.tile_work
 
     def copy_plan(self, plan: StepPlan) -> None:
         """Overwrite the plan in place by one for the same `LaunchShape`, as between graph replays."""

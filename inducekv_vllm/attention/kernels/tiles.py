@@ -1,7 +1,7 @@
 """The tiles of a step, on the host: which rows share a tile, and which part of a memory a program reads.
 
-A tile is one program's rows. The G heads of a KV head are folded into lanes: lane = row * `lanes_per_row` + head. A
-work item is a range of the tokens of a tile's memory. Shapes: see the package.
+A tile is one program's rows, all of one slot. The G heads of a KV head are folded into lanes:
+lane = row * `lanes_per_row` + head. A work item is a range of the tokens of a tile's memory. Shapes: see the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ LEAST_LANES, MOST_LANES = 16, 128
 LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a memory that a program reads at a time
 MOST_STAGES = 4
 PROGRAMS_PER_PROCESSOR = 2
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class LaunchShape:
     block_tokens: int  # memory tokens that a program reads at a time, a power of 2
     maps: bool  # slots may have maps
     lse: bool  # slots may be merged
-    one_slot: bool  # all rows of a tile have the same slot
     warps: int
     stages: int  # of the software pipeline
 
@@ -54,15 +52,14 @@ class LaunchShape:
     @property
     def plan_sizes(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of `StepPlan.arrays`."""
-        whole = (self.tiles, self.height), (self.items, 4)
-        return (*whole, (self.tiles + 1,), (self.rows,)) if self.split else (*whole, (0,), (0,))
+        return (self.tiles, self.height), (self.tiles,), (self.items, 4), (self.tiles + 1 if self.split else 0,)
 
     @property
     def kind(self) -> tuple[int, ...]:
         """What the kernels are compiled for: launches of one kind differ in the numbers of rows, tiles and items."""
         return (
             *(self.height, self.block_rows, self.block_tokens, self.warps, self.stages),
-            *(self.maps, self.lse, self.one_slot, self.split),
+            *(self.maps, self.lse, self.split),
         )
 
 
@@ -71,12 +68,12 @@ class StepPlan:
     """The rows with memory of one step, padded to a `LaunchShape` with idle tiles and items."""
 
     tile_rows: IntArray  # [tiles, height]; live rows first, -1 behind them; tiles of long memories first
+    tile_slot: IntArray  # [tiles]
     work: IntArray  # [items, 4]: tile (-1: idle), first token, end token, 1 if it is the tile's only item
     tile_work: IntArray  # [tiles + 1]; the items of tile t are tile_work[t] to tile_work[t + 1] - 1
-    split_rows: IntArray  # [rows]: tile * height + place of each row whose memory has more than one item, then -1
 
     def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        return self.tile_rows, self.work, self.tile_work, self.split_rows
+        return self.tile_rows, self.tile_slot, self.work, self.tile_work
 
 
 def lanes_per_row(heads_per_kv_head: int, maps: bool) -> int:
@@ -87,8 +84,8 @@ def lanes_per_row(heads_per_kv_head: int, maps: bool) -> int:
 def launch_shape(
     *,
     rows: int,
-    groups: int,
-    largest_group: int,
+    slots: int,
+    largest_slot: int,
     longest: int,
     heads_per_kv_head: int,
     kv_heads: int,
@@ -96,31 +93,28 @@ def launch_shape(
     element_size: int,
     maps: bool,
     lse: bool,
-    one_slot: bool,
     processors: Processors,
 ) -> LaunchShape:
-    """Choose a launch that fits every step of up to `rows` rows in up to `groups` groups.
+    """Choose a launch that fits every step of up to `rows` rows in up to `slots` slots.
 
     Args:
         rows: R, or the number of rows that a graph is captured for.
-        groups: distinct groups of rows that may share a tile.
-        largest_group: rows of the largest group.
+        slots: different slots of these rows.
+        largest_slot: rows of the slot that has most.
         longest: tokens of the longest memory that is expected. A longer one is right in every shape, and takes longer;
             so are shorter ones where memories are split.
-        one_slot: groups are slots, so that all rows of a tile have one; otherwise rows that read the same entries.
         element_size: bytes of a query's element.
     """
-    one_slot = one_slot or largest_group == 1
     per_row = lanes_per_row(heads_per_kv_head, maps)
-    wide = element_size > 2 or head_size > 128 or not one_slot
+    wide = element_size > 2 or head_size > 128
     most = max(MOST_LANES // 2 if wide else MOST_LANES, _power_of_2(per_row))
-    block_rows = min(max(_power_of_2(largest_group * per_row), LEAST_LANES), most)
+    block_rows = min(max(_power_of_2(largest_slot * per_row), LEAST_LANES), most)
     height = block_rows // per_row
-    tiles = most_tiles(rows, groups, height)
+    tiles = most_tiles(rows, slots, height)
     fewest = -(-rows // height)
     split = longest > SMALL_MEMORY and fewest * kv_heads < PROGRAMS_PER_PROCESSOR * processors.count
     padded = _power_of_2(head_size)
-    block_tokens, stages = _pipeline(block_rows, padded, element_size, one_slot, processors.shared_memory)
+    block_tokens, stages = _pipeline(block_rows, padded, element_size, processors.shared_memory)
     wanted = _wanted_items(kv_heads, processors)
     return LaunchShape(
         rows=rows,
@@ -133,16 +127,15 @@ def launch_shape(
         block_tokens=block_tokens,
         maps=maps,
         lse=lse,
-        one_slot=one_slot,
-        warps=8 if block_rows * padded * (2 if maps or not one_slot else 1) > 64 * 128 else 4,
+        warps=8 if block_rows * padded * (2 if maps else 1) > 64 * 128 else 4,
         stages=stages,
     )
 
 
-def most_tiles(rows: int, groups: int, height: int) -> int:
-    """The most tiles of `height` that `rows` rows in up to `groups` groups can need."""
-    groups = min(rows, groups)
-    return groups + (rows - groups) // height
+def most_tiles(rows: int, slots: int, height: int) -> int:
+    """The most tiles of `height` that `rows` rows in up to `slots` slots can need."""
+    slots = min(rows, slots)
+    return slots + (rows - slots) // height
 
 
 def idle_plan(shape: LaunchShape) -> StepPlan:
@@ -152,32 +145,32 @@ def idle_plan(shape: LaunchShape) -> StepPlan:
     return plan
 
 
-def plan_tiles(groups: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape) -> StepPlan:
-    """Put the rows of each group into tiles, and share the tokens that the tiles read out over work items.
+def plan_tiles(slots: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape) -> StepPlan:
+    """Put the rows of each slot into tiles, and share the tokens that the tiles read out over work items.
 
     Args:
-        groups: [R] whole numbers; 0: no memory. Rows of one group may share tiles: those of one slot if
-            `shape.one_slot`, otherwise those that read the same entries.
-        lengths: [R] tokens of each row's memory, equal within a group.
+        slots: [R] of the rows; 0: no memory.
+        lengths: [R] tokens of each row's memory, equal within a slot.
 
     Raises:
         ValueError: the rows need more tiles than the shape has.
     """
-    group, length = np.asarray(groups), np.asarray(lengths)
+    slot, length = np.asarray(slots), np.asarray(lengths)
     plan = idle_plan(shape)
-    rows = np.flatnonzero(group)  # [n]
-    rows = rows[np.lexsort((group[rows], -length[rows]))]
-    first = np.flatnonzero(np.diff(group[rows], prepend=0))  # [groups]
-    members = np.diff(first, append=len(rows))  # [groups]
-    tiles_of_group = -(-members // shape.height)
-    first_tile = np.cumsum(tiles_of_group) - tiles_of_group
-    number = np.arange(len(rows)) - np.repeat(first, members)  # of each row in its group
-    tiles = int(tiles_of_group.sum())
+    rows = np.flatnonzero(slot)  # [n]
+    rows = rows[np.lexsort((slot[rows], -length[rows]))]
+    first = np.flatnonzero(np.diff(slot[rows], prepend=0))  # [slots]
+    members = np.diff(first, append=len(rows))  # [slots]
+    tiles_of_slot = -(-members // shape.height)
+    first_tile = np.cumsum(tiles_of_slot) - tiles_of_slot
+    number = np.arange(len(rows)) - np.repeat(first, members)  # of each row in its slot
+    tiles = int(tiles_of_slot.sum())
     if tiles > shape.tiles:
         raise ValueError(
-            f"{len(rows)} rows in {len(members)} groups need {tiles} tiles of {shape.height} rows, found {shape.tiles}"
+            f"{len(rows)} rows in {len(members)} slots need {tiles} tiles of {shape.height} rows, found {shape.tiles}"
         )
     plan.tile_rows[np.repeat(first_tile, members) + number // shape.height, number % shape.height] = rows
+    plan.tile_slot[:tiles] = np.repeat(slot[rows[first]], tiles_of_slot)
     if shape.split and tiles:
         _share_out(length[plan.tile_rows[:tiles, 0]], shape, plan)
     return plan
@@ -195,25 +188,18 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     begin = (np.arange(len(tile)) - first[tile]) * chunk
     plan.work[: len(tile)] = np.stack([tile, begin, np.minimum(begin + chunk, tokens[tile]), items[tile] == 1], axis=1)
     plan.tile_work[1 : tiles + 1] = np.cumsum(items)
-    plan.tile_work[tiles + 1 :] = len(tile)
     # Longer memories come first, so the items of split ones are the first, too: their partial results need no others.
-    split = np.flatnonzero(plan.tile_rows[: int((items > 1).sum())] >= 0)
-    plan.split_rows[: len(split)] = split
+    plan.tile_work[tiles + 1 :] = len(tile)
 
 
-def _pipeline(
-    block_rows: int, head_size: int, element_size: int, one_slot: bool, shared_memory: int
-) -> tuple[int, int]:
+def _pipeline(block_rows: int, head_size: int, element_size: int, shared_memory: int) -> tuple[int, int]:
     """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
     room = shared_memory - 2 * block_rows * head_size * element_size  # beside queries and results
     block_tokens = MOST_TOKENS if element_size == 2 and head_size <= 128 else MOST_TOKENS // 2
-
-    def read(tokens: int) -> int:  # bytes of keys and values, and of the terms if each row has its own
-        return tokens * (2 * head_size * element_size + (0 if one_slot else 3 * block_rows * FLOAT32_BYTES))
-
-    while read(block_tokens) > room and block_tokens > LEAST_TOKENS:
+    token = 2 * head_size * element_size  # bytes of a key and its value
+    while block_tokens * token > room and block_tokens > LEAST_TOKENS:
         block_tokens //= 2
-    return block_tokens, 1 + min(MOST_STAGES - 1, max(1, room // read(block_tokens)))
+    return block_tokens, 1 + min(MOST_STAGES - 1, max(1, room // (block_tokens * token)))
 
 
 def _wanted_items(kv_heads: int, processors: Processors) -> int:

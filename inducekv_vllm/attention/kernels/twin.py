@@ -26,11 +26,11 @@ def add_memory(
 ) -> None:
     """`launch.add_memory`; it reads the plan on the host."""
     for tile, rows in live_tiles(step):
-        slots = step.row_slot[rows].long()
-        parts = [attend(pool, tables, slots, query[rows], scale, *item) for item in items_of(tile, slots, tables, step)]
+        slot = int(step.tile_slot[tile])
+        parts = [attend(pool, tables, slot, query[rows], scale, *item) for item in items_of(tile, slot, tables, step)]
         merged = parts[0] if len(parts) == 1 else merge(parts)
         lse = None if self_lse is None or not shape.lse else self_lse[rows]
-        result = finish(pool, tables, slots, merged, output[rows], lse).to(output.dtype)
+        result = finish(pool, tables, slot, merged, output[rows], lse).to(output.dtype)
         output[rows] = torch.where(result.isfinite(), result, output[rows])
 
 
@@ -40,27 +40,30 @@ def live_tiles(step: StepTensors) -> list[tuple[int, Tensor]]:
     return [(number, rows[rows >= 0]) for number, rows in tiles if rows[0] >= 0]
 
 
-def items_of(tile: int, slots: Tensor, tables: SlotTables, step: StepTensors) -> list[tuple[int, int]]:
+def items_of(tile: int, slot: int, tables: SlotTables, step: StepTensors) -> list[tuple[int, int]]:
     """The ranges of tokens that a tile's programs read."""
     if not step.work.numel():
-        return [(0, int(tables.length[slots[0]]))]
+        return [(0, int(tables.length[slot]))]
     first, end = step.tile_work[tile : tile + 2].tolist()
     return [(begin, stop) for _, begin, stop, _ in step.work[first:end].tolist()]
 
 
 def attend(
-    pool: LayerPool, tables: SlotTables, slots: Tensor, query: Tensor, scale: float, begin: int, end: int
+    pool: LayerPool, tables: SlotTables, slot: int, query: Tensor, scale: float, begin: int, end: int
 ) -> Partial:
-    """Read tokens `begin` to `end` of the memory of slots [n] for query [n, H, D]."""
+    """Read tokens `begin` to `end` of a slot's memory for query [n, H, D]."""
     n, H, D = query.shape
     J = pool.keys.shape[0]
-    token, m = torch.arange(begin, end, device=slots.device), tables.entry_tokens[slots[0]]
-    entry = token // m  # [s]
-    place = tables.token_index[slots[0], entry] + token % m  # [s]
+    token, first = torch.arange(begin, end, device=query.device), int(tables.first_token[slot])
+    if first >= 0:
+        place, key_scale, log_weight, value_scale = first + token, 1.0, 0.0, 1.0
+    else:
+        m = tables.entry_tokens[slot]
+        entry = token // m  # [s]
+        place = tables.token_index[slot, entry] + token % m  # [s]
+        terms = (tables.key_scale, tables.log_weight, tables.value_scale)
+        key_scale, log_weight, value_scale = (table[slot, entry] for table in terms)  # [s]
     keys, values = pool.keys[:, place].float(), pool.values[:, place].float()  # [J, s, D]
-    terms = (tables.key_scale, tables.log_weight, tables.value_scale)
-    of_rows = slots[:, None], entry
-    key_scale, log_weight, value_scale = (table[of_rows][:, None, None] for table in terms)  # [n, 1, 1, s]
     grouped = query.float().view(n, J, H // J, D)
     logits = torch.einsum("njgd,jsd->njgs", grouped, keys) * scale * key_scale + log_weight
     largest = logits.amax(-1) if end > begin else logits.new_full((n, J, H // J), -torch.inf)
@@ -79,38 +82,36 @@ def merge(parts: list[Partial]) -> Partial:
 
 
 def finish(
-    pool: LayerPool, tables: SlotTables, slots: Tensor, memory: Partial, own: Tensor, self_lse: Tensor | None
+    pool: LayerPool, tables: SlotTables, slot: int, memory: Partial, own: Tensor, self_lse: Tensor | None
 ) -> Tensor:
     """Merge memory with the output of self-attention own [n, H, D] and add the maps: [n, H, D] float32."""
     largest, total, read = memory
-    bias, gate = pool.bias[slots, None], pool.gate[slots, None]  # [n, 1]
+    bias, gate = pool.bias[slot], pool.gate[slot]
     largest = largest + bias
-    remainder = (tables.log_remainder[slots, None] + bias).expand_as(largest)
-    merged = torch.zeros_like(slots, dtype=torch.bool) if self_lse is None else tables.decoupled[slots] == 0  # [n]
-    other = torch.zeros_like(largest)  # the logit of decoupled memory's null token
-    if self_lse is not None:
-        other = torch.where(merged[:, None], self_lse, other)
+    remainder = tables.log_remainder[slot] + bias
+    is_merged = self_lse is not None and not bool(tables.decoupled[slot])
+    # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
+    other = self_lse if self_lse is not None and is_merged else torch.zeros_like(largest)
     top = torch.maximum(torch.maximum(largest, remainder), other)
     whole = total * (largest - top).exp() + (remainder - top).exp() + (other - top).exp()
-    keep = torch.where(merged[:, None], (other - top).exp() / whole, 1.0)
+    keep = (other - top).exp() / whole if is_merged else torch.ones_like(whole)
     result = keep[..., None] * own.float() + (gate * (largest - top).exp() / whole)[..., None] * read
     if pool.map_in is not None:
-        result = result + gate[..., None] * mapped(pool, tables, slots, own)
+        result = result + gate * mapped(pool, tables, slot, own)
     return result
 
 
-def mapped(pool: LayerPool, tables: SlotTables, slots: Tensor, own: Tensor) -> Tensor:
+def mapped(pool: LayerPool, tables: SlotTables, slot: int, own: Tensor) -> Tensor:
     """What the maps make of the output of self-attention own [n, H, D], before the gate: [n, H, D]."""
     assert pool.map_in is not None
     assert pool.map_out is not None
     n, H, D = own.shape
     J = pool.map_in.shape[0]
-    row, rank = torch.arange(int(tables.map_length[slots[0]]), device=slots.device), tables.map_rank[slots[0]]
+    row, rank = torch.arange(int(tables.map_length[slot]), device=own.device), tables.map_rank[slot]
     entry = row // rank  # [k]
-    place = tables.map_index[slots[0], entry] + row % rank  # [k]
+    place = tables.map_index[slot, entry] + row % rank  # [k]
     blocks = own.float().view(n, J, H // J * D)
-    inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, place].float())
-    inner = inner * tables.map_weight[slots[:, None], entry][:, None]
+    inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, place].float()) * tables.map_weight[slot, entry]
     return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, place].float()).reshape(n, H, D)
 
 

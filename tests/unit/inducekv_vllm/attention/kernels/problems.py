@@ -29,6 +29,7 @@ class Memory:
     map_rank: int = 1
     remainder: bool = False
     entries_of: int | None = None  # the number of an earlier memory that has the same entries
+    adjacent: bool = False  # its tokens lie side by side with neutral terms, so these are not read
     key_scale: float | None = None
     log_weight: float | None = None
     value_scale: float | None = None
@@ -39,7 +40,6 @@ class Problem:
     pool: LayerPool
     tables: SlotTables
     row_slot: Tensor  # [R] int32
-    groups: np.ndarray  # [R], sets of entries
     query: Tensor  # [R, H, D]
     output: Tensor  # [R, H, D]
     self_lse: Tensor  # [R, H]
@@ -48,16 +48,20 @@ class Problem:
     def lengths(self) -> np.ndarray:
         return self.tables.length[self.row_slot.long()].cpu().numpy()
 
-    def shape(self, *, one_slot: bool = False, split: bool = False, lse: bool = True) -> LaunchShape:
+    @property
+    def slots(self) -> np.ndarray:
+        """[R]"""
+        return self.row_slot.cpu().numpy()
+
+    def shape(self, *, split: bool = False, lse: bool = True) -> LaunchShape:
         """A launch for this step; one that splits memories of any length if `split`."""
         _, H, D = self.query.shape
         J = self.pool.keys.shape[0]
-        groups = self.groups_of(one_slot)
-        members = np.unique(groups[groups > 0], return_counts=True)[1]
+        members = np.unique(self.slots[self.slots > 0], return_counts=True)[1]
         return launch_shape(
             rows=int(members.sum()),
-            groups=len(members),
-            largest_group=int(members.max(initial=0)),
+            slots=len(members),
+            largest_slot=int(members.max(initial=0)),
             longest=513 if split else 512,
             heads_per_kv_head=H // J,
             kv_heads=J,
@@ -65,16 +69,12 @@ class Problem:
             element_size=self.query.element_size(),
             maps=self.pool.map_in is not None,
             lse=lse,
-            one_slot=one_slot,
             processors=Processors(16),
         )
 
-    def groups_of(self, one_slot: bool) -> np.ndarray:
-        return self.row_slot.cpu().numpy() if one_slot else self.groups
-
     def step(self, shape: LaunchShape) -> StepTensors:
-        plan = plan_tiles(self.groups_of(shape.one_slot), self.lengths, shape)
-        return StepTensors.from_plan(plan, self.row_slot)
+        plan = plan_tiles(self.slots, self.lengths, shape)
+        return StepTensors.from_plan(plan, len(self.pool.keys), self.row_slot.device)
 
     def to(self, device: str) -> Problem:
         def moved(tensors: LayerPool | SlotTables) -> dict[str, Tensor]:
@@ -113,32 +113,38 @@ def make(
         getattr(tables, name).fill_(math.nan)
     m, r = max(memory.entry_tokens for memory in memories), max(memory.map_rank for memory in memories)
     pool_entries, pool_maps = 2 * sum(x.tokens for x in memories) + 5, 2 * sum(x.map_rows for x in memories) + 3
-    keys, values = (torch.full((J, pool_entries * m, D), math.nan, dtype=dtype) for _ in range(2))
+    beside = sum(x.tokens + 1 for x in memories if x.adjacent)
+    keys, values = (torch.full((J, pool_entries * m + beside, D), math.nan, dtype=dtype) for _ in range(2))
     map_in, map_out = (torch.full((J, pool_maps * r, G * D), math.nan, dtype=dtype) for _ in range(2))
     free_tokens = iter((m * torch.randperm(pool_entries, generator=rng)).tolist())
     free_rows = iter((r * torch.randperm(pool_maps, generator=rng)).tolist())
     poisoned = next(free_tokens), next(free_rows)
     tables.token_index.fill_(poisoned[0])
     tables.map_index.fill_(poisoned[1])
-    places = {}
+    places, end = {}, pool_entries * m
     for slot, memory in enumerate(memories, start=1):
         S, M = memory.tokens // memory.entry_tokens, memory.map_rows // memory.map_rank  # entries
         if memory.entries_of is None:
             place = [next(free_tokens) for _ in range(S)]
+            if memory.adjacent:
+                place, end = [end + number * memory.entry_tokens for number in range(S)], end + memory.tokens + 1
             tokens, map_place = _all(place, memory.entry_tokens), [next(free_rows) for _ in range(M)]
             rows = _all(map_place, memory.map_rank)
             keys[:, tokens], values[:, tokens] = normal(J, len(tokens), D, size=size), normal(J, len(tokens), D)
             map_in[:, rows], map_out[:, rows] = (normal(J, len(rows), G * D, size=0.1) for _ in range(2))
-            places[slot] = slot, place, map_place
+            places[slot] = place, map_place
         else:
             places[slot] = places[memory.entries_of]
-        _, place, map_place = places[slot]
-        tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
+        place, map_place = places[slot]
+        if memory.adjacent:
+            tables.first_token[slot] = place[0]
         tables.map_index[slot, :M] = torch.tensor(map_place, dtype=torch.int32)
         alpha = torch.rand(S, generator=rng) + 0.1
-        _fill(tables.key_scale[slot, :S], memory.key_scale, alpha.sqrt())
-        _fill(tables.value_scale[slot, :S], memory.value_scale, alpha.sqrt())
-        _fill(tables.log_weight[slot, :S], memory.log_weight, alpha.log())
+        if not memory.adjacent:
+            tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
+            _fill(tables.key_scale[slot, :S], memory.key_scale, alpha.sqrt())
+            _fill(tables.value_scale[slot, :S], memory.value_scale, alpha.sqrt())
+            _fill(tables.log_weight[slot, :S], memory.log_weight, alpha.log())
         tables.map_weight[slot, :M] = torch.rand(M, generator=rng)
         tables.length[slot], tables.map_length[slot] = memory.tokens, memory.map_rows
         tables.entry_tokens[slot], tables.map_rank[slot] = memory.entry_tokens, memory.map_rank
@@ -153,8 +159,7 @@ def make(
     self_lse[row_slot == 0] = math.nan
     maps = (map_in, map_out) if any(m.map_rows for m in memories) else ()
     pool = LayerPool(keys, values, gate, bias, *maps)
-    groups = np.array([places[slot][0] if slot else 0 for slot in row_memory])
-    return Problem(pool, tables, row_slot, groups, query, output, self_lse)
+    return Problem(pool, tables, row_slot, query, output, self_lse)
 
 
 def _all(first: Sequence[int], count: int) -> list[int]:
@@ -179,9 +184,15 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
         m, r = int(tables.entry_tokens[slot]), int(tables.map_rank[slot])
         k, maps = int(tables.length[slot]) // m, int(tables.map_length[slot]) // r  # entries
         index = torch.tensor(_all(tables.token_index[slot, :k].tolist(), m), dtype=torch.int64)  # [S]
+        if (first := int(tables.first_token[slot])) >= 0:
+            index = torch.arange(first, first + k * m)
         map_index = _all(tables.map_index[slot, :maps].tolist(), r)  # [M]
         terms = (tables.key_scale, tables.log_weight, tables.value_scale)
         key_scale, log_weight, value_scale = (x[slot, :k].double().repeat_interleave(m) for x in terms)  # [S]
+        if first >= 0:
+            key_scale, log_weight, value_scale = torch.ones(3, k * m, dtype=torch.float64) * torch.tensor(
+                [[1], [0], [1]]
+            )
         map_weight = tables.map_weight[slot, :maps].double().repeat_interleave(r)  # [M]
         gate, bias = float(pool.gate[slot]), float(pool.bias[slot])
         own = problem.output[row].double()  # [H, D]

@@ -24,8 +24,10 @@ MIXED = [
     Memory(12, entries_of=1, entry_tokens=4),
     Memory(9, "decoupled", map_rows=6, entry_tokens=3, map_rank=2),
     Memory(1, "decoupled"),
+    Memory(10, "decoupled", map_rows=4, entry_tokens=5, map_rank=2, adjacent=True),
+    Memory(6, adjacent=True, remainder=True),
 ]
-MIXED_ROWS = [1, 0, 2, 3, 3, 0, 1, 4]  # memories of 1 and 2 share tiles
+MIXED_ROWS = [1, 0, 2, 3, 3, 0, 1, 4, 5, 6, 5]
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +38,12 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def check(
-    problem: Problem, *, one_slot: bool = False, split: bool = False, lse: bool = True, tolerance: float = 0.0
-) -> None:
-    """The kernels in one launch shape against the twin, and that against loops; rows without memory to the bit."""
-    shape = problem.shape(one_slot=one_slot, split=split, lse=lse)
+def check(problem: Problem, *, split: bool = False, lse: bool = True, tolerance: float = 0.0) -> None:
+    """The kernel in one launch shape against the twin, and that against loops; rows without memory to the bit.
+
+    It is launched twice: a launch leaves nothing behind that the next one would count.
+    """
+    shape = problem.shape(split=split, lse=lse)
     assert shape.split == split
     rows = problem.row_slot != 0
     step, expected = (
@@ -55,11 +58,13 @@ def check(
 
     there = problem.to(DEVICE)
     launch.check(there.pool, there.tables, problem.query.shape[1])
-    found = there.output.clone()
-    step = there.step(shape)
-    launch.add_memory(there.pool, there.tables, step, there.query, found, there.self_lse if lse else None, SCALE, shape)
-    assert deviation(found, expected, rows) < tolerance
-    assert same_bits(found.cpu()[~rows], problem.output[~rows])
+    step, self_lse = there.step(shape), there.self_lse if lse else None
+    for _ in range(2 if split else 1):
+        found = there.output.clone()
+        launch.add_memory(there.pool, there.tables, step, there.query, found, self_lse, SCALE, shape)
+        assert deviation(found, expected, rows) < tolerance
+        assert same_bits(found.cpu()[~rows], problem.output[~rows])
+        assert not step.arrivals.any()
 
 
 @pytest.mark.parametrize("geometry", [(4, 4, 64), (3, 1, 80), (6, 2, 96), (8, 2, 128)], ids=str)
@@ -70,14 +75,14 @@ def test_a_mixed_step(geometry: Geometry) -> None:
 @pytest.mark.parametrize(
     ("memories", "rows", "lse"),
     [
-        (MIXED, MIXED_ROWS, True),
         ([Memory(70, "decoupled", entry_tokens=7)], [0, 1, 1], False),
+        ([Memory(70, "decoupled", adjacent=True)], [1] * 9, False),
         ([Memory(1)], [1], True),
         ([Memory(1, "decoupled")], [1], False),
     ],
 )
-def test_rows_of_one_slot_share_its_terms(memories: list[Memory], rows: list[int], lse: bool) -> None:
-    check(make((4, 2, 64), memories, rows), one_slot=True, lse=lse)
+def test_few_rows_and_more_than_a_tile(memories: list[Memory], rows: list[int], lse: bool) -> None:
+    check(make((4, 2, 64), memories, rows), lse=lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -88,25 +93,25 @@ def test_half_precision(geometry: Geometry, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("one_slot", [False, True])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "geometry", [(1, 1, 16), (4, 4, 64), (3, 1, 80), (6, 2, 96), (7, 1, 72), (8, 2, 128), (16, 1, 256)], ids=str
 )
-def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, one_slot: bool, split: bool) -> None:
-    memories = [Memory(300, entry_tokens=4), *MIXED[1:]] if split else MIXED
-    memories = [replace(memories[0], remainder=lse), replace(memories[1], tokens=memories[0].tokens), *memories[2:]]
+def test_every_variant(geometry: Geometry, dtype: torch.dtype, lse: bool, split: bool) -> None:
+    long = [Memory(300, entry_tokens=4), replace(MIXED[1], tokens=300), *MIXED[2:5], replace(MIXED[5], tokens=400)]
+    memories = [replace(memory, remainder=memory.remainder and lse) for memory in (long if split else MIXED)]
     memories = memories if lse else [replace(memory, form="decoupled") for memory in memories]
-    check(make(geometry, memories, MIXED_ROWS, dtype), one_slot=one_slot, split=split, lse=lse)
-    unmapped = [replace(memory, map_rows=0) for memory in memories]
-    check(make(geometry, unmapped, MIXED_ROWS, dtype, seed=1), one_slot=one_slot, split=split, lse=lse)
+    check(make(geometry, [replace(memory, map_rows=0) for memory in memories], MIXED_ROWS, dtype), split=split, lse=lse)
+    if DEVICE == "cuda" and dtype == torch.float32 and geometry == (16, 1, 256):
+        return  # maps of as many heads need more shared memory than there is: a server refuses to start
+    check(make(geometry, memories, MIXED_ROWS, dtype, seed=1), split=split, lse=lse)
 
 
 @pytest.mark.parametrize("map_rows", [0, 7])
 def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
     long = Memory(300, "decoupled", map_rows, entry_tokens=25)  # an entry lies in two items
-    memories = [long, replace(long, entries_of=1), Memory(5)]
+    memories = [long, replace(long, adjacent=True), Memory(5)]
     problem = make((3, 1, 64), memories, [1, 2, 0, 3])
     assert int(problem.step(problem.shape(split=True)).work[:, 1].max()) == 256  # three items
     check(problem, split=True)
@@ -210,7 +215,7 @@ def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is not sparse")
 @pytest.mark.parametrize("apart", ["pool", "tables", "rows"])
 def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
-    memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2)]
+    memories = [Memory(1), Memory(2, "decoupled", 1), Memory(1), Memory(2, "decoupled", 2, adjacent=True)]
     problem = make((2, 1, 16), memories, [0, 2, 0, 0, 4, 1], torch.float16)
     pool, tables, query, output = problem.pool, problem.tables, problem.query.contiguous(), problem.output
     if apart == "pool":
@@ -222,10 +227,9 @@ def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     else:
         query, output = far_apart(query, 0, tmp_path / "query"), far_apart(output, 0, tmp_path / "output")
     launch.check(pool, tables, 2)
-    for one_slot in (False, True):
-        shape, expected = problem.shape(one_slot=one_slot), problem.output.clone()
-        step, rest = problem.step(shape), (problem.self_lse, SCALE, shape)
-        launch.add_memory(problem.pool, problem.tables, step, problem.query, expected, *rest)
-        output.copy_(problem.output)
-        launch.add_memory(pool, tables, step, query, output, *rest)
-        assert same_bits(output, expected)
+    shape, expected = problem.shape(), problem.output.clone()
+    step, rest = problem.step(shape), (problem.self_lse, SCALE, shape)
+    launch.add_memory(problem.pool, problem.tables, step, problem.query, expected, *rest)
+    output.copy_(problem.output)
+    launch.add_memory(pool, tables, step, query, output, *rest)
+    assert same_bits(output, expected)

@@ -35,8 +35,8 @@ settings.load_profile("repeatable")
 def _shape(**changed: Any) -> LaunchShape:
     arguments: dict[str, Any] = {
         "rows": 64,
-        "groups": 64,
-        "largest_group": 64,
+        "slots": 64,
+        "largest_slot": 64,
         "longest": 2048,
         "heads_per_kv_head": 4,
         "kv_heads": 8,
@@ -44,7 +44,6 @@ def _shape(**changed: Any) -> LaunchShape:
         "element_size": 2,
         "maps": False,
         "lse": True,
-        "one_slot": False,
         "processors": H200,
     }
     return launch_shape(**(arguments | changed))
@@ -52,39 +51,38 @@ def _shape(**changed: Any) -> LaunchShape:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, LaunchShape]:
-    """Groups [R], lengths [R], and a shape that a graph of R rows would be captured with."""
-    groups = np.array(draw(st.lists(st.integers(0, 6), min_size=1, max_size=80)))
+    """Slots [R], lengths [R], and a shape that a graph of R rows would be captured with."""
+    slots = np.array(draw(st.lists(st.integers(0, 6), min_size=1, max_size=80)))
     tokens = np.array([0, *draw(st.lists(st.integers(0, 4096), min_size=6, max_size=6))])
     shape = _shape(
-        rows=len(groups),
-        groups=len(groups),
-        largest_group=draw(st.integers(1, len(groups))),
+        rows=len(slots),
+        slots=len(slots),
+        largest_slot=draw(st.integers(1, len(slots))),
         longest=draw(st.sampled_from([SMALL_MEMORY, 4096])),
         heads_per_kv_head=draw(st.sampled_from([1, 3, 4, 7, 16])),
         kv_heads=draw(st.integers(1, 32)),
         maps=draw(st.booleans()),
-        one_slot=draw(st.booleans()),
         processors=Processors(draw(st.integers(1, 200))),
     )
-    return groups, tokens[groups], shape
+    return slots, tokens[slots], shape
 
 
 @given(steps())
 def test_a_plan_covers_rows_and_tokens_exactly_once(step: tuple[np.ndarray, np.ndarray, LaunchShape]) -> None:
-    groups, lengths, shape = step
-    plan = plan_tiles(groups, lengths, shape)
+    slots, lengths, shape = step
+    plan = plan_tiles(slots, lengths, shape)
     assert [array.shape for array in plan.arrays()] == [array.shape for array in idle_plan(shape).arrays()]
     assert {array.dtype for array in plan.arrays()} == {np.dtype(np.int32)}
     live = plan.tile_rows >= 0
-    assert sorted(plan.tile_rows[live]) == list(np.flatnonzero(groups))
+    assert sorted(plan.tile_rows[live]) == list(np.flatnonzero(slots))
     assert (np.diff(live.astype(int), axis=1) <= 0).all()  # live rows come first
     assert (np.diff(live[:, 0].astype(int)) <= 0).all()  # and so do live tiles
-    for tile in plan.tile_rows:
-        assert len(set(groups[tile[tile >= 0]])) <= 1
+    for tile, slot in zip(plan.tile_rows, plan.tile_slot, strict=True):
+        assert set(slots[tile[tile >= 0]]) <= {slot}
     if shape.split:
         _check_items(plan, lengths, shape)
     else:
-        assert plan.work.size == plan.tile_work.size == plan.split_rows.size == 0
+        assert plan.work.size == plan.tile_work.size == 0
 
 
 def _check_items(plan: StepPlan, lengths: np.ndarray, shape: LaunchShape) -> None:
@@ -101,15 +99,8 @@ def _check_items(plan: StepPlan, lengths: np.ndarray, shape: LaunchShape) -> Non
     split = np.diff(plan.tile_work) > 1  # [tiles]
     assert (np.diff(split.astype(int)) <= 0).all()  # split tiles come first
     assert plan.tile_work[split.sum()] <= shape.parts <= shape.items
-    merged = plan.split_rows[plan.split_rows >= 0]
-    assert sorted(plan.tile_rows.flat[merged]) == sorted(r for t in np.flatnonzero(split) for r in _rows(plan, t))
-    assert (plan.split_rows[len(merged) :] == -1).all()
     assert plan.tile_work[0] == 0
     assert (plan.work[plan.tile_work[-1] :] == -1).all()
-
-
-def _rows(plan: StepPlan, tile: int) -> list[int]:
-    return [row for row in plan.tile_rows[tile].tolist() if row >= 0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 128))
@@ -130,8 +121,8 @@ def test_a_shape_fits_the_kernels(step: tuple[np.ndarray, np.ndarray, LaunchShap
 def test_a_memory_is_split_only_if_it_is_long_and_processors_are_idle() -> None:
     assert not _shape(longest=SMALL_MEMORY).split
     assert _shape(longest=SMALL_MEMORY + 1).split
-    assert not _shape(rows=2048, groups=1, largest_group=2048, one_slot=True).split
-    assert _shape(rows=2048, groups=1, largest_group=2048, one_slot=True, kv_heads=1).split
+    assert not _shape(rows=2048, slots=1, largest_slot=2048).split
+    assert _shape(rows=2048, slots=1, largest_slot=2048, kv_heads=1).split
 
 
 @pytest.mark.parametrize("processors", [2, 20, 132])
