@@ -69,7 +69,7 @@ class StepLaunch:
         shape = geometry.of_step(rows)
         plan = plan_tiles(rows.slots, rows.lengths, shape)
         arrivals = _no_arrivals(shape.tiles if shape.split else 0, geometry, device)
-        return cls(shape, StepTensors(*(device.upload(torch.from_numpy(a)) for a in plan.arrays()), arrivals))
+        return cls(shape, StepTensors.of([device.upload(torch.from_numpy(a)) for a in plan.arrays()], arrivals))
 
 
 class GraphBuffers:
@@ -85,7 +85,7 @@ class GraphBuffers:
         sizes = [self.shape(rows).plan_sizes for rows in range(1, most_rows + 1)]
         numbers = [max(math.prod(size) for size in each) for each in zip(*sizes, strict=True)]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
-        self._plan = [torch.full((n,), -1, dtype=torch.int32, device=device.torch_device) for n in numbers]
+        self._plan = [torch.zeros(n, dtype=torch.int32, device=device.torch_device) for n in numbers]
         self._written: tuple[int | bytes, ...] | None = None  # what the buffers hold; None: they are idle
 
     def shape(self, num_rows: int) -> LaunchShape:
@@ -97,7 +97,7 @@ class GraphBuffers:
         shape = self.shape(num_rows)
         sized = zip(self._plan, shape.plan_sizes, strict=True)
         plan = [buffer[: math.prod(size)].view(size) for buffer, size in sized]
-        return StepLaunch(shape, StepTensors(*plan, self._arrivals))
+        return StepLaunch(shape, StepTensors.of(plan, self._arrivals))
 
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
@@ -114,8 +114,7 @@ class GraphBuffers:
     def clear(self) -> None:
         """The step has no memory."""
         if self._written is not None:
-            for buffer in self._plan:
-                buffer.fill_(-1)
+            self._plan[-1].zero_()  # the number of live tiles
             self._written = None
 
 

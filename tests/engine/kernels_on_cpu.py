@@ -94,10 +94,10 @@ def some_by_kernels(
         LAYERS.append(layer)
     CALLS["lse"] += self_lse is not None
     steps = STEPS_BY_KERNELS.setdefault(os.environ.get("PYTEST_CURRENT_TEST", ""), set())
-    slots = step.row_slot[: len(query)]
-    forms = tuple(tables.decoupled[slots[slots > 0]].unique().tolist())
+    slots = step.tile_slot[[tile for tile, _ in twin.live_tiles(step)]]
+    forms = tuple(tables.decoupled[slots].unique().tolist())
     kind = shape.kind, len(query), forms
-    is_idle = bool((step.tile_rows < 0).all())  # when kernels are warmed
+    is_idle = not len(slots)  # when kernels are warmed
     in_turn = LAYERS.index(layer) == len(steps) % len(LAYERS)
     if is_idle or kind in steps or len(steps) == KERNEL_CALLS or not in_turn:
         CALLS["twin"] += 1
@@ -122,8 +122,8 @@ class ReplayedKernels(KernelMemoryAttention):
         super().end_step()
         self._graph = None
 
-    def _launches(self, num_rows: int) -> list[StepLaunch]:
-        return super()._launches(num_rows) if self._graph is None else [self._graph]
+    def _launch(self, num_rows: int) -> StepLaunch | None:
+        return super()._launch(num_rows) if self._graph is None else self._graph
 
 
 class KernelsBesideCPUCache(ReplayedKernels):

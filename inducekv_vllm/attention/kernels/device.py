@@ -45,6 +45,7 @@ def memory_tiles(
     tile_slot,  # [tiles]
     work,  # [items, 4]
     tile_work,  # [tiles + 1]
+    count,  # [1], of live tiles, or of live items if SPLIT
     arrivals,  # [tiles, J]
     partial_output,  # [parts, J, BM, D] float32; None unless SPLIT
     partial_sums,  # [parts, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
@@ -74,7 +75,6 @@ def memory_tiles(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    BI: tl.constexpr,
     MAPS: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -83,157 +83,156 @@ def memory_tiles(
 ):
     """Read a tile's memory, or the tokens of one work item of it; the tile's last program finishes its rows.
 
-    Grid: (tiles, or items if SPLIT; J).
+    Grid: (any number; J). Programs share out the tiles, or the items if SPLIT.
     """
-    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    tile = item
-    if SPLIT:
-        tile = tl.load(work + item * 4)
-    if tl.load(tile_rows + tile * height, mask=tile >= 0, other=-1) < 0:
-        return
-    slot = tl.load(tile_slot + tile)
-    begin = 0
-    end = tl.load(length + slot)
-    whole = 1
-    if SPLIT:
-        begin = tl.load(work + item * 4 + 1)
-        end = tl.load(work + item * 4 + 2)
-        whole = tl.load(work + item * 4 + 3)
+    for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        tile = item
+        if SPLIT:
+            tile = tl.load(work + item * 4)
+        slot = tl.load(tile_slot + tile)
+        begin = 0
+        end = tl.load(length + slot)
+        whole = 1
+        if SPLIT:
+            begin = tl.load(work + item * 4 + 1)
+            end = tl.load(work + item * 4 + 2)
+            whole = tl.load(work + item * 4 + 3)
 
-    lane = tl.arange(0, BM)
-    place = lane // LANES  # of the lane's row in the tile
-    row = tl.load(tile_rows + tile * height + place, mask=place < height, other=-1)
-    live = (row >= 0) & (lane % LANES < G)
-    head = kv_head * G + lane % LANES
-    column = tl.arange(0, DP)
-    inside = live[:, None] & (column < D)[None, :]
+        lane = tl.arange(0, BM)
+        place = lane // LANES  # of the lane's row in the tile
+        row = tl.load(tile_rows + tile * height + place, mask=place < height, other=-1)
+        live = (row >= 0) & (lane % LANES < G)
+        head = kv_head * G + lane % LANES
+        column = tl.arange(0, DP)
+        inside = live[:, None] & (column < D)[None, :]
 
-    lanes = query + row.to(tl.int64) * query_row + head * query_head
-    q = tl.load(lanes[:, None] + column[None, :], mask=inside, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+        lanes = query + row.to(tl.int64) * query_row + head * query_head
+        q = tl.load(lanes[:, None] + column[None, :], mask=inside, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
 
-    kv_head_wide = kv_head.to(tl.int64)
-    slot_wide = slot.to(tl.int64)
-    first = tl.load(first_token + slot)
-    if first >= 0:
-        largest, total, read = _attend_adjacent(
-            q,
-            keys + kv_head_wide * keys_head + first.to(tl.int64) * keys_token,
-            values + kv_head_wide * values_head + first.to(tl.int64) * values_token,
-            begin,
-            end,
-            scale * LOG2E,
-            keys_token,
-            values_token,
-            D=D,
-            DP=DP,
-            BM=BM,
-            BN=BN,
-            UPCAST=UPCAST,
-            PRECISION=PRECISION,
-        )
-    else:
-        largest, total, read = _attend(
-            q,
-            keys + kv_head_wide * keys_head,
-            values + kv_head_wide * values_head,
-            token_index + slot_wide * terms_slot,
-            log_weight + slot_wide * terms_slot,
-            key_scale + slot_wide * terms_slot,
-            value_scale + slot_wide * terms_slot,
-            tl.load(entry_tokens + slot),
-            begin,
-            end,
-            scale * LOG2E,
-            keys_token,
-            values_token,
-            D=D,
-            DP=DP,
-            BM=BM,
-            BN=BN,
-            UPCAST=UPCAST,
-            PRECISION=PRECISION,
-        )
-
-    if SPLIT:  # noqa: SIM102 - a constant of the compiler
-        if whole == 0:
-            part = (item * J + kv_head).to(tl.int64) * BM
-            tl.store(partial_sums + part * 2 + lane, largest, mask=live)
-            tl.store(partial_sums + part * 2 + BM + lane, total, mask=live)
-            tl.store(partial_output + (part + lane)[:, None] * D + column[None, :], read, mask=inside)
-            first_item = tl.load(tile_work + tile)
-            items = tl.load(tile_work + tile + 1) - first_item
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            arrived = tl.atomic_add(arrivals + tile * J + kv_head, 1, sem="acq_rel")
-            if arrived == items - 1:
-                tl.store(arrivals + tile * J + kv_head, 0)  # for the next launch
-                largest, total, read = _merged(
-                    partial_output,
-                    partial_sums,
-                    first_item,
-                    first_item + items,
-                    kv_head,
-                    live,
-                    J=J,
-                    D=D,
-                    DP=DP,
-                    BM=BM,
-                    BI=BI,
-                )
-                whole = 1
-
-    if whole != 0:
-        places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
-        own = tl.load(places, mask=inside, other=0.0)
-        slot_gate = tl.load(gate + slot)
-        slot_bias = tl.load(bias + slot) * LOG2E
-        remainder = tl.load(log_remainder + slot) * LOG2E + slot_bias
-        largest = largest + slot_bias
-        # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
-        other = tl.zeros([BM], tl.float32)
-        keeps_all = 1
-        if LSE:
-            keeps_all = tl.load(decoupled + slot)
-            if keeps_all == 0:
-                lse = self_lse + row.to(tl.int64) * lse_row + head * lse_head
-                other = tl.load(lse, mask=live, other=0.0) * LOG2E
-        top = tl.maximum(tl.maximum(largest, remainder), other)
-        memory_weight = tl.exp2(largest - top)
-        other_weight = tl.exp2(other - top)
-        sum_of_all = total * memory_weight + other_weight + tl.exp2(remainder - top)
-        result = read * (slot_gate * memory_weight / sum_of_all)[:, None]
-        if LSE:
-            result += tl.where(keeps_all == 0, other_weight / sum_of_all, 1.0)[:, None] * own.to(tl.float32)
+        kv_head_wide = kv_head.to(tl.int64)
+        slot_wide = slot.to(tl.int64)
+        first = tl.load(first_token + slot)
+        if first >= 0:
+            largest, total, read = _attend_adjacent(
+                q,
+                keys + kv_head_wide * keys_head + first.to(tl.int64) * keys_token,
+                values + kv_head_wide * values_head + first.to(tl.int64) * values_token,
+                begin,
+                end,
+                scale * LOG2E,
+                keys_token,
+                values_token,
+                D=D,
+                DP=DP,
+                BM=BM,
+                BN=BN,
+                UPCAST=UPCAST,
+                PRECISION=PRECISION,
+            )
         else:
-            result += own.to(tl.float32)
-        if MAPS:
-            map_rows = tl.load(map_length + slot)
-            if map_rows > 0:
-                result += slot_gate * _mapped(
-                    own,
-                    map_in + kv_head_wide * map_in_head,
-                    map_out + kv_head_wide * map_out_head,
-                    map_index + slot_wide * map_slot,
-                    map_weight + slot_wide * map_slot,
-                    tl.load(map_rank + slot),
-                    map_rows,
-                    map_in_row,
-                    map_out_row,
-                    G=G,
-                    LANES=LANES,
-                    ROWS=BM // LANES,
-                    D=D,
-                    DP=DP,
-                    BK=BK,
-                    UPCAST=UPCAST,
-                    PRECISION=PRECISION,
-                )
-        stored = result.to(own.dtype)
-        # Where it is not finite, memory counts as zero: the next layers would spread it.
-        finite = tl.abs(stored.to(tl.float32)) < float("inf")
-        tl.store(places, tl.where(finite, stored, own), mask=inside)
+            largest, total, read = _attend(
+                q,
+                keys + kv_head_wide * keys_head,
+                values + kv_head_wide * values_head,
+                token_index + slot_wide * terms_slot,
+                log_weight + slot_wide * terms_slot,
+                key_scale + slot_wide * terms_slot,
+                value_scale + slot_wide * terms_slot,
+                tl.load(entry_tokens + slot),
+                begin,
+                end,
+                scale * LOG2E,
+                keys_token,
+                values_token,
+                D=D,
+                DP=DP,
+                BM=BM,
+                BN=BN,
+                UPCAST=UPCAST,
+                PRECISION=PRECISION,
+            )
+
+        if SPLIT:  # noqa: SIM102 - a constant of the compiler
+            if whole == 0:
+                part = (item * J + kv_head).to(tl.int64) * BM
+                tl.store(partial_sums + part * 2 + lane, largest, mask=live)
+                tl.store(partial_sums + part * 2 + BM + lane, total, mask=live)
+                tl.store(partial_output + (part + lane)[:, None] * D + column[None, :], read, mask=inside)
+                first_item = tl.load(tile_work + tile)
+                items = tl.load(tile_work + tile + 1) - first_item
+                tl.debug_barrier()  # all threads have stored before one of them says so
+                arrived = tl.atomic_add(arrivals + tile * J + kv_head, 1, sem="acq_rel")
+                if arrived == items - 1:
+                    tl.store(arrivals + tile * J + kv_head, 0)  # for the next launch
+                    largest, total, read = _merged(
+                        partial_output,
+                        partial_sums,
+                        first_item,
+                        first_item + items,
+                        kv_head,
+                        live,
+                        J=J,
+                        D=D,
+                        DP=DP,
+                        BM=BM,
+                    )
+                    whole = 1
+
+        if whole != 0:
+            places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
+            own = tl.load(places, mask=inside, other=0.0)
+            slot_gate = tl.load(gate + slot)
+            slot_bias = tl.load(bias + slot) * LOG2E
+            remainder = tl.load(log_remainder + slot) * LOG2E + slot_bias
+            largest = largest + slot_bias
+            # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
+            other = tl.zeros([BM], tl.float32)
+            keeps_all = 1
+            if LSE:
+                keeps_all = tl.load(decoupled + slot)
+                if keeps_all == 0:
+                    lse = self_lse + row.to(tl.int64) * lse_row + head * lse_head
+                    other = tl.load(lse, mask=live, other=0.0) * LOG2E
+            top = tl.maximum(tl.maximum(largest, remainder), other)
+            memory_weight = tl.exp2(largest - top)
+            other_weight = tl.exp2(other - top)
+            sum_of_all = total * memory_weight + other_weight + tl.exp2(remainder - top)
+            result = read * (slot_gate * memory_weight / sum_of_all)[:, None]
+            if LSE:
+                result += tl.where(keeps_all == 0, other_weight / sum_of_all, 1.0)[:, None] * own.to(tl.float32)
+            else:
+                result += own.to(tl.float32)
+            if MAPS:
+                map_rows = tl.load(map_length + slot)
+                if map_rows > 0:
+                    result = _add_maps(
+                        result,
+                        own,
+                        slot_gate,
+                        map_in + kv_head_wide * map_in_head,
+                        map_out + kv_head_wide * map_out_head,
+                        map_index + slot_wide * map_slot,
+                        map_weight + slot_wide * map_slot,
+                        tl.load(map_rank + slot),
+                        map_rows,
+                        map_in_row,
+                        map_out_row,
+                        G=G,
+                        LANES=LANES,
+                        ROWS=BM // LANES,
+                        D=D,
+                        DP=DP,
+                        BK=BK,
+                        UPCAST=UPCAST,
+                        PRECISION=PRECISION,
+                    )
+            stored = result.to(own.dtype)
+            # Where it is not finite, memory counts as zero: the next layers would spread it.
+            finite = tl.abs(stored.to(tl.float32)) < float("inf")
+            tl.store(places, tl.where(finite, stored, own), mask=inside)
 
 
 @triton.jit
@@ -347,40 +346,37 @@ def _merged(
     D: tl.constexpr,
     DP: tl.constexpr,
     BM: tl.constexpr,
-    BI: tl.constexpr,
 ):
-    """What one program would have read, from the results of work items `first` to `end`, BI at a time.
+    """What one program would have read, from the results of work items `first` to `end`.
 
     They come from other processors, so they are read around the cache of this one.
     """
     lane = tl.arange(0, BM)
     column = tl.arange(0, DP)
+    inside = live[:, None] & (column < D)[None, :]
     largest = tl.full([BM], float("-inf"), tl.float32)
+    for item in tl.range(first, end, loop_unroll_factor=4):
+        part = (item * J + kv_head).to(tl.int64) * BM
+        sums = partial_sums + part * 2 + lane
+        largest = tl.maximum(largest, tl.load(sums, mask=live, other=float("-inf"), cache_modifier=".cg"))
+    top = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([BM], tl.float32)
     read = tl.zeros([BM, DP], tl.float32)
-    for chunk in range(first, end, BI):
-        item = chunk + tl.arange(0, BI)
-        here = (item < end)[:, None] & live[None, :]
+    for item in tl.range(first, end, loop_unroll_factor=4):
         part = (item * J + kv_head).to(tl.int64) * BM
-        sums = partial_sums + part[:, None] * 2 + lane[None, :]
-        item_largest = tl.load(sums, mask=here, other=float("-inf"), cache_modifier=".cg")  # [BI, BM]
-        item_total = tl.load(sums + BM, mask=here, other=0.0, cache_modifier=".cg")
-        places = (part[:, None] + lane[None, :])[:, :, None] * D + column[None, None, :]
-        inside = here[:, :, None] & (column < D)[None, None, :]
-        item_read = tl.load(partial_output + places, mask=inside, other=0.0, cache_modifier=".cg")  # [BI, BM, DP]
-        new_largest = tl.maximum(largest, tl.max(item_largest, 0))
-        top = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        keep = tl.exp2(largest - top)
-        weight = tl.exp2(item_largest - top[None, :])
-        total = total * keep + tl.sum(item_total * weight, 0)
-        read = read * keep[:, None] + tl.sum(item_read * weight[:, :, None], 0)
-        largest = new_largest
+        sums = partial_sums + part * 2 + lane
+        weight = tl.exp2(tl.load(sums, mask=live, other=float("-inf"), cache_modifier=".cg") - top)
+        total += tl.load(sums + BM, mask=live, other=0.0, cache_modifier=".cg") * weight
+        places = partial_output + (part + lane)[:, None] * D + column[None, :]
+        read += tl.load(places, mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
     return largest, total, read
 
 
 @triton.jit
-def _mapped(
-    own,  # [ROWS * LANES, DP]
+def _add_maps(
+    result,  # [ROWS * LANES, DP]
+    own,  # [ROWS * LANES, DP], of self-attention
+    slot_gate,
     map_in,  # [Q, G D] of one KV head
     map_out,
     map_index,  # [M] of one slot
@@ -398,7 +394,7 @@ def _mapped(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the maps make of self-attention's output, before the gate: [ROWS * LANES, DP]."""
+    """`result` with what the maps make of self-attention's output."""
     vector = tl.arange(0, LANES * DP)
     head = vector // DP
     column = vector % DP
@@ -406,7 +402,7 @@ def _mapped(
     blocks = tl.reshape(own, [ROWS, LANES * DP])
     if UPCAST:
         blocks = blocks.to(tl.float32)
-    result = tl.zeros([ROWS, LANES * DP], tl.float32)
+    result = tl.reshape(result, [ROWS, LANES * DP])
     # A memory has few map rows, and their tiles are wide: reads that overlap would not fit into the shared memory.
     for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
@@ -417,7 +413,7 @@ def _mapped(
         inside = there[:, None] & known[None, :]
         a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
         b = tl.load((map_out + map_place * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
-        weight = tl.load(map_weight + entry, mask=there, other=0.0)
+        weight = tl.load(map_weight + entry, mask=there, other=0.0) * slot_gate
         if UPCAST:
             a = a.to(tl.float32)
         inner = tl.dot(blocks, tl.trans(a), input_precision=PRECISION) * weight[None, :]  # [ROWS, BK]

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from .tiles import MOST_LANES, SMALL_MEMORY, IntArray, LaunchShape, Processors, launch_shape
+from .tiles import MOST_LANES, SMALL_MEMORY, IntArray, LaunchShape, Processors, lanes_per_row, launch_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,17 @@ class KernelGeometry:
 
     def variants(self, lse: bool) -> list[LaunchShape]:
         """A launch of each kind that steps and graphs can need; `lse` if memory may be merged."""
-        sizes = [1 << power for power in range(MOST_LANES.bit_length())]
-        lengths = (SMALL_MEMORY, self.most_tokens)
         found: dict[tuple[int, ...], LaunchShape] = {}
-        for largest, longest, maps, merged in product(sizes, lengths, (False, True), {False, lse}):
-            shape = self.shape(rows=largest, slots=1, largest_slot=largest, longest=longest, maps=maps, lse=merged)
+        lanes = [1 << power for power in range(MOST_LANES.bit_length())]
+        for of_tile, longest, maps, merged in product(
+            lanes, (SMALL_MEMORY, self.most_tokens), (False, True), {False, lse}
+        ):
+            rows = max(1, of_tile // lanes_per_row(self.heads_per_kv_head, maps))
+            # As few tiles as keep their height: with fewer they are lower, with many more no memory is split.
+            tiles = -(-self.processors.count // self.kv_heads)
+            shape = self.shape(
+                rows=tiles * rows, slots=tiles, largest_slot=rows, longest=longest, maps=maps, lse=merged
+            )
             found.setdefault(shape.kind, shape)
         return list(found.values())
 

@@ -16,7 +16,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_SIZES = range(16, 257, 8)
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
-MERGED_NUMBERS = 8192  # of partial results that a program holds at a time
 INTEGERS = dict.fromkeys(
     ("first_token", "token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length"),
     torch.int32,
@@ -52,7 +51,7 @@ def add_memory(
     """
     _check_call(pool, step, query, output, self_lse, shape)
     arguments = arguments_of(pool, tables, step, query, output, self_lse, scale, shape)
-    device.memory_tiles[shape.items if shape.split else shape.tiles, len(pool.keys)](**arguments)
+    device.memory_tiles[shape.programs, len(pool.keys)](**arguments)
 
 
 def arguments_of(
@@ -103,6 +102,7 @@ def arguments_of(
         "tile_slot": step.tile_slot,
         "work": step.work,
         "tile_work": step.tile_work,
+        "count": step.count,
         "arrivals": step.arrivals,
         "partial_output": partial_output,
         "partial_sums": partial_sums,
@@ -132,7 +132,6 @@ def arguments_of(
         "BM": shape.block_rows,
         "BN": shape.block_tokens,
         "BK": MAP_ROWS_AT_A_TIME,
-        "BI": max(1, MERGED_NUMBERS // (shape.block_rows * DP)),
         "MAPS": shape.maps,
         "LSE": shape.lse,
         "SPLIT": shape.split,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,19 +89,25 @@ class StepTensors:
     tile_slot: Tensor  # [tiles] int32
     work: Tensor  # [items, 4] int32; empty if memories are not split
     tile_work: Tensor  # [tiles + 1] int32; empty if memories are not split
-    # [at least tiles, J] int32: the programs of a tile that have finished. 0 between launches; empty if not split.
-    arrivals: Tensor
+    count: Tensor  # [1] int32
+    arrivals: Tensor  # [at least tiles, J] int32, programs of a tile that have finished: 0 between launches
 
     @classmethod
     def from_plan(cls, plan: StepPlan, kv_heads: int, device: torch.device | str) -> StepTensors:
         """Copy a plan to a device."""
         arrivals = torch.zeros(max(len(plan.tile_work) - 1, 0), kv_heads, dtype=torch.int32, device=device)
-        return cls(*(torch.from_numpy(array).to(device) for array in plan.arrays()), arrivals)
+        return cls.of([torch.from_numpy(array).to(device) for array in plan.arrays()], arrivals)
+
+    @classmethod
+    def of(cls, plan: Sequence[Tensor], arrivals: Tensor) -> StepTensors:
+        """From the plan's tensors in the order of `StepPlan.arrays`."""
+        rows, slots, work, tile_work, count = plan
+        return cls(rows, slots, work, tile_work, count, arrivals)
 
     @property
-    def plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """In the order of `StepPlan.arrays`."""
-        return self.tile_rows, self.tile_slot, self.work, self.tile_work
+        return self.tile_rows, self.tile_slot, self.work, self.tile_work, self.count
 
     def copy_plan(self, plan: StepPlan) -> None:
         """Overwrite the plan in place by one for the same `LaunchShape`, as between graph replays."""

@@ -16,8 +16,9 @@ IntArray = npt.NDArray[np.int32]
 SMALL_MEMORY = 512  # tokens; up to here one program reads all of a memory
 LEAST_ITEM = 128  # tokens; shorter work items cost more to merge than they save
 LEAST_LANES, MOST_LANES = 16, 128
-LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a memory that a program reads at a time
-MOST_STAGES = 4
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a memory that a program reads at a time
+LOW_TILE = 32  # lanes; up to here a program waits for memory, and reads more of it at a time
+LANES_OF_FOUR_WARPS = 64  # a tensor core instruction of four warps has as many rows
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -38,6 +39,7 @@ class LaunchShape:
     tiles: int
     items: int  # work items; 0: memories are not split
     parts: int  # work items, at most, of the memories that are split
+    programs: int  # for each KV head; they share out the tiles or items
     block_rows: int  # lanes of a tile, a power of 2
     block_tokens: int  # memory tokens that a program reads at a time, a power of 2
     maps: bool  # slots may have maps
@@ -52,7 +54,7 @@ class LaunchShape:
     @property
     def plan_sizes(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of `StepPlan.arrays`."""
-        return (self.tiles, self.height), (self.tiles,), (self.items, 4), (self.tiles + 1 if self.split else 0,)
+        return (self.tiles, self.height), (self.tiles,), (self.items, 4), (self.tiles + 1 if self.split else 0,), (1,)
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -71,9 +73,10 @@ class StepPlan:
     tile_slot: IntArray  # [tiles]
     work: IntArray  # [items, 4]: tile (-1: idle), first token, end token, 1 if it is the tile's only item
     tile_work: IntArray  # [tiles + 1]; the items of tile t are tile_work[t] to tile_work[t + 1] - 1
+    count: IntArray  # [1], of live tiles, or of live items if memories are split
 
-    def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        return self.tile_rows, self.tile_slot, self.work, self.tile_work
+    def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        return self.tile_rows, self.tile_slot, self.work, self.tile_work, self.count
 
 
 def lanes_per_row(heads_per_kv_head: int, maps: bool) -> int:
@@ -107,8 +110,11 @@ def launch_shape(
     """
     per_row = lanes_per_row(heads_per_kv_head, maps)
     wide = element_size > 2 or head_size > 128
-    most = max(MOST_LANES // 2 if wide else MOST_LANES, _power_of_2(per_row))
+    least = max(LOW_TILE, _power_of_2(per_row))  # to which tiles are lowered if there are too few for all processors
+    most = max(MOST_LANES // 2 if wide else MOST_LANES, least)
     block_rows = min(max(_power_of_2(largest_slot * per_row), LEAST_LANES), most)
+    while block_rows > least and -(-rows // (block_rows // per_row)) * kv_heads < processors.count:
+        block_rows //= 2
     height = block_rows // per_row
     tiles = most_tiles(rows, slots, height)
     fewest = -(-rows // height)
@@ -123,11 +129,12 @@ def launch_shape(
         items=tiles + wanted if split else 0,
         # Fewer than `wanted` tiles have more tokens than an item, and only they have more than one item.
         parts=min(tiles + wanted, 2 * wanted) if split else 0,
+        programs=wanted if split else tiles,
         block_rows=block_rows,
         block_tokens=block_tokens,
         maps=maps,
         lse=lse,
-        warps=8 if block_rows * padded * (2 if maps else 1) > 64 * 128 else 4,
+        warps=8 if block_rows > LANES_OF_FOUR_WARPS else 4,
         stages=stages,
     )
 
@@ -142,6 +149,7 @@ def idle_plan(shape: LaunchShape) -> StepPlan:
     """A step without memory: for capturing a graph, and for warming a kernel."""
     plan = StepPlan(*(np.full(size, -1, dtype=np.int32) for size in shape.plan_sizes))
     plan.tile_work.fill(0)
+    plan.count.fill(0)
     return plan
 
 
@@ -171,6 +179,7 @@ def plan_tiles(slots: npt.ArrayLike, lengths: npt.ArrayLike, shape: LaunchShape)
         )
     plan.tile_rows[np.repeat(first_tile, members) + number // shape.height, number % shape.height] = rows
     plan.tile_slot[:tiles] = np.repeat(slot[rows[first]], tiles_of_slot)
+    plan.count.fill(tiles)
     if shape.split and tiles:
         _share_out(length[plan.tile_rows[:tiles, 0]], shape, plan)
     return plan
@@ -190,16 +199,20 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     plan.tile_work[1 : tiles + 1] = np.cumsum(items)
     # Longer memories come first, so the items of split ones are the first, too: their partial results need no others.
     plan.tile_work[tiles + 1 :] = len(tile)
+    plan.count.fill(len(tile))
 
 
 def _pipeline(block_rows: int, head_size: int, element_size: int, shared_memory: int) -> tuple[int, int]:
     """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
     room = shared_memory - 2 * block_rows * head_size * element_size  # beside queries and results
-    block_tokens = MOST_TOKENS if element_size == 2 and head_size <= 128 else MOST_TOKENS // 2
+    is_low = block_rows <= LOW_TILE
+    block_tokens = MOST_TOKENS if is_low else MOST_TOKENS // 2
+    if element_size > 2 or head_size > 128:
+        block_tokens //= 2
     token = 2 * head_size * element_size  # bytes of a key and its value
     while block_tokens * token > room and block_tokens > LEAST_TOKENS:
         block_tokens //= 2
-    return block_tokens, 1 + min(MOST_STAGES - 1, max(1, room // (block_tokens * token)))
+    return block_tokens, 1 + min(1 if is_low else 2, max(1, room // (block_tokens * token)))
 
 
 def _wanted_items(kv_heads: int, processors: Processors) -> int:

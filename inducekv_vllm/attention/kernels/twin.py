@@ -36,8 +36,10 @@ def add_memory(
 
 def live_tiles(step: StepTensors) -> list[tuple[int, Tensor]]:
     """Every tile that is not idle, with its rows [n]."""
-    tiles = enumerate(step.tile_rows.long())
-    return [(number, rows[rows >= 0]) for number, rows in tiles if rows[0] >= 0]
+    live = int(step.count)
+    if step.work.numel():
+        live = int(step.work[:live, 0].amax()) + 1 if live else 0
+    return [(number, rows[rows >= 0]) for number, rows in enumerate(step.tile_rows[:live].long())]
 
 
 def items_of(tile: int, slot: int, tables: SlotTables, step: StepTensors) -> list[tuple[int, int]]:
@@ -55,14 +57,14 @@ def attend(
     n, H, D = query.shape
     J = pool.keys.shape[0]
     token, first = torch.arange(begin, end, device=query.device), int(tables.first_token[slot])
+    m = tables.entry_tokens[slot]
+    entry = token // m  # [s]
+    terms = (tables.key_scale, tables.log_weight, tables.value_scale)
+    key_scale, log_weight, value_scale = (table[slot, entry] for table in terms)  # [s]
+    place = tables.token_index[slot, entry] + token % m  # [s]
     if first >= 0:
-        place, key_scale, log_weight, value_scale = first + token, 1.0, 0.0, 1.0
-    else:
-        m = tables.entry_tokens[slot]
-        entry = token // m  # [s]
-        place = tables.token_index[slot, entry] + token % m  # [s]
-        terms = (tables.key_scale, tables.log_weight, tables.value_scale)
-        key_scale, log_weight, value_scale = (table[slot, entry] for table in terms)  # [s]
+        place, key_scale, log_weight = first + token, torch.ones_like(key_scale), torch.zeros_like(log_weight)
+        value_scale = key_scale
     keys, values = pool.keys[:, place].float(), pool.values[:, place].float()  # [J, s, D]
     grouped = query.float().view(n, J, H // J, D)
     logits = torch.einsum("njgd,jsd->njgs", grouped, keys) * scale * key_scale + log_weight

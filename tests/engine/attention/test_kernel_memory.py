@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,8 +27,10 @@ from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
+from inducekv_vllm.attention.resident_bundle import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.unit.inducekv_vllm.attention.pools import (
     CPU,
     fitting_bundle,
@@ -139,6 +144,28 @@ def test_a_step_adds_each_requests_memory_to_its_active_rows(name: str, add_memo
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     assert torch.equal(result[rows:], own[rows:])
     assert len(world.calls) == 1
+
+
+@pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])
+@pytest.mark.parametrize(("chosen", "is_adjacent"), [([1, 2, 3], True), ([5], True), ([0, 2], False)])
+def test_adjacent_entries_that_count_alike_are_read_without_terms(
+    chosen: list[int], is_adjacent: bool, add_memory: Any
+) -> None:
+    world, step = World(add_memory), [(4, 0, 0, 3), (0, 0, 4, 1)]
+    bundle, ones = world.memories[1].bundle, np.ones(len(chosen), dtype=np.float32)
+    terms = entry_terms(Retrieval(np.array(chosen), ones), "uniform", payload_tokens=4, num_entries=6)
+    world.memories.append(RequestMemory.of(bundle, terms, slot=5))
+    world.tables.slots.log_weight[5] = math.nan
+    world.tables.write(world.memories[4])
+    first = bundle.first_token + chosen[0] * bundle.payload_tokens
+    assert int(world.tables.slots.first_token[5]) == (first if is_adjacent else -1)
+    assert bool(world.tables.slots.log_weight[5, : len(chosen)].isnan().all()) == is_adjacent
+    query, own, lse = tensors(4)
+    world.begin(step)
+    result = world.forward(query, own, lse)
+    torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+    world.tables.write(replace(world.memories[1], slot=5))  # the slot's next memory is weighted
+    assert int(world.tables.slots.first_token[5]) == -1
 
 
 @pytest.mark.parametrize("graph_rows", [None, 4])

@@ -120,12 +120,12 @@ def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_and_operations_of_a_step() -> None:
     """H = 6, J = 2, D = 64; 3 requests with 2 memories of 2 entries of 8 tokens, in float16."""
     merged = build(Case("decode", 3, 2, "merged", page_sets=2), TINY, torch.float16, "cpu")
-    pages, rows, terms, indices = 2 * 2 * 16 * 64 * 2 * 2, 3 * 6 * (3 * 64 * 2 + 4), 3 * 16 * 3 * 4, 2 * 16 * 4
+    pages, rows, terms, indices = 2 * 2 * 16 * 64 * 2 * 2, 3 * 6 * (3 * 64 * 2 + 4), 3 * 16 * 3 * 4, 3 * 16 * 4
     assert merged.bytes == pages + rows + terms + indices
     assert merged.operations == 2 * 2 * 3 * 6 * 16 * 64
     mapped = build(Case("prefill", 5, 2, "decoupled", map_rows=3), TINY, torch.float16, "cpu")
     pages, maps, rows = 2 * 16 * 64 * 2 * 2, 3 * 6 * 64 * 2 * 2, 5 * 6 * 3 * 64 * 2
-    assert mapped.bytes == pages + maps + rows + (16 * 3 + 3) * 4 + (16 + 3) * 4
+    assert mapped.bytes == pages + maps + rows + 3 * 4 + 3 * 4
     assert mapped.operations == 2 * 2 * 5 * 6 * 64 * (16 + 3)
 
 
@@ -140,10 +140,7 @@ def _compiled(*arguments: str) -> list[str]:
 def test_the_kernels_compile_for_a_gpu() -> None:
     """To machine code for an H100, with real bfloat16 products; the assembler comes with Triton."""
     lines = _compiled("--geometry", "tiny", "--rows", "1", "--forms", "merged")
-    assert [re.split(": ", line)[1] for line in lines] == [
-        *("memory_tiles", "merge_items"),  # in a graph
-        *("memory_tiles", "memory_tiles", "merge_items"),  # a short memory by itself, and a long one
-    ]
+    assert [re.split(r", |: ", line)[4] for line in lines] == ["in a graph", "by itself", "by itself"]  # short, long
 
 
 @pytest.mark.slow

@@ -21,9 +21,12 @@ from .kernels.problems import SCALE, TOLERANCE, Memory, Problem, by_loops, devia
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, J, D = 3, 1, 64
 SMALL, LARGE = 2, 6  # rows of the two graphs
-# Slots 1 and 2 read the same entries with other weights.
-MEMORIES = [Memory(300, remainder=True), Memory(300, entries_of=1), Memory(5, "decoupled", 3), Memory(290, "decoupled")]
-ENTRY_SETS = [0, 1, 1, 3, 4]
+MEMORIES = [
+    Memory(300, remainder=True),
+    Memory(300, entries_of=1),
+    Memory(5, "decoupled", 3),
+    Memory(290, "decoupled", adjacent=True),
+]
 
 
 def geometry(most_tokens: int) -> KernelGeometry:
@@ -52,8 +55,7 @@ class Engine:
             self_lse=self.problem.self_lse[:rows],
         )
         of_row = np.array(slots, dtype=np.int32)
-        sets = np.array([ENTRY_SETS[slot] for slot in slots], dtype=np.int32)
-        found = MemoryRows(of_row, sets, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True)
+        found = MemoryRows(of_row, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True)
         if of_row.any():
             self.buffers.write(rows, found)
         else:

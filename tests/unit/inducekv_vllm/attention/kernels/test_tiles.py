@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ def test_a_plan_covers_rows_and_tokens_exactly_once(step: tuple[np.ndarray, np.n
     assert (np.diff(live[:, 0].astype(int)) <= 0).all()  # and so do live tiles
     for tile, slot in zip(plan.tile_rows, plan.tile_slot, strict=True):
         assert set(slots[tile[tile >= 0]]) <= {slot}
+    assert plan.count.tolist() == [plan.tile_work[-1] if shape.split else live[:, 0].sum()]
     if shape.split:
         _check_items(plan, lengths, shape)
     else:
@@ -132,3 +134,10 @@ def test_the_launch_of_every_graph_is_warmed_up(G: int, J: int, processors: int)
     for lse in (False, True):
         kinds = {shape.kind for shape in geometry.variants(lse)}
         assert {geometry.of_graph(rows, lse).kind for rows in range(1, 513)} <= kinds
+        for rows, maps in product((*range(1, 65), 100, 300, 1000, 3000, 10_000), (False, True)):
+            for slots, longest in product({1, 2, max(1, rows // 3), rows}, (SMALL_MEMORY, 4096)):
+                largest = max(1, rows - slots + 1)
+                shape = geometry.shape(
+                    rows=rows, slots=min(slots, rows), largest_slot=largest, longest=longest, maps=maps, lse=lse
+                )
+                assert shape.kind in kinds
