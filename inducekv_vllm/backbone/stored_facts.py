@@ -123,11 +123,11 @@ class StoredFacts:
         self._may_expire = any(fact.expires_at is not None for fact in self._facts)
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
-    def find(self, token_ids: Sequence[int], gate_task: str | None) -> FactsFound | None:
-        """The facts that a prompt [T] asks for: of the gate's task, and of the tasks that the gate does not have.
+    def find(self, token_ids: Sequence[int], fact_tasks: Collection[str] = ()) -> FactsFound | None:
+        """The facts that a prompt [T] asks for: of these tasks, and of those that the bundle's gate does not have.
 
         Args:
-            gate_task: None if the gate is closed, or there is none.
+            fact_tasks: what the gate allows.
         """
         question = self._reader.question(token_ids)
         if question is None or not (words := words_of(question)):
@@ -135,7 +135,7 @@ class StoredFacts:
         found = [
             self._find_in(task, words)
             for name, task in self._tasks.items()
-            if name == gate_task or name not in self._gate_tasks
+            if name in fact_tasks or name not in self._gate_tasks
         ]
         return max((each for each in found if each is not None), key=lambda each: each.answers.weight, default=None)
 

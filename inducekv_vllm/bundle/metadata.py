@@ -78,6 +78,7 @@ class GateRecord(BaseModel):
     prototypes: Annotated[int, Field(ge=1, le=2**16)]  # P, of each layer
     turn_begin: Annotated[tuple[int, ...], Field(max_length=64)]  # see `inducekv_vllm.gate.TurnMarks`
     turn_end: int | None
+    near: tuple[Annotated[float, Field(le=0, allow_inf_nan=False)], ...] | None = None  # [C], see `RelevanceGate`
 
 
 class BackboneFingerprint(BaseModel):
@@ -250,6 +251,11 @@ def _check_task_adapters(metadata: BundleMetadata, name: str) -> None:
 def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
     if (twice := _duplicate(metadata.gate_tasks)) is not None:
         raise BundleError(f"{name}: gate task {twice!r} occurs more than once")
+    near = metadata.gate.near if metadata.gate is not None else None
+    if near is not None and len(near) != len(metadata.gate_tasks):
+        raise BundleError(
+            f"{name}: a gate of {len(metadata.gate_tasks)} tasks needs as many numbers `near`, found {len(near)}"
+        )
     tasks = set(metadata.gate_tasks)
     if stray := next((entry for entry in metadata.entries if entry.task not in tasks), None):
         raise BundleError(

@@ -70,6 +70,7 @@ class Gate:
     weights: Tensor  # [C, H]; stored as float32
     thresholds: Tensor  # [C], above 0; stored as float32
     tasks: tuple[str, ...]  # [C], unique, exactly the tasks of the entries and of the task adapters
+    near: tuple[float, ...] | None = None  # [C], at most 0: from which margin on a task's facts count; None for 0
 
     @property
     def token_scores(self) -> TokenScores:
@@ -85,13 +86,17 @@ class Gate:
 
     @property
     def rule(self) -> RelevanceGate:
-        return RelevanceGate(self.weights.numpy(), self.thresholds.numpy(), self.tasks)
+        return RelevanceGate(self.weights.numpy(), self.thresholds.numpy(), self.tasks, self.near)
 
     @property
     def record(self) -> GateRecord:
         prototypes = self.prototypes.shape[1] if self.prototypes.ndim == 3 else 0
         return GateRecord(
-            layers=self.layers, prototypes=prototypes, turn_begin=self.marks.begin, turn_end=self.marks.end
+            layers=self.layers,
+            prototypes=prototypes,
+            turn_begin=self.marks.begin,
+            turn_end=self.marks.end,
+            near=self.near,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -222,7 +227,7 @@ class Bundle:
             return None
         stored = {name.removeprefix("gate_"): t for name, t in tensors.items() if name.startswith("gate_")}
         marks = TurnMarks(record.turn_begin, record.turn_end)
-        return Gate(layers=record.layers, marks=marks, tasks=self.metadata.gate_tasks, **stored)
+        return Gate(layers=record.layers, marks=marks, tasks=self.metadata.gate_tasks, near=record.near, **stored)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
@@ -298,9 +303,11 @@ def bundle_digest(bundle: Bundle) -> str:
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
     sha = hashlib.sha256()
-    # A bundle without facts has the digest that it had before there were any.
+    # A bundle without what was added later has the digest that it had before.
     facts = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *facts})
+    if metadata["gate"] is not None and metadata["gate"]["near"] is None:
+        del metadata["gate"]["near"]
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()

@@ -27,6 +27,7 @@ class GateDecision:
     task: str | None  # the task whose entries are retrieved; None if the gate is closed
     margins: npt.NDArray[np.float64]  # [C], in the order of the gate's tasks; open if one is at least 0
     closed: Closed | None = None  # why it is closed; None if it is open
+    fact_tasks: tuple[str, ...] = ()  # whose facts count, if the prompt's words name one
 
 
 class RelevanceGate:
@@ -34,15 +35,25 @@ class RelevanceGate:
 
     Evidence is between 0 and 1, and every threshold is above 0. So what is like nothing that the gate was fitted to,
     and has no evidence, opens nothing.
+
+    A fact has a second witness: the prompt names the thing that it is about. So the facts of a task count where the
+    gate is closed, too, if the margin reaches the task's `near`.
     """
 
-    def __init__(self, weights: npt.ArrayLike, thresholds: npt.ArrayLike, tasks: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        weights: npt.ArrayLike,
+        thresholds: npt.ArrayLike,
+        tasks: tuple[str, ...],
+        near: tuple[float, ...] | None = None,
+    ) -> None:
         """Create a gate for C tasks.
 
         Args:
             weights: [C, H], finite.
             thresholds: [C], finite and above 0.
             tasks: C names.
+            near: [C], at most 0; None for 0.
 
         Raises:
             ConfigError: a shape is wrong or a number is out of range.
@@ -51,6 +62,7 @@ class RelevanceGate:
         self.thresholds = np.asarray(thresholds, dtype=np.float64)  # [C]
         self.tasks = tasks
         C = len(tasks)
+        self.near = np.zeros(C) if near is None else np.asarray(near, dtype=np.float64)  # [C]
         if self.weights.ndim != 2 or len(self.weights) != C or self.thresholds.shape != (C,) or C == 0:
             raise ConfigError(
                 f"a gate of {C} tasks needs weights [{C}, H] and thresholds [{C}] with at least one task; "
@@ -82,7 +94,9 @@ class RelevanceGate:
         allowed = np.array([among is None or task in among for task in self.tasks])  # [C]
         best = int(np.where(allowed, margins, -np.inf).argmax())
         if allowed[best] and margins[best] >= 0:
-            return GateDecision(self.tasks[best], margins)
+            return GateDecision(self.tasks[best], margins, fact_tasks=(self.tasks[best],))
         speaking_for = np.maximum(self.weights, 0)  # [C, H]
         likeness = speaking_for @ found / np.maximum(speaking_for.sum(axis=1), np.finfo(np.float64).tiny)  # [C]
-        return GateDecision(None, margins, "outside" if likeness[allowed].max(initial=0) < ALIKE else "below_threshold")
+        closed: Closed = "outside" if likeness[allowed].max(initial=0) < ALIKE else "below_threshold"
+        near = tuple(self.tasks[row] for row in np.flatnonzero(allowed & (margins >= self.near)))
+        return GateDecision(None, margins, closed, near)

@@ -59,7 +59,7 @@ class Deciding:
             closed=gate.closed if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
             valid_until=expiry.timestamp() if expiry is not None else None,
-            facts=facts.find(request.token_ids, None if gate is None else gate.task) if facts is not None else None,
+            facts=facts.find(request.token_ids, () if gate is None else gate.fact_tasks) if facts is not None else None,
         )
         return replace(decision, seconds=time.perf_counter() - began)
 

@@ -18,7 +18,7 @@ from inducekv_vllm.facts import Answers
 
 from ..data.examples import Example
 from .facts import fact_reader
-from .gate_rule import routed_tasks, routing
+from .gate_rule import fact_tasks, routed_tasks, routing
 from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone, Inputs
@@ -132,20 +132,18 @@ class BundledModel:
     ) -> list[str]:
         prompts = [self.scorer.prefix(example) for example in examples]
         injection = self._injection(examples, keys, prior, with_memory)
-        answers = self._stored_answers(prompts, prior, with_memory)
+        answers = self._stored_answers(examples, prompts)
         generations = generate(self.backbone, prompts, max_new_tokens, *injection, answers=answers)
         tokenizer = self.backbone.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
-    def _stored_answers(self, prompts: Sequence[Inputs], prior: Tensor, with_memory: bool) -> list[Answers | None]:
-        """Of the facts that n prompts ask for; none at all if there are no facts."""
+    def _stored_answers(self, examples: Sequence[Example], prompts: Sequence[Inputs]) -> list[Answers | None]:
+        """Of the facts that n questions ask for; none at all if there are no facts."""
         if self.facts is None or self.bundle is None:
             return []
-        tasks = (
-            routed_tasks(self.bundle, prior) if with_memory and self.bundle.gate is not None else [None] * len(prompts)
-        )
         found = [
-            self.facts.find(prompt["input_ids"][0].tolist(), task) for prompt, task in zip(prompts, tasks, strict=True)
+            self.facts.find(prompt["input_ids"][0].tolist(), tasks)
+            for prompt, tasks in zip(prompts, fact_tasks(self.bundle, self.evidence(examples)), strict=True)
         ]
         return [None if each is None else each.answers for each in found]
 

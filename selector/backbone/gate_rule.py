@@ -60,3 +60,11 @@ def routed_tasks(bundle: Bundle, log_prior: Tensor) -> list[str | None]:
     if bundle.gate is None:
         return [None] * len(log_prior)
     return [bundle.metadata.entries[row].task for row in log_prior.argmax(dim=1).tolist()]
+
+
+def fact_tasks(bundle: Bundle, evidence: Tensor) -> list[tuple[str, ...]]:
+    """The tasks of the gate whose facts count for each of n requests with evidence [n, H]."""
+    if bundle.gate is None:
+        return [()] * len(evidence)
+    rule = bundle.gate.rule
+    return [rule.decide(each).fact_tasks for each in evidence.double().cpu().numpy()]

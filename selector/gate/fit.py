@@ -81,6 +81,7 @@ def fit_gate(
         floors=trained.floors,
         weights=trained.weights,
         thresholds=trained.thresholds,
+        near=trained.near,
         tasks=tasks,
     )
     return FittedGate(gate, trained.prices, {"features": seen - began, "training": time.monotonic() - seen})

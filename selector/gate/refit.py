@@ -44,7 +44,7 @@ def refit_gate(
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
     seen = len(traffic)
-    weights, thresholds, prices = refit_rule(
+    weights, thresholds, near, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]
         labels=[len(gate.tasks) if q.task is None else gate.tasks.index(q.task) for q in questions]
         + [len(gate.tasks)] * seen,
@@ -54,4 +54,4 @@ def refit_gate(
         num_prototypes=gate.prototypes.shape[1],
         misses=misses,
     )
-    return FittedGate(replace(gate, weights=weights, thresholds=thresholds), prices)
+    return FittedGate(replace(gate, weights=weights, thresholds=thresholds, near=near), prices)

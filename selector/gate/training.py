@@ -35,6 +35,7 @@ LEAST_ODDS: Final = 0.0  # a gate never opens where a task is less likely than n
 LEAST_THRESHOLD: Final = 1e-2
 PENALTY: Final = 1e-4  # of squared weights, where they alone are fitted
 MISSES: Final = (0.0, 0.01, 0.02, 0.05, 0.1)  # of the table that is printed
+NEAR: Final = 0.99  # of what belongs to no task is less like a task than a question whose facts count
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TrainedGate:
     floors: Tensor  # [S, P] float32
     weights: Tensor  # [C, H] float32
     thresholds: Tensor  # [C] float32
+    near: tuple[float, ...]  # [C]
     prices: tuple[Price, ...]
 
 
@@ -114,7 +116,7 @@ def train_gate(
         ]
     finally:
         torch.random.set_rng_state(generator_state)
-    weights, thresholds, prices = _together(
+    weights, thresholds, near, prices = _together(
         [part.odds for part in parts], target, torch.tensor(held_out), kinds, misses
     )
     return TrainedGate(
@@ -124,6 +126,7 @@ def train_gate(
         floors=torch.cat([part.floors for part in parts]),
         weights=weights,
         thresholds=thresholds,
+        near=near,
         prices=prices,
     )
 
@@ -162,8 +165,11 @@ def _parts_of(values: Sequence[Tensor]) -> list[tuple[list[Tensor], float]]:
 
 def _together(
     parts: Sequence[_Odds], labels: Tensor, held_out: Tensor, kinds: Sequence[str], misses: float
-) -> tuple[Tensor, Tensor, tuple[Price, ...]]:
-    """Weights [C, H], thresholds [C] and prices of the parts' weighted mean: tokens and means, or the means alone."""
+) -> tuple[Tensor, Tensor, tuple[float, ...], tuple[Price, ...]]:
+    """Weights [C, H], thresholds [C], `near` [C] and prices of the parts' weighted mean.
+
+    The parts are tokens and means, or the means alone.
+    """
     shares = [1.0] if len(parts) == 1 else [TOKENS_SHARE, 1 - TOKENS_SHARE]
 
     def weighted(of_parts: Sequence[Tensor]) -> list[Tensor]:
@@ -201,8 +207,8 @@ def refit_rule(
     num_prototypes: int,
     *,
     misses: float,
-) -> tuple[Tensor, Tensor, tuple[Price, ...]]:
-    """Weights [C, H], thresholds [C] and prices for prototypes that stay as they are.
+) -> tuple[Tensor, Tensor, tuple[float, ...], tuple[Price, ...]]:
+    """Weights [C, H], thresholds [C], `near` [C] and prices for prototypes that stay as they are.
 
     Args:
         evidence: [n, H]; the other arguments are as for `train_gate`.
@@ -236,8 +242,13 @@ def _fitted(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> _O
 
 def _priced(
     margins: Tensor, offsets: Tensor, labels: Tensor, held_out: Tensor, kinds: Sequence[str], misses: float
-) -> tuple[Tensor, tuple[Price, ...]]:
-    """Thresholds [C] and prices, from the log-odds [n, C] without a threshold and what they have subtracted, [C]."""
+) -> tuple[Tensor, tuple[float, ...], tuple[Price, ...]]:
+    """Thresholds [C], `near` [C] and prices.
+
+    Args:
+        margins: [n, C], log-odds without a threshold.
+        offsets: [C], what they have subtracted.
+    """
     num_tasks = margins.shape[1]
 
     def threshold_of(allowed: float) -> Tensor:
@@ -248,7 +259,9 @@ def _priced(
         _price(margins, labels, held_out, kinds, offsets, threshold_of(allowed), allowed)
         for allowed in sorted({*MISSES, misses})
     )
-    return (offsets + threshold).clamp(min=LEAST_THRESHOLD).float(), prices
+    thresholds = (offsets + threshold).clamp(min=LEAST_THRESHOLD)  # [C]
+    near = _near(margins + offsets - thresholds, labels, held_out)
+    return thresholds.float(), near, prices
 
 
 def _train(
@@ -279,6 +292,15 @@ def _threshold(margins: Tensor, labels: Tensor, held_out: Tensor, num_tasks: int
     own = held_out & (labels < num_tasks)
     reached = margins[own].gather(1, labels[own, None])[:, 0]  # [held-out questions]
     return reached.quantile(misses).clamp(min=LEAST_ODDS) if len(reached) else torch.zeros(())
+
+
+def _near(margins: Tensor, labels: Tensor, held_out: Tensor) -> tuple[float, ...]:
+    """[C]: what nearly all held-out questions of no task stay below, in margins [n, C] of the whole rule; at most 0."""
+    num_tasks = margins.shape[1]
+    others = margins[held_out & (labels == num_tasks)]  # [held-out questions of no task, C]
+    if not len(others):
+        return (0.0,) * num_tasks
+    return tuple(others.quantile(NEAR, dim=0).clamp(max=0).tolist())
 
 
 def _price(

@@ -117,7 +117,8 @@ def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
     there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
     rows = [row for row, task in enumerate(gate.tasks) if task in there]
     tasks_left = tuple(gate.tasks[row] for row in rows)
-    return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left)
+    near = None if gate.near is None else tuple(gate.near[row] for row in rows)
+    return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left, near=near)
 
 
 def refitted_gate(

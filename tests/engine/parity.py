@@ -145,6 +145,7 @@ def gated_bundle(
     questions: Sequence[Prompt],
     tasks: Sequence[str | None],
     last_layer: int | None = None,
+    near: tuple[float, ...] | None = None,
     **changes: Any,
 ) -> Bundle:
     """The bundle "prior" with its entries divided among two tasks, behind a gate fitted to N prompts.
@@ -175,6 +176,7 @@ def gated_bundle(
         weights=torch.zeros(2, S * P),
         thresholds=torch.ones(2),
         tasks=names,
+        near=near,
     )
     evidence = evidence_in(gate, values).double()  # [N, H]
     margins = torch.tensor([[0.5 if task == name else -0.5 for name in names] for task in tasks]).double()  # [N, C]

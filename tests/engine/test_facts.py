@@ -142,22 +142,26 @@ def test_what_a_grammar_rules_out_stays_so(facts: Facts) -> None:
 
 
 def test_behind_a_gate(facts: Facts) -> None:
-    """Facts of the gate's task count where it opens for it, those of a task that it does not have everywhere."""
+    """Facts of the gate's task count where it opens for it, and where it is closed but not by much.
+
+    Those of a task that it does not have count everywhere.
+    """
     world = facts.served.world
     own = [Prompt(None, f"What is the code of {city}?") for city in ("Lima", "Oslo")]
-    questions = [*text_prompts(4, 18), *own, asked("Quito")]
-    tasks = ["a", None, "b", "a", "a", "b", None]
+    questions = [*text_prompts(4, 18), *own, asked("Quito"), asked("Lima"), asked("Oslo")]
+    tasks = ["a", None, "b", "a", "a", "b", None, None, None]
     stored = [fact(city, task=task) for city, task in zip(CITIES, ["a", "b", "c"] * 4, strict=False)]
     more = [fact(city, task="c", id=f"more/{city}") for city in CITIES[3:]]
     for last_layer, changes in ((None, silent_below(world, 0, 0)), (1, silent_below(world, 1, 0))):
-        bundle = gated_bundle(world, questions, tasks, last_layer, **changes)
+        near = (-0.6, -0.4)  # where it is closed, every margin is -0.5
+        bundle = gated_bundle(world, questions, tasks, last_layer, near, **changes)
         made = facts.teach("gated", stored + more, bundle)
         assert set(made.metadata.fact_thresholds) == {"a", "b", "c"}
         for _ in range(2):
             answers = facts.check("gated", questions)
             assert [each.decision and each.decision.task for each in answers] == tasks
         found = [facts.found("gated", each) for each in answers]
-        assert found == [[], [], [], [], ["a/Lima"], ["b/Oslo"], ["c/Quito"]]
+        assert found == [[], [], [], [], ["a/Lima"], ["b/Oslo"], ["c/Quito"], ["a/Lima"], []]
 
 
 def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:

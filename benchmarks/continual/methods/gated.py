@@ -114,4 +114,5 @@ def read_gate(path: Path) -> Gate:
         record = json.loads(file.metadata()["gate"])
         marks = TurnMarks(tuple(record["turn_begin"]), record["turn_end"])
         tensors = {name.removeprefix("gate_"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return Gate(layers=tuple(record["layers"]), marks=marks, tasks=tuple(record["tasks"]), **tensors)
+    near = None if (near := record.get("near")) is None else tuple(near)
+    return Gate(layers=tuple(record["layers"]), marks=marks, tasks=tuple(record["tasks"]), near=near, **tensors)

@@ -114,11 +114,12 @@ def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-def test_a_gate_comes_back() -> None:
-    gate = random_gate(marks=TurnMarks((3, 1), 4))
+@pytest.mark.parametrize("near", [None, (-0.5, 0.0)])
+def test_a_gate_comes_back(near: tuple[float, ...] | None) -> None:
+    gate = random_gate(marks=TurnMarks((3, 1), 4), near=near)
     found = random_gated_bundle(gate=gate).gate
     assert found is not None
-    assert (found.layers, found.marks, found.tasks) == (gate.layers, gate.marks, gate.tasks)
+    assert (found.layers, found.marks, found.tasks, found.near) == (gate.layers, gate.marks, gate.tasks, near)
     assert found.token_digest == gate.token_digest
 
 
@@ -169,9 +170,10 @@ def test_every_part_of_a_gate_changes_the_digest() -> None:
         replace(GATE, layers=(0, 1)),
         replace(GATE, marks=TurnMarks((1,), None)),
         replace(GATE, marks=TurnMarks((), 1)),
+        replace(GATE, near=(-1.0, 0.0)),
         None,
     ]
-    assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == len(gates) == 12
+    assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == len(gates) == 13
     # What turns a prompt into evidence is the same behind other weights, thresholds and tasks.
     assert len({gate.token_digest for gate in gates if gate is not None}) == 8
 
@@ -291,6 +293,9 @@ def test_a_file_that_changes_while_it_is_read(path: Path, change: Any, monkeypat
         (_gate("gate_prototypes", GATE.prototypes[:, :3]), "gate_floors must be"),
         (_gate("gate_weights", GATE.weights[:, :4]), r"gate_weights must be .*\[2, 8\], found .*\[2, 4\]"),
         (_gate("gate_thresholds", GATE.thresholds[:1]), "gate_thresholds must be"),
+        ({"gate": replace(GATE, near=(-1.0,))}, "a gate of 2 tasks needs as many numbers `near`, found 1"),
+        ({"gate": replace(GATE, near=(-1.0, 0.5))}, "near"),
+        ({"gate": replace(GATE, near=(-1.0, NAN))}, "near"),
         ({"weighting": "sqrt"}, 'a relevance gate needs another weighting than "sqrt"'),
     ],
 )

@@ -133,6 +133,16 @@ class TestRule:
         assert gate.decide([0.19, 1.0]).closed == "outside"  # less than a fifth of what can speak for a
         assert gate.decide([0.0, 0.0]).closed == "outside"  # what is far from everything opens nothing
 
+    def test_whose_facts_count(self) -> None:
+        weights, thresholds = [[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]], [1.0, 1.0, 1.5]
+        gate = RelevanceGate(weights, thresholds, TASKS, near=(-0.5, -0.2, 0.0))
+        assert gate.decide([0.5, 0.5]).fact_tasks == ("colours",)  # open: of this task alone
+        assert gate.decide([0.25, 0.4]).fact_tasks == ("colours", "counts")  # margins of exactly -0.5 and -0.2
+        assert gate.decide([0.24, 0.39]).fact_tasks == ()
+        assert gate.decide([0.25, 0.4], among={"counts"}).fact_tasks == ("counts",)
+        strict = RelevanceGate(weights, thresholds, TASKS)
+        assert (strict.decide([0.5, 0.4]).fact_tasks, strict.decide([0.4, 0.4]).fact_tasks) == (("colours",), ())
+
     def test_only_some_tasks_may_be_picked(self) -> None:
         gate = RelevanceGate([[3.0], [2.0], [-1.0]], [1.0, 1.0, 1.0], TASKS)
         assert gate.decide([1.0]).task == "colours"

@@ -44,7 +44,7 @@ def write(path: Path, cities: Sequence[str], **changes: Any) -> Path:
 
 def asked(reader: FactReader, bundle: Bundle, question: str) -> list[str]:
     ids = reader.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    found = StoredFacts(bundle.metadata, reader).find(ids["input_ids"], None)
+    found = StoredFacts(bundle.metadata, reader).find(ids["input_ids"])
     return [bundle.metadata.facts[number].id for number in found.facts] if found is not None else []
 
 

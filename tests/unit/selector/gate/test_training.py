@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ def gate_of(found: TrainedGate) -> Gate:
         floors=found.floors,
         weights=found.weights,
         thresholds=found.thresholds,
+        near=found.near,
         tasks=TASKS,
     )
 
@@ -96,7 +98,18 @@ def test_the_same_seed_gives_the_same_gate() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's random numbers change
     for name in ("center", "scale", "prototypes", "floors", "weights", "thresholds"):
         assert torch.equal(getattr(first, name), getattr(again, name))
+    assert first.near == again.near
     assert not torch.equal(trained(seed=1).weights, again.weights)
+
+
+def test_nearly_all_held_out_questions_of_no_task_are_farther_than_near() -> None:
+    """Margins are those of the rule as it is stored, by the definition of a quantile."""
+    gate = gate_of(trained())
+    others = [p for row, p in enumerate(prompts(None, 3 * EACH, 3), start=2 * EACH) if row % 5 == 4]
+    margins = np.array([gate.rule.decide(found).margins for found in evidence_in(gate, others)])
+    np.testing.assert_allclose(gate.near, np.minimum(np.quantile(margins, 0.99, axis=0), 0), rtol=0, atol=2e-3)
+    assert max(gate.near) <= 0
+    assert min(gate.near) < -0.1
 
 
 def test_missing_more_costs_no_more_openings() -> None:
@@ -117,7 +130,7 @@ def test_a_rule_fitted_again_keeps_out_what_it_was_told() -> None:
     labels = [1] * EACH + [2] * 3 * EACH
     held_out = [row % 5 == 4 for row in range(len(values))]
     kinds = ["own"] * EACH + ["noise"] * 2 * EACH + ["traffic"] * EACH
-    weights, thresholds, prices = refit_rule(
+    weights, thresholds, near, prices = refit_rule(
         evidence_in(gate, values), labels, held_out, kinds, num_tasks=2, num_prototypes=prototypes_of(2), misses=0.05
     )
     after, fresh = replace(gate, weights=weights, thresholds=thresholds), prompts(0, 50, 43)
@@ -125,4 +138,5 @@ def test_a_rule_fitted_again_keeps_out_what_it_was_told() -> None:
     assert routed(after, fresh).count(None) >= 45
     assert routed(after, prompts(1, 50, 41)).count("b") >= 45
     assert (thresholds > 0).all()
+    assert len(near) == 2
     assert set(prices[0].opened) == {"noise", "traffic"}
