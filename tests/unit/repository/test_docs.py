@@ -334,7 +334,7 @@ def test_the_benchmarks_list_every_diagnostic() -> None:
 
 
 def test_results_name_every_file_of_numbers() -> None:
-    named = set(re.findall(r"[\w-]+\.json\b", (DOCS / "results.md").read_text()))
+    named = set(re.findall(r"[\w.-]+\.json\b", (DOCS / "results.md").read_text()))
     assert named == {path.name for path in RESULTS.glob("*.json")}
 
 
