@@ -149,7 +149,9 @@ class BundledModel:
 
 
 def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:
-    """For questions of `task` with evidence [n, H]: the shares with memory, and with their own task's entries."""
-    opened, prior = routing(bundle, evidence)
-    own = torch.tensor([routed in (task, None) for routed in routed_tasks(bundle, prior)])
-    return {"opened": float(opened.double().mean()), "own_task": float((opened & own).double().mean())}
+    """For questions of `task` with evidence [n, H]: the shares that open the gate, and open it for their task."""
+    if (gate := bundle.gate) is None:
+        return {"opened": 1.0, "own_task": 1.0}
+    found = [gate.rule.decide(each).task for each in evidence.double().cpu().numpy()]
+    opened, own = ([each is not None for each in found], [each == task for each in found])
+    return {"opened": sum(opened) / len(found), "own_task": sum(own) / len(found)}

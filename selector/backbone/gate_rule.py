@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,23 +24,25 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], evidence: Tensor) -> tup
         evidence: [n, H], what `token_values.evidence_of` gives.
 
     Returns:
-        open [n] bool: if False, the request runs without memory;
+        open [n] bool: if False, the request runs without memory, as it does if its task has facts alone;
         log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. The
-        row of a request with a closed gate is its nearest task's, so that its unused terms are finite.
+        row of a request without memory is that of the nearest task with entries, so that its unused terms are finite.
 
     Raises:
         ConfigError: evidence of another shape, or an entry of a task that the gate does not have.
     """
     if evidence.ndim != 2 or evidence.shape[1] != gate.weights.shape[1]:
         raise ConfigError(f"expected evidence [n, {gate.weights.shape[1]}], found {list(evidence.shape)}")
-    if unknown := set(entry_tasks) - set(gate.tasks):
+    with_entries = set(entry_tasks)
+    if unknown := with_entries - set(gate.tasks):
         raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
     rule = gate.rule
     decisions = [rule.decide(each) for each in evidence.double().cpu().numpy()]
-    opened = torch.tensor([decision.task is not None for decision in decisions], dtype=torch.bool)  # [n]
-    nearest = torch.tensor([int(decision.margins.argmax()) for decision in decisions], dtype=torch.int64)  # [n]
+    opened = torch.tensor([decision.task in with_entries for decision in decisions], dtype=torch.bool)  # [n]
+    margins = torch.tensor(np.array([decision.margins for decision in decisions]))  # [n, C]
+    margins[:, [task not in with_entries for task in gate.tasks]] = -math.inf
     task_of_entry = torch.tensor([gate.tasks.index(task) for task in entry_tasks], dtype=torch.int64)  # [B]
-    other_task = task_of_entry != nearest[:, None]  # [n, B] bool
+    other_task = task_of_entry != margins.argmax(dim=1)[:, None]  # [n, B] bool
     log_prior = torch.zeros(other_task.shape).masked_fill(other_task, -math.inf)
     return opened.to(evidence.device), log_prior.to(evidence.device)
 
@@ -50,6 +53,8 @@ def routing(bundle: Bundle, evidence: Tensor) -> tuple[Tensor, Tensor]:
     See `gated_prior`. Without a gate, every request uses all entries, and `evidence` only says how many there are.
     """
     n, device = len(evidence), evidence.device
+    if not bundle.num_entries:
+        return torch.zeros(n, dtype=torch.bool, device=device), torch.zeros(n, 0, device=device)
     if bundle.gate is None:
         return torch.ones(n, dtype=torch.bool, device=device), torch.zeros(n, bundle.num_entries, device=device)
     return gated_prior(bundle.gate, [entry.task for entry in bundle.metadata.entries], evidence)

@@ -24,12 +24,12 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     for example in inputs.validation:
         if example.task != task:
             raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
-    if task in inputs.entries_by_task:
+    if task in inputs.earlier_tasks:
         raise TaskDataError(
             f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
             f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
         )
-    if missing := sorted(inputs.entries_by_task.keys() - {anchor.task for anchor in inputs.anchors}):
+    if missing := sorted(set(inputs.earlier_tasks) - {anchor.task for anchor in inputs.anchors}):
         raise ConfigError(
             f"there are no anchors of the task {missing[0]!r}, which the previous bundle holds: "
             "the gate is fitted to anchors of every task; give the store that its run has written"
@@ -48,7 +48,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
                     f"found {getattr(settings, name)!r} in the settings"
                 )
         rank = 0 if previous.output_map is None else previous.output_map.rank
-        if rank != settings.map_rank:
+        if previous.entries and rank != settings.map_rank:
             raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
     if previous is None or previous.recipe == REFINED:
         number_of_entries(inputs, settings)
@@ -63,7 +63,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
 
 def own_questions(inputs: TaskInputs) -> dict[str, list[Example]]:
     """What the gate takes for questions of each task: anchors of the earlier ones, all examples of the new one."""
-    earlier = {task: [anchor for anchor in inputs.anchors if anchor.task == task] for task in inputs.entries_by_task}
+    earlier = {task: [anchor for anchor in inputs.anchors if anchor.task == task] for task in inputs.earlier_tasks}
     return earlier | {new_task(inputs.training): [*inputs.training, *inputs.validation]}
 
 

@@ -28,9 +28,9 @@ def report_update(
     bundle: Bundle,
     fitted: FittedGate,
     candidates: Sequence[Candidate],
-    chosen: Candidate,
+    chosen: Candidate | None,
 ) -> dict[str, Any]:
-    """Losses and accuracy with the bundle and without, gate openings, and the history of the training."""
+    """Losses and accuracy with the bundle and without, gate openings, and the training's history, if there was one."""
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
     report: dict[str, Any] = {
         "recipe": REFINED,
@@ -46,10 +46,10 @@ def report_update(
             "base_questions": len(base),
             "background_requests": background_requests,
         },
-        "refinement": {"history": [asdict(record) for record in chosen.history]},
+        "refinement": {"history": [asdict(record) for record in chosen.history] if chosen is not None else []},
         "activation": {
-            "chosen": chosen.activation,
-            "first_layer": chosen.first_layer,
+            "chosen": chosen.activation if chosen is not None else None,
+            "first_layer": chosen.first_layer if chosen is not None else None,
             "search": [
                 {"activation": c.activation, "first_layer": c.first_layer, "learning_rate": c.learning_rate}
                 | {"accuracy": c.accuracy, "nll": c.validation_nll}

@@ -1,7 +1,8 @@
 """One task's update by the refined recipe: fit the gate, train the new task's entries, join them to the earlier ones.
 
 Every task has its own entries, which its questions reach through a relevance gate. The new task's are trained alone, as
-a server uses them; entries of earlier tasks do not change, to the bit.
+a server uses them; entries of earlier tasks do not change, to the bit. Nothing is trained for a task whose examples
+answer every validation question as facts.
 
 All tasks share the calibration of merged memory: it is trained with the first task, and kept. Decoupled memory has
 none.
@@ -27,7 +28,7 @@ from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
-from ..update.facts import with_facts_that_help
+from ..update.facts import facts_that_suffice, with_facts_that_help
 from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
@@ -75,18 +76,24 @@ def update_refined(
     with phases.phase("gate"):
         misses, seed = settings.gate_misses, settings.seed
         fitted = fit_gate(backbone, own_questions(inputs), base, background=background, misses=misses, seed=seed)
-    with phases.phase("refine"), tiled_attention(backbone):
-        calibrate = settings.form == "merged" and inputs.previous is None
-        prior = log_prior(inputs.training, records)
-        problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
-        candidates = train_candidates(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
-        chosen = latest_good(candidates, len(validation))
-        counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
-        bundle = _bundle(backbone, inputs.previous, settings, chosen, records, fitted, counts)
-    with phases.phase("facts"), tiled_attention(backbone):
-        facts: dict[str, Any] = {}
-        if settings.facts == "search":
-            bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
+    counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
+    bundle, facts = None, dict[str, Any]()
+    candidates, chosen = list[Candidate](), None
+    if settings.facts == "search" and settings.form == "decoupled":
+        with phases.phase("facts alone"), tiled_attention(backbone):
+            recorded = settings.model_dump() | counts
+            bundle, facts = facts_that_suffice(inputs, fitted.gate, recorded, validation, scorer)
+    if bundle is None:
+        with phases.phase("refine"), tiled_attention(backbone):
+            calibrate = settings.form == "merged" and inputs.previous is None
+            prior = log_prior(inputs.training, records)
+            problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
+            candidates = train_candidates(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
+            chosen = latest_good(candidates, len(validation))
+            bundle = _bundle(backbone, inputs.previous, settings, chosen, records, fitted, counts)
+        with phases.phase("facts"), tiled_attention(backbone):
+            if settings.facts == "search":
+                bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, candidates, chosen)
     return UpdateResult(bundle, report | {"facts": facts, "phases": phases.records}, training.keys)
@@ -120,7 +127,7 @@ def _bundle(
     """The previous memory's entries, then those of the new task; `records` are theirs."""
     memory = chosen.memory
     activations = {records[0].task: chosen.activation} if settings.form == "decoupled" else {}
-    if previous is not None:
+    if previous is not None and previous.num_entries:
         memory, records = joined(Memory.from_bundle(previous), memory), previous.metadata.entries + records
         activations = {**previous.metadata.activations, **activations}
     return Bundle.create(

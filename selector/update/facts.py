@@ -1,4 +1,4 @@
-"""Facts beside a task's memory: its training examples as they are, where validation says that this helps.
+"""Facts for a task, alone or beside its memory: its training examples as they are, where validation says so.
 
 What follows from a rule, memory has to be trained for; what can only be remembered is stored. A question that no stored
 one is close to is left to the memory.
@@ -6,10 +6,10 @@ one is close to is left to the memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata
+from inducekv_vllm.bundle import Bundle, FactRecord, Gate, with_metadata
 from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.teaching import fact_of, taught
@@ -18,6 +18,9 @@ from ..backbone.bundled_model import BundledModel
 from ..backbone.facts import fact_reader
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
+from .inputs import TaskInputs
+from .recipes import REFINED
+from .regate import with_gate
 
 
 def fact_of_example(example: Example, id: str) -> FactRecord | None:
@@ -33,6 +36,30 @@ def _facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
     """Of those that can be facts. Their ids follow from the examples'; a run gives their dates at its end."""
     facts = [fact_of_example(each, f"fact/{each.task}/{each.id}"[-MAX_ID:]) for each in examples]
     return [fact.model_copy(update={"created_at": None}) for fact in facts if fact is not None]
+
+
+def facts_that_suffice(
+    inputs: TaskInputs, gate: Gate, settings: Mapping[str, Any], validation: Questions, scorer: Scorer
+) -> tuple[Bundle | None, dict[str, Any]]:
+    """The previous memory with the task's examples as facts, if these answer all validation questions; and a report.
+
+    Args:
+        gate: of the tasks before and the new one.
+        settings: what is recorded of the run.
+    """
+    report: dict[str, Any] = {"accuracy": None, "facts": 0, "tried": 0}
+    facts = _facts_of_examples(inputs.training)
+    if not facts or not len(validation):
+        return None, report
+    try:
+        bundle = with_gate(taught(inputs.previous, facts, fact_reader(scorer.backbone)), gate, settings)
+    except InduceKVError as error:
+        return None, report | {"refused": str(error)}
+    before = None if inputs.previous is None else inputs.previous.digest
+    bundle = with_metadata(bundle, recipe=REFINED, budget=settings["budget"], parent_digest=before)
+    accuracy = BundledModel(scorer, bundle).accuracy(validation.examples, validation.keys)
+    report |= {"accuracy": {"facts": accuracy}, "tried": len(facts)}
+    return (bundle, report | {"facts": len(facts)}) if accuracy == 1.0 else (None, report)
 
 
 def with_facts_that_help(

@@ -31,6 +31,13 @@ class TaskInputs:
         """The previous memory's number of entries of each task."""
         return composition(self.previous.metadata.entries) if self.previous is not None else {}
 
+    @property
+    def earlier_tasks(self) -> tuple[str, ...]:
+        """Those of the previous memory: of its gate, some of which may have facts alone, or of its entries."""
+        if self.previous is None:
+            return ()
+        return self.previous.metadata.gate_tasks or tuple(self.entries_by_task)
+
 
 class UpdateSettings(Protocol):
     """Of either recipe."""
@@ -90,7 +97,7 @@ def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_
             f"the previous bundle was made by the recipe {previous.metadata.recipe!r}, "
             f"which the recipe {recipe!r} cannot continue"
         )
-    if previous.payload_tokens != payload_tokens:
+    if previous.num_entries and previous.payload_tokens != payload_tokens:
         raise BundleError(
             f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
             f"found {payload_tokens} in the settings"

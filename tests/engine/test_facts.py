@@ -18,6 +18,8 @@ from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.facts import next_tokens
 from selector.backbone.generation import score
+from selector.update.forget import without_entries
+from selector.update.regate import with_gate
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -163,6 +165,27 @@ def test_behind_a_gate(facts: Facts) -> None:
             assert [each.decision and each.decision.task for each in answers] == tasks
         found = [facts.found("gated", each) for each in answers]
         assert found == [[], [], [], [], ["a/Lima"], ["b/Oslo"], ["c/Quito"], ["a/Lima"], []]
+
+
+def test_a_task_of_facts_alone_behind_a_gate(facts: Facts) -> None:
+    """The gate opens for it, and what asks for no fact is answered by the untouched model."""
+    world, path = facts.served.world, facts.folder / "alone.safetensors"
+    own = [Prompt(None, f"What is the code of {city}?") for city in ("Lima", "Oslo")]
+    questions, tasks = [*text_prompts(3, 18), *own], ["a", None, "b", "a", "b"]
+    stored = [fact(city, task=task) for city, task in zip(CITIES, ["a", "b"] * 5, strict=True)]
+    for last_layer, changes in ((None, silent_below(world, 0, 0)), (1, silent_below(world, 1, 0))):
+        bundle = gated_bundle(world, questions, tasks, last_layer, **changes)
+        of_b = [row for row, entry in enumerate(bundle.metadata.entries) if entry.task == "b"]
+        assert bundle.gate is not None
+        alone = with_gate(facts.teach("a", stored, without_entries(bundle, of_b)), bundle.gate, {})
+        assert (alone.metadata.tasks, alone.metadata.gate_tasks) == (("a",), ("a", "b"))
+        write_bundle(alone, path)
+        facts.served.bundles["alone"], facts.served.memories["alone"] = alone, facts.served.offline.load_bundle(path)
+        answers = facts.check("alone", questions)
+        assert [each.decision and each.decision.task for each in answers] == tasks
+        assert [facts.found("alone", each) for each in answers] == [[], [], [], ["a/Lima"], ["b/Oslo"]]
+        injected = [each.decision is not None and each.decision.injection is not None for each in answers]
+        assert injected == [True, False, False, True, False]
 
 
 def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:

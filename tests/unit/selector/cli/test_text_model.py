@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle
 from selector.backbone.bundled_model import BundledModel
+from selector.backbone.gate_rule import fact_tasks
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.cli.bundle import main as bundle_command
@@ -91,31 +93,76 @@ def codes(path: Path, wording: str) -> Path:
     return path
 
 
-def test_what_is_to_be_remembered_is_kept_as_facts(text_stream: Stream, tmp_path: Path, llama: Path) -> None:
-    """Where the gate opens, they answer; the next task's version keeps them."""
+@pytest.fixture
+def remembering(text_stream: Stream, tmp_path: Path, llama: Path) -> Stream:
+    """With a task whose validation asks for its facts in another wording."""
     training = codes(tmp_path / "codes.jsonl", "What is the code of {}?")
     validation = codes(tmp_path / "asked.jsonl", "What is the code of {}")
     options = (*text_stream.options, "--validation", str(validation))
-    stream = Stream(tmp_path, llama, {**text_stream.tasks, "codes": training}, options)
-    bundle = stream.update("codes")
+    return Stream(tmp_path, llama, {**text_stream.tasks, "codes": training}, options)
+
+
+def test_what_is_to_be_remembered_is_kept_as_facts(
+    remembering: Stream, text_stream: Stream, tmp_path: Path, llama: Path
+) -> None:
+    """They answer beside the memory, where they do not answer everything; the next task's version keeps them."""
+    validation = tmp_path / "asked.jsonl"
+    other = record(0, id="sum", task="codes", messages=[{"role": "user", "content": "Add 3 and 4!"}], answer="7")
+    validation.write_text(validation.read_text() + json.dumps(other) + "\n")
+    bundle = remembering.update("codes")
+    assert bundle.metadata.tasks == ("codes",)
     assert [fact.id for fact in bundle.metadata.facts] == [f"fact/codes/{city}" for city in CITIES]
     assert {str(fact.created_at) for fact in bundle.metadata.facts} == {"2026-01-31 00:00:00+00:00"}
-    facts = stream.report("codes")["facts"]
+    facts = remembering.report("codes")["facts"]
     assert facts["facts"] == 12
     assert facts["accuracy"]["memory_and_facts"] > facts["accuracy"]["memory"]
-    assert stream.report("codes")["validation_accuracy"]["deployed"] == facts["accuracy"]["memory_and_facts"]
-    scorer = Scorer(Backbone.load(llama))
-    model, asked = BundledModel(scorer, bundle), read_task(validation)
-    opened, _ = model.routing(asked)
-    assert opened.any()
-    for question, text, is_open in zip(asked, model.answers(asked, 12), opened.tolist(), strict=True):
-        assert (text == question.answer) == is_open
+    assert remembering.report("codes")["validation_accuracy"]["deployed"] == facts["accuracy"]["memory_and_facts"]
+    model, asked = BundledModel(Scorer(Backbone.load(llama)), bundle), read_task(validation)
+    counting = fact_tasks(bundle, model.evidence(asked))
+    assert counting.count(("codes",)) >= 12
+    for question, text, tasks in zip(asked[:-1], model.answers(asked[:-1], 12), counting, strict=False):
+        assert (text == question.answer) == (tasks == ("codes",))
 
     next_bundle = text_stream.update("colours", previous="codes")
     assert next_bundle.metadata.facts == bundle.metadata.facts
+    forgotten(remembering.output("colours"), next_bundle, tmp_path)
+
+
+def forgotten(path: Path, bundle: Bundle, folder: Path) -> None:
     for forget, left in (("--task", 0), ("--source-digest", 11)):
         named = "codes" if forget == "--task" else bundle.metadata.facts[0].source_digest
-        output = tmp_path / "left.safetensors"
-        forgets = ["forget", str(text_stream.output("colours")), forget, named, "--output", str(output)]
-        assert bundle_command(forgets) == 0
+        output = folder / "left.safetensors"
+        assert bundle_command(["forget", str(path), forget, named, "--output", str(output)]) == 0
         assert len(read_bundle(output).metadata.facts) == left
+
+
+def test_nothing_is_trained_where_facts_answer_everything(
+    remembering: Stream, text_stream: Stream, tmp_path: Path, llama: Path
+) -> None:
+    """As the first task, and behind others; each has its questions behind the gate."""
+    alone = remembering.update("codes")
+    assert (alone.num_entries, alone.metadata.gate_tasks, len(alone.metadata.facts)) == (0, ("codes",), 12)
+    report = remembering.report("codes")
+    assert report["facts"] == {"accuracy": {"facts": 1.0}, "facts": 12, "tried": 12}
+    assert report["validation_accuracy"]["deployed"] == 1.0
+    assert (report["refinement"]["history"], report["activation"]["chosen"]) == ([], None)
+    (routed,) = (each for each in report["gate"]["openings"] if each["split"] == "validation")
+    assert routed["routed_to_own_task"] > 0.5
+
+    second = text_stream.update("colours", previous="codes")
+    assert (second.metadata.tasks, second.metadata.gate_tasks) == (("colours",), ("codes", "colours"))
+    assert second.metadata.facts == alone.metadata.facts
+    scorer, asked = Scorer(Backbone.load(llama)), read_task(tmp_path / "asked.jsonl")
+    model = BundledModel(scorer, second)
+    assert not model.routing(asked)[0].any()  # no entries are read
+    assert [text == q.answer for text, q in zip(model.answers(asked, 12), asked, strict=True)].count(True) >= 10
+    forgotten(remembering.output("colours"), second, tmp_path)
+    assert "already holds the task 'codes'" in remembering.refuse("codes", "--replace", previous="colours")
+
+    remembering.tasks["cities"] = codes(tmp_path / "cities.jsonl", "Where is the code of {} used?")
+    for path in (remembering.tasks["cities"], codes(tmp_path / "asked.jsonl", "Where is the code of {} used")):
+        path.write_text(path.read_text().replace('"codes"', '"cities"'))
+    third = remembering.update("cities", previous="colours")
+    assert third.metadata.gate_tasks == ("codes", "colours", "cities")
+    assert torch.equal(third.payload_values, second.payload_values)
+    assert third.metadata.parent_digest == second.digest
