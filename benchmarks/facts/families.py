@@ -102,3 +102,32 @@ def lockers(seed: int) -> Family:
     pairs = list(zip(numbers, colours, strict=True))
     stored = {n: [Item((n,), f"Which colour has locker {n}?", colour)] for n, colour in pairs}
     return Family("lockers", stored, [Item((n,), f"I stand before {n}: what is it painted in?", c) for n, c in pairs])
+
+
+# Other questions about the things of a task; what is stored answers none of them.
+ANOTHER: Final[dict[str, tuple[str, ...]]] = {
+    "airport": (
+        "How many flights leave {} each day?",
+        "Is {} a large airport?",
+        "Who designed the terminal at {}?",
+        "How many runways has {}?",
+        "Where can I eat at {}?",
+        "What is the weather like at {}?",
+    ),
+    "calling_code": (
+        "How many people live in {}, roughly?",
+        "What language do they speak in {}?",
+        "Which food is {} famous for?",
+        "Who is the president of {}?",
+        "When did {} become independent?",
+        "Which currency is used in {}?",
+    ),
+    "emoji": (
+        "How do I draw {}?",
+        "Write a sentence with {}.",
+        "When was {} added to Unicode?",
+        "Which colour has {}?",
+        "Is {} often used by teenagers?",
+        "How do I type {} on a keyboard?",
+    ),
+}

@@ -295,10 +295,12 @@ def _summarize(result: UpdateResult, output: Path) -> None:
         )
     if problem := _no_better(result.report):
         _warn(problem)
-    tasks = ", ".join(f"{task} ({count})" for task, count in result.report["composition"]["after"].items())
-    print(f"{output}: {bundle.num_entries} entries, {tasks}, digest {bundle.digest}")
-    if facts := result.report.get("facts", {}).get("facts"):
-        print(f"{output}: {facts} examples are facts too, found by their words: docs/facts.md")
+    tasks = "".join(f", {task} ({count})" for task, count in result.report["composition"]["after"].items())
+    print(f"{output}: {bundle.num_entries} entries{tasks}, digest {bundle.digest}")
+    facts = result.report.get("facts") or {}
+    if facts.get("facts"):
+        how = "alone: they answer every validation question" if "facts" in facts["accuracy"] else "beside the memory"
+        print(f"{output}: {facts['facts']} examples are facts, {how}; docs/facts.md")
     if gate := result.report.get("gate"):
         print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
     if accuracy := result.report.get("validation_accuracy"):

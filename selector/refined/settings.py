@@ -56,7 +56,7 @@ class RefinedSettings(Settings):
     ] = "search"
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
     map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
-    facts: Annotated[FactsChoice, Flag("keep the examples as facts too where validation says that it helps")] = "search"
+    facts: Annotated[FactsChoice, Flag("keep examples as facts, alone or beside memory, as validation says")] = "search"
     gate_misses: Misses = DEFAULT_MISSES
     entries_per_task: Annotated[int, Field(ge=1), Flag("of the budget, which must hold them")] = 1
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"

@@ -32,7 +32,7 @@ def fact_of_example(example: Example, id: str) -> FactRecord | None:
     return fact_of(question, example.answer, example.task, id)
 
 
-def _facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
+def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
     """Of those that can be facts. Their ids follow from the examples'; a run gives their dates at its end."""
     facts = [fact_of_example(each, f"fact/{each.task}/{each.id}"[-MAX_ID:]) for each in examples]
     return [fact.model_copy(update={"created_at": None}) for fact in facts if fact is not None]
@@ -48,7 +48,7 @@ def facts_that_suffice(
         settings: what is recorded of the run.
     """
     report: dict[str, Any] = {"accuracy": None, "facts": 0, "tried": 0}
-    facts = _facts_of_examples(inputs.training)
+    facts = facts_of_examples(inputs.training)
     if not facts or not len(validation):
         return None, report
     try:
@@ -71,7 +71,7 @@ def with_facts_that_help(
         training: of the new task, whose memory the bundle has.
     """
     report: dict[str, Any] = {"accuracy": None, "facts": 0, "tried": 0}
-    facts = _facts_of_examples(training)
+    facts = facts_of_examples(training)
     if not facts or not len(validation):
         return bundle, report
     try:
