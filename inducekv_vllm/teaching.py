@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
@@ -18,6 +18,7 @@ from .facts import fit_threshold, words_of
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
 RECIPE: Final = "teach"
+WhenFull = Literal["forget", "refuse"]
 
 
 def fact_of(
@@ -48,6 +49,9 @@ def taught(
     facts: Sequence[FactRecord],
     reader: FactReader,
     budget_bytes: int | None = None,
+    *,
+    when_full: WhenFull = "forget",
+    last_used: Mapping[str, float] | None = None,
 ) -> Bundle:
     """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
 
@@ -56,12 +60,14 @@ def taught(
     Args:
         facts: at least one.
         budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
+        when_full: "forget" the earlier facts that were used or taught longest ago, as many as have to go; or "refuse".
+        last_used: by id of a fact, when it last answered, in seconds since the epoch.
 
     Raises:
         TaskDataError: a fact has a question without words, an id that occurs twice, or an answer that is longer than
             the model's context.
         BundleError: an id is an entry's.
-        CapacityError: they take more bytes.
+        CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
     _check(facts, reader)
     new = {fact.id for fact in facts}
@@ -69,13 +75,34 @@ def taught(
     kept = [fact for fact in earlier if fact.id not in new]
     settings = bundle.metadata.settings if bundle is not None else {}
     budget = budget_bytes or settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    if (used := stored_bytes(bundle, [*kept, *facts])) > budget:
+    used = stored_bytes(bundle, [*kept, *facts])
+    if used > budget and when_full == "forget":
+        kept, used = _lately_used(kept, used, budget, last_used or {})
+    if used > budget:
         raise CapacityError(
             f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
             f"{len(kept)} facts, or give a larger budget_bytes"
         )
-    changed = {fact.task for fact in facts} | {fact.task for fact in earlier if fact.id in new}
+    stay = {fact.id for fact in kept}
+    changed = {fact.task for fact in facts} | {fact.task for fact in earlier if fact.id not in stay}
     return _with_facts(bundle, [*kept, *facts], changed, reader, {**settings, "budget_bytes": budget})
+
+
+def _lately_used(
+    facts: Sequence[FactRecord], used: int, budget: int, last_used: Mapping[str, float]
+) -> tuple[list[FactRecord], int]:
+    """Without those that were used or taught longest ago, as many as have to go; and the bytes that are used then."""
+
+    def last(fact: FactRecord) -> float:
+        return max(last_used.get(fact.id, 0.0), fact.created_at.timestamp() if fact.created_at is not None else 0.0)
+
+    gone = set[str]()
+    for fact in sorted(facts, key=last):  # of equals, the one taught first
+        if used <= budget:
+            break
+        gone.add(fact.id)
+        used -= _bytes_of(fact)
+    return [fact for fact in facts if fact.id not in gone], used
 
 
 def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundle:
@@ -98,7 +125,11 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
 def stored_bytes(bundle: Bundle | None, facts: Sequence[FactRecord]) -> int:
     """What a bundle's tensors, if there is one, and these facts take in a file."""
     tensors = bundle.tensors().values() if bundle is not None else ()
-    return sum(tensor.nbytes for tensor in tensors) + sum(len(fact.model_dump_json().encode()) for fact in facts)
+    return sum(tensor.nbytes for tensor in tensors) + sum(_bytes_of(fact) for fact in facts)
+
+
+def _bytes_of(fact: FactRecord) -> int:
+    return len(fact.model_dump_json().encode())
 
 
 def _check(facts: Sequence[FactRecord], reader: FactReader) -> None:

@@ -102,7 +102,9 @@ class InduceKVEndpoint:
         registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
         await registry.start(run.name, access.key_name)
         record_answer = registry.record_answer if config.audit_answers else None
-        engine = MemoryEngine(engine_client, registry, config, stop, record_answer, registry.put_trace)
+        engine = MemoryEngine(
+            engine_client, registry, config, stop, record_answer, registry.put_trace, registry.note_facts
+        )
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)

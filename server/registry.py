@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
@@ -77,6 +77,7 @@ STRANGERS, STRANGERS_S = 10, 60.0  # so many refusals of changes without the adm
 START: Final = "start"  # who loads the bundles of the command line
 TAUGHT: Final = "taught over HTTP"  # in place of a path
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
+NOTED_S: Final = 60.0  # how often it is written down which facts have answered
 POLL_S: Final = 0.2  # how often a process looks for changes without being asked
 TURN_S: Final = 0.01  # how often it looks whether another one's change has ended
 FIRST: Final = frozenset({"load", "restore", "teach"})  # they may make the first version of a name
@@ -128,6 +129,8 @@ class BundleRegistry:
         self._draining: frozenset[str] = frozenset()  # what this process has not left
         self._behind: str | None = None  # why this process cannot follow the state
         self.background: set[asyncio.Task[Any]] = set()
+        self._uses: dict[tuple[str, str], float] = {}  # not written down yet: by name and fact, when it answered
+        self._noted_at = 0.0
         self.following: asyncio.Task[None] | None = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -324,7 +327,9 @@ class BundleRegistry:
             try:
                 parent = memory.metadata.parent_digest
                 record = VersionRecord(name, memory.digest, parent, datetime.now(UTC), who, TAUGHT)
-                return await self._serve(change, record, checked)
+                card = await self._serve(change, record, checked)
+                await asyncio.to_thread(self._state.forget_uses, name, [fact.id for fact in memory.metadata.facts])
+                return card
             finally:
                 Path(memory.path).unlink(missing_ok=True)
 
@@ -651,6 +656,26 @@ class BundleRegistry:
             "entries": {entry["id"]: entry["weight"] for entry in (*trace["entries"], *trace["facts"])},
         }
         await asyncio.to_thread(self._state.note, "answer", facts)
+
+    def note_facts(self, name: str, facts: Sequence[str]) -> None:
+        """Facts are about to answer. It is written down once a minute, and before a name is taught more."""
+        now = time.time()
+        self._uses.update(dict.fromkeys(((name, fact) for fact in facts), now))
+        if now - self._noted_at >= NOTED_S:
+            self._noted_at = now
+            self.in_background(self._note_uses())
+
+    async def _note_uses(self) -> None:
+        uses, self._uses = self._uses, {}
+        try:
+            await asyncio.to_thread(self._state.note_uses, uses)
+        except InduceKVError as error:
+            logger.warning("which facts have answered cannot be noted: %s", error)
+
+    async def uses(self, name: str) -> dict[str, float]:
+        """When the facts of a name have last answered, in seconds since the epoch. Raises ConfigError."""
+        await self._note_uses()
+        return await asyncio.to_thread(self._state.uses, name)
 
     async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
         """Keep what a request was answered with."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK
+from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
@@ -136,6 +136,11 @@ class TeachRequest(BaseModel):
         ge=LEAST_BUDGET,
         le=2**40,
     )
+    when_full: WhenFull = Field(
+        default="forget",
+        description="What happens beyond the budget: the earlier facts that answered or were taught longest ago are "
+        "forgotten, or the call is refused.",
+    )
     expected_digest: ExpectedDigest = None
 
 
@@ -157,6 +162,7 @@ class TaughtBundle(BaseModel):
     name: BundleName
     digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
     ids: list[str] = Field(description="Of the examples that were taught, corrected or forgotten.")
+    forgotten: list[str] = Field(default=[], description="Ids of earlier examples that had to go, in a full bundle.")
     facts: int = Field(description="Facts of the bundle now.")
 
 

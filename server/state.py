@@ -5,6 +5,7 @@
     draining    what no name stands for any more, by the API processes whose requests may still use it
     attempts    which names are being loaded, and how the last change of each has failed
     traces      what recent responses were answered with, by whom they belong to
+    uses        when the facts of a name have last answered, to the minute
     audit       every change, and if asked for every answer, chained
 
 Draining, attempts and traces are of the running server. A change is one transaction with its record in the audit chain,
@@ -62,6 +63,11 @@ CREATE TABLE server (run TEXT NOT NULL) STRICT;
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {FORMAT};
 COMMIT;
+"""
+# Not in the schema: files of earlier versions lack it.
+USES: Final = """
+CREATE TABLE IF NOT EXISTS uses (
+    name TEXT NOT NULL, fact TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, fact)) STRICT
 """
 DROP_UNUSED: Final = (
     "DELETE FROM contents WHERE resident_bytes IS NULL AND digest NOT IN (SELECT digest FROM versions)",
@@ -130,6 +136,7 @@ class ServerState:
             self._quick.execute("PRAGMA synchronous = NORMAL")  # the operating system has it, the disk may not
             if self._writer.execute("PRAGMA application_id").fetchone() == (0,):
                 self._writer.executescript(SCHEMA)
+            self._writer.execute(USES)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -314,6 +321,7 @@ class ServerState:
             ).fetchone()
             audit_chain.append(rows, "unload", {"name": name, "digest": served, "by": who})
             rows.execute("DELETE FROM versions WHERE name = ?", (name,))
+            rows.execute("DELETE FROM uses WHERE name = ?", (name,))
             rows.execute("UPDATE attempts SET left_digest = ? WHERE name = ?", (served, name))
             _drain(rows, before, processes)
 
@@ -389,6 +397,27 @@ class ServerState:
         found = self._read("SELECT loading, change, reason, at, left_digest FROM attempts WHERE name = ?", (name,))
         loading, change, reason, at, left = found[0] if found else (0, None, None, None, None)
         return Attempt(loading > 0, change, reason, at and datetime.fromisoformat(at), left)
+
+    def note_uses(self, uses: Mapping[tuple[str, str], float]) -> None:
+        """When facts have answered, by name and id, in seconds since the epoch. Names that are gone are left out."""
+        with self._transaction(durable=False) as rows:
+            rows.executemany(
+                "INSERT INTO uses SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT * FROM versions WHERE name = ?1) "
+                "ON CONFLICT DO UPDATE SET at = max(at, excluded.at)",
+                [(name, fact, at) for (name, fact), at in uses.items()],
+            )
+
+    def uses(self, name: str) -> dict[str, float]:
+        """When the facts of a name have last answered; those that have not are missing."""
+        return dict(self._read("SELECT fact, at FROM uses WHERE name = ?", (name,)))
+
+    def forget_uses(self, name: str, kept: Iterable[str]) -> None:
+        """Of facts that are no longer there."""
+        with self._transaction(durable=False) as rows:
+            rows.execute(
+                "DELETE FROM uses WHERE name = ? AND fact NOT IN (SELECT value FROM json_each(?))",
+                (name, json.dumps(list(kept))),
+            )
 
     def put_trace(self, owner: str, salt: str | None, response: str, trace: dict[str, Any]) -> None:
         """Clients may choose the ids of their requests: a trace is found by its owner alone, and never overwritten."""

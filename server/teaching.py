@@ -44,11 +44,17 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     facts = [_fact(example, place) for place, example in enumerate(body.examples)]
     registry = registry_of(request)
 
+    gone: list[str] = []
+    full: dict[str, Any] = {"when_full": body.when_full, "last_used": await registry.uses(name)}
+
     def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
-        return taught(bundle, facts, reader, body.budget_bytes)
+        made = taught(bundle, facts, reader, body.budget_bytes, **full)
+        left = {fact.id for fact in made.metadata.facts}
+        gone[:] = [fact.id for fact in bundle.metadata.facts if fact.id not in left] if bundle is not None else []
+        return made
 
     card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)
-    return _answer(card, [fact.id for fact in facts])
+    return _answer(card, [fact.id for fact in facts], gone)
 
 
 @router.get(
@@ -122,7 +128,7 @@ def _corrected(
         example_id,
         body.expires_at or old.expires_at,
     )
-    return taught(bundle, [new], reader)
+    return taught(bundle, [new], reader, when_full="refuse")
 
 
 def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> Bundle:
@@ -164,5 +170,5 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
     )
 
 
-def _answer(card: MemoryBundleCard, ids: Sequence[str]) -> TaughtBundle:
-    return TaughtBundle(name=card.name, digest=card.digest, ids=list(ids), facts=card.facts)
+def _answer(card: MemoryBundleCard, ids: Sequence[str], gone: Sequence[str] = ()) -> TaughtBundle:
+    return TaughtBundle(name=card.name, digest=card.digest, ids=list(ids), forgotten=list(gone), facts=card.facts)

@@ -8,7 +8,7 @@ output brings the decision (`scheduler.py`): metrics, spans, traces and the audi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -41,6 +41,7 @@ from .trace import describe
 from .wire import Decision
 
 RecordAnswer = Callable[[str, str, dict[str, Any]], Awaitable[None]]
+NoteFacts = Callable[[str, Sequence[str]], None]
 PutTrace = Callable[[str, str | None, str, dict[str, Any]], Awaitable[None]]
 
 
@@ -77,11 +78,13 @@ class MemoryEngine:
         stop: EngineStop | None = None,
         record_answer: RecordAnswer | None = None,
         put_trace: PutTrace | None = None,
+        note_facts: NoteFacts | None = None,
     ) -> None:
         """
         Args:
             record_answer: called before each answer with its request id, its owner and what it is answered with.
             put_trace: called at the end of each answer that is traced, with its owner, cache salt and request id.
+            note_facts: called before each answer from facts, with the name of the bundle and the ids of the facts.
         """
         self._client = client
         self._stop = stop or EngineStop(client)
@@ -92,6 +95,7 @@ class MemoryEngine:
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._put_trace = put_trace
+        self._note_facts = note_facts
 
     def generate(
         self,
@@ -174,6 +178,8 @@ class MemoryEngine:
     ) -> None:
         """Before the answer begins."""
         observed.decided(decision)
+        if self._note_facts is not None and decision.facts is not None:
+            self._note_facts(name, [memory.metadata.facts[number].id for number in decision.facts.facts])
         if self._record_answer is None:
             return
         try:

@@ -34,7 +34,7 @@ from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..host.config import InduceKVConfig
-from ..teaching import taught
+from ..teaching import WhenFull, taught
 from .memory import Memory, undisputed
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
@@ -102,19 +102,26 @@ class MemoryLLM:
             self._loaded[bundle.digest] = Memory.from_bundle(bundle, absolute)
         return self._loaded[bundle.digest]
 
-    def teach(self, facts: Sequence[FactRecord], path: str | os.PathLike[str], memory: Memory | None = None) -> Memory:
+    def teach(
+        self,
+        facts: Sequence[FactRecord],
+        path: str | os.PathLike[str],
+        memory: Memory | None = None,
+        when_full: WhenFull = "forget",
+    ) -> Memory:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
             facts: see `inducekv_vllm.teaching.fact_of`.
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
+            when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
 
         Raises:
             InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
         """
         before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
-        write_bundle(taught(before, facts, self._facts), path)
+        write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
         return self.load_bundle(path)
 
     @cached_property

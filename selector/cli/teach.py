@@ -40,7 +40,12 @@ def teach(options: argparse.Namespace) -> int:
     if options.forget and bundle is not None:
         bundle = forgotten(bundle, options.forget, reader)
     if facts:
-        bundle = taught(bundle, facts, reader, options.budget_bytes)
+        before = bundle
+        bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
+        left = {fact.id for fact in bundle.metadata.facts}
+        for fact in before.metadata.facts if before is not None else ():
+            if fact.id not in left:
+                print(f"{fact.id}: forgotten, to make room")
     assert bundle is not None
     write_bundle(bundle, options.output)
     for old, new in superseded(bundle.metadata.facts).items():
@@ -77,4 +82,10 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"
     )
     added.add_argument("--budget-bytes", type=int, help="of tensors and facts (default: as before, at first 64 MiB)")
+    added.add_argument(
+        "--when-full",
+        choices=("forget", "refuse"),
+        default="forget",
+        help="beyond the budget, forget the earlier facts that were taught longest ago, or refuse (default: forget)",
+    )
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")

@@ -173,6 +173,26 @@ def test_a_place_that_cannot_be_written_is_refused() -> None:
         ServerState("/proc/state", keeps_bundles=True)
 
 
+def test_when_facts_have_answered(tmp_path: Path) -> None:
+    """Kept over a restart; nothing is left of facts and names that are gone, and files without it get it."""
+    state = ServerState(tmp_path / "state", keeps_bundles=True)
+    for name in ("m", "n"):
+        point(state, name, BUNDLES[0])
+    state.note_uses({("m", "a"): 3.0, ("m", "b"): 2.0, ("n", "a"): 1.0, ("gone", "a"): 1.0})
+    state.note_uses({("m", "a"): 2.5, ("m", "b"): 4.0})
+    assert (state.uses("m"), state.uses("n"), state.uses("gone")) == ({"a": 3.0, "b": 4.0}, {"a": 1.0}, {})
+    state.forget_uses("m", ["b", "c"])
+    state.drop("n", [0], "admin")
+    state.close()
+    again = ServerState(tmp_path / "state", keeps_bundles=True)
+    again.begin({})
+    assert (again.uses("m"), again.uses("n")) == ({"b": 4.0}, {})
+    again.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state", isolation_level=None)) as found:
+        found.execute("DROP TABLE uses")
+    assert ServerState(tmp_path / "state", keeps_bundles=True).uses("m") == {}
+
+
 def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=False)
     for owner, salt, response, of in (

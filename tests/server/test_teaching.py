@@ -109,6 +109,29 @@ def test_a_bundle_of_the_selector_is_taught_further(server: str, world: World) -
         assert (content, facts) == ("olsO", ["Oslo"])
 
 
+def test_a_full_bundle_forgets_what_was_used_longest_ago(server: str) -> None:
+    """Unless the call says otherwise; the answer names what is gone, and the version before still has it."""
+    teacher, towns = Teacher(server, "full"), [f"Town {number}" for number in range(250)]
+    examples = [example(town, answer="word " * 16) for town in towns]
+    assert teacher.teach(*examples[:190], budget_bytes=2**16).json()["forgotten"] == []
+    assert teacher.answer("What is the code of Town 1?")[1] == ["Town 1"]
+    refused = teacher.teach(*examples[190:], when_full="refuse")
+    assert (refused.status_code, "its budget is 65536" in refused.text) == (507, True)
+    made = teacher.teach(*examples[190:]).json()
+    gone = made["forgotten"]
+    assert gone == [town for town in towns if town != "Town 1"][: len(gone)]
+    assert 0 < len(gone) < 100
+    assert made["facts"] == 250 - len(gone)
+    assert teacher.answer("What is the code of Town 1?")[1] == ["Town 1"]
+    assert teacher.answer("What is the code of Town 0?")[1] == []
+    url = f"{server}/v1/rollback_memory_bundle"
+    assert httpx.post(url, json={"name": "full"}, headers=teacher.headers).status_code == 200
+    assert teacher.answer("What is the code of Town 0?")[1] == ["Town 0"]
+    assert teacher.teach(example("Lima"), when_full="never").status_code == 400
+    assert teacher.unload("full").status_code == 200
+    teacher.wait_until_drained()
+
+
 @pytest.fixture(scope="module")
 def kept(server: str) -> Iterator[Teacher]:
     with taught(server, "kept") as teacher:

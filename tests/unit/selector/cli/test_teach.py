@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
-from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnsupportedModel
-from inducekv_vllm.teaching import fact_of, superseded, taught
+from inducekv_vllm.teaching import fact_of, stored_bytes, superseded, taught
 from selector.cli.bundle import main as bundle_command
 from selector.update.forget import without_entries
 from tests.bundles import random_bundle
@@ -123,6 +124,26 @@ def test_a_budget_stays(reader: FactReader) -> None:
     with pytest.raises(CapacityError, match="its budget is 2000"):
         taught(bundle, [fact_of(f"What is number {n}?", "this") for n in range(20)], reader)
     taught(bundle, [fact_of(f"What is number {n}?", "this") for n in range(20)], reader, budget_bytes=20_000)
+
+
+def test_what_was_used_longest_ago_makes_room(reader: FactReader) -> None:
+    def of(*cities: str) -> list[FactRecord]:
+        return [fact_of(f"What is the code of {city}?", "one", id=city) for city in cities]
+
+    five = taught(None, of("Lima", "Oslo", "Rome", "Bonn", "Kyiv"), reader)
+    budget = stored_bytes(None, five.metadata.facts) + stored_bytes(five, []) + 20
+    now = datetime.now(UTC).timestamp() + 5
+    full = taught(five, of("Bern"), reader, budget, last_used={"Lima": now, "Rome": now})
+    assert [fact.id for fact in full.metadata.facts] == ["Lima", "Rome", "Bonn", "Kyiv", "Bern"]
+    assert asked(reader, full, "What is the code of Oslo?") == []
+    unused = taught(full, of("Cork"), reader)  # as far as anybody knows
+    assert [fact.id for fact in unused.metadata.facts] == ["Rome", "Bonn", "Kyiv", "Bern", "Cork"]
+    with pytest.raises(CapacityError, match=f"its budget is {budget}: forget some of its 5 facts"):
+        taught(full, of("Cork"), reader, when_full="refuse")
+    with pytest.raises(CapacityError, match=f"its budget is {budget}: forget some of its 0 facts"):
+        taught(full, of(*(f"Town {number}" for number in range(9))), reader)
+    with pytest.raises(CapacityError, match="its budget is 10"):
+        taught(full, of("Cork"), reader, 10)
 
 
 @pytest.mark.parametrize(
