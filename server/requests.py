@@ -111,5 +111,6 @@ CHANGE_ERRORS = errors(
     SERVICE_UNAVAILABLE="The server is shutting down.",
     INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are `max_bundles` names; nothing has changed.",
 )
+NO_PATH = errors(NOT_FOUND="The name is part of no path: it has a line break.")
 NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
 TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")

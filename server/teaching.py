@@ -15,7 +15,18 @@ from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import TaskDataError, UnknownFact
 from inducekv_vllm.teaching import fact_of, forgotten, superseded, taught
 
-from .requests import CHANGE_ERRORS, NOT_LOADED, TAG, TOO_LONG, Admin, KeyToSeeMore, access_of, errors, registry_of
+from .requests import (
+    CHANGE_ERRORS,
+    NO_PATH,
+    NOT_LOADED,
+    TAG,
+    TOO_LONG,
+    Admin,
+    KeyToSeeMore,
+    access_of,
+    errors,
+    registry_of,
+)
 from .schemas import (
     CorrectExampleRequest,
     ExampleMessage,
@@ -37,7 +48,7 @@ ExampleId = Annotated[str, Path(description="The id of an example.", examples=["
     "/v1/memory_bundles/{name:path}/examples",
     summary="Teach a bundle facts",
     dependencies=[Depends(validate_json_request)],
-    responses=CHANGE_ERRORS | TOO_LONG,
+    responses=CHANGE_ERRORS | TOO_LONG | NO_PATH,
 )
 async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) -> TaughtBundle:
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
