@@ -199,17 +199,20 @@ class BundleRegistry:
             self._behind = None
 
     async def follow(self) -> None:
-        """Serve what the state has when this returns. Raises ConfigError: it cannot be read."""
+        """Serve what the state has now, or has later. Raises ConfigError: it cannot be read.
+
+        Once is enough, whatever changes meanwhile: with traces and audited answers that may be at every moment.
+        """
         if self._state.change_number() == self._seen:
             return
         async with self._following:
-            # Another process may change it while this one reads, and its clients may see that before ours are answered.
-            while (number := self._state.change_number()) != self._seen:
-                snapshot = await asyncio.to_thread(self._state.snapshot)
-                self._names.follow(snapshot)
-                self._seen, self._draining = number, snapshot.draining
-                for digest in snapshot.draining:
-                    self._on_idle(digest)
+            if (number := self._state.change_number()) == self._seen:
+                return
+            snapshot = await asyncio.to_thread(self._state.snapshot)
+            self._names.follow(snapshot)
+            self._seen, self._draining = number, snapshot.draining
+            for digest in snapshot.draining:
+                self._on_idle(digest)
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
