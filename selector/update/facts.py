@@ -52,7 +52,7 @@ def facts_that_suffice(
     if not facts or not len(validation):
         return None, report
     try:
-        bundle = with_gate(taught(inputs.previous, facts, fact_reader(scorer.backbone)), gate, settings)
+        bundle = with_gate(_taught(inputs.previous, facts, scorer), gate, settings)
     except InduceKVError as error:
         return None, report | {"refused": str(error)}
     before = None if inputs.previous is None else inputs.previous.digest
@@ -75,7 +75,7 @@ def with_facts_that_help(
     if not facts or not len(validation):
         return bundle, report
     try:
-        richer = taught(bundle, facts, fact_reader(scorer.backbone))
+        richer = _taught(bundle, facts, scorer)
     except InduceKVError as error:
         return bundle, report | {"refused": str(error)}
     metadata = bundle.metadata
@@ -88,3 +88,8 @@ def with_facts_that_help(
     if accuracy["memory_and_facts"] <= accuracy["memory"]:
         return bundle, report
     return richer, report | {"facts": len(facts)}
+
+
+def _taught(bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer) -> Bundle:
+    """Those of earlier tasks do not make room for a new one's."""
+    return taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse")

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, with_metadata
+from inducekv_vllm.teaching import stored_bytes
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.gate_rule import fact_tasks
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Scorer
+from selector.backbone.scoring import Questions, Scorer
 from selector.cli.bundle import main as bundle_command
 from selector.data.examples import read_task
+from selector.update.facts import with_facts_that_help
 from tests.tiny_families import FAMILIES
 from tests.unit.selector.conftest import record
 from tests.unit.selector.stream import SMALL, Stream
@@ -166,3 +168,11 @@ def test_nothing_is_trained_where_facts_answer_everything(
     assert third.metadata.gate_tasks == ("codes", "colours", "cities")
     assert torch.equal(third.payload_values, second.payload_values)
     assert third.metadata.parent_digest == second.digest
+
+    # The facts of earlier tasks make no room for those of another one.
+    cities, questions = read_task(remembering.tasks["cities"]), Questions(asked, torch.zeros(len(asked), 1))
+    used = stored_bytes(second, second.metadata.facts)
+    full = with_metadata(second, settings=second.metadata.settings | {"budget_bytes": used + 100})
+    kept, tried = with_facts_that_help(full, cities, questions, scorer)
+    assert kept is full
+    assert f"its budget is {used + 100}" in tried["refused"]
