@@ -330,9 +330,7 @@ class BundleRegistry:
             try:
                 parent = memory.metadata.parent_digest
                 record = VersionRecord(name, memory.digest, parent, datetime.now(UTC), who, TAUGHT)
-                card = await self._serve(change, record, checked)
-                await asyncio.to_thread(self._state.forget_uses, name, [fact.id for fact in memory.metadata.facts])
-                return card
+                return await self._serve(change, record, checked)
             finally:
                 Path(memory.path).unlink(missing_ok=True)
 
@@ -670,6 +668,8 @@ class BundleRegistry:
 
     async def _note_uses(self) -> None:
         uses, self._uses = self._uses, {}
+        if not uses:
+            return
         try:
             await asyncio.to_thread(self._state.note_uses, uses)
         except InduceKVError as error:

@@ -309,6 +309,10 @@ class ServerState:
                 (record.digest, metadata, memory.path, memory.file_bytes, resident_bytes, bundle),
             )
             rows.execute("DELETE FROM draining WHERE digest = ?", (record.digest,))
+            rows.execute(
+                "DELETE FROM uses WHERE name = ? AND fact NOT IN (SELECT value FROM json_each(?))",
+                (record.name, json.dumps([fact.id for fact in memory.metadata.facts])),
+            )
             rows.execute("UPDATE attempts SET left_digest = NULL WHERE name = ?", (record.name,))
             _drain(rows, before, processes)
 
@@ -410,14 +414,6 @@ class ServerState:
     def uses(self, name: str) -> dict[str, float]:
         """When the facts of a name have last answered; those that have not are missing."""
         return dict(self._read("SELECT fact, at FROM uses WHERE name = ?", (name,)))
-
-    def forget_uses(self, name: str, kept: Iterable[str]) -> None:
-        """Of facts that are no longer there."""
-        with self._transaction(durable=False) as rows:
-            rows.execute(
-                "DELETE FROM uses WHERE name = ? AND fact NOT IN (SELECT value FROM json_each(?))",
-                (name, json.dumps(list(kept))),
-            )
 
     def put_trace(self, owner: str, salt: str | None, response: str, trace: dict[str, Any]) -> None:
         """Clients may choose the ids of their requests: a trace is found by its owner alone, and never overwritten."""

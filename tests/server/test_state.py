@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import CapacityError, ConfigError
 from server.state import ServerState, VersionRecord, check_state_file
@@ -181,7 +181,8 @@ def test_when_facts_have_answered(tmp_path: Path) -> None:
     state.note_uses({("m", "a"): 3.0, ("m", "b"): 2.0, ("n", "a"): 1.0, ("gone", "a"): 1.0})
     state.note_uses({("m", "a"): 2.5, ("m", "b"): 4.0})
     assert (state.uses("m"), state.uses("n"), state.uses("gone")) == ({"a": 3.0, "b": 4.0}, {"a": 1.0}, {})
-    state.forget_uses("m", ["b", "c"])
+    left = tuple(FactRecord(id=id, task="t", source_digest="0", question=id, answer="yes") for id in "bc")
+    point(state, "m", with_metadata(BUNDLES[0], facts=left, fact_thresholds={"t": 0.9}))
     state.drop("n", [0], "admin")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
