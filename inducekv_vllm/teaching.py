@@ -122,6 +122,12 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
     return _with_facts(bundle, kept, changed, reader, bundle.metadata.settings)
 
 
+def left_out(before: Bundle | None, after: Bundle) -> list[str]:
+    """The ids of facts that a version had, and the next one has not."""
+    kept = {fact.id for fact in after.metadata.facts}
+    return [fact.id for fact in before.metadata.facts if fact.id not in kept] if before is not None else []
+
+
 def stored_bytes(bundle: Bundle | None, facts: Sequence[FactRecord]) -> int:
     """What a bundle's tensors, if there is one, and these facts take in a file."""
     tensors = bundle.tensors().values() if bundle is not None else ()

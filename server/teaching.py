@@ -13,7 +13,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import TaskDataError, UnknownFact
-from inducekv_vllm.teaching import fact_of, forgotten, superseded, taught
+from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
 
 from .requests import (
     CHANGE_ERRORS,
@@ -54,14 +54,12 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
     facts = [_fact(example, place) for place, example in enumerate(body.examples)]
     registry = registry_of(request)
-
     gone: list[str] = []
     full: dict[str, Any] = {"when_full": body.when_full, "last_used": await registry.uses(name)}
 
     def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
         made = taught(bundle, facts, reader, body.budget_bytes, **full)
-        left = {fact.id for fact in made.metadata.facts}
-        gone[:] = [fact.id for fact in bundle.metadata.facts if fact.id not in left] if bundle is not None else []
+        gone[:] = left_out(bundle, made)
         return made
 
     card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)

@@ -36,6 +36,7 @@ from inducekv_vllm.bundle import FactRecord, Gate
 from inducekv_vllm.facts import QuestionIndex, Vectors, fit_threshold, words_of
 from inducekv_vllm.gate import GateDecision
 from selector.backbone.facts import fact_reader
+from selector.backbone.gate_rule import decisions
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_in, token_values
 from selector.gate.encoding import encode_questions
@@ -129,8 +130,8 @@ def decided(
         part = asked[start : start + AT_ONCE]
         encoded = encode_questions(backbone, [question for question, _ in part])
         evidence = evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks))
-        for (question, expected), each in zip(part, evidence.double().numpy(), strict=True):
-            yield question, expected, gate.rule.decide(each)
+        for (question, expected), decision in zip(part, decisions(gate, evidence), strict=True):
+            yield question, expected, decision
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

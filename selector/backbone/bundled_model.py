@@ -18,7 +18,7 @@ from inducekv_vllm.facts import Answers
 
 from ..data.examples import Example
 from .facts import fact_reader
-from .gate_rule import fact_tasks, routed_tasks, routing
+from .gate_rule import decisions, fact_tasks, routed_tasks, routing
 from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone, Inputs
@@ -152,6 +152,6 @@ def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:
     """For questions of `task` with evidence [n, H]: the shares that open the gate, and open it for their task."""
     if (gate := bundle.gate) is None:
         return {"opened": 1.0, "own_task": 1.0}
-    found = [gate.rule.decide(each).task for each in evidence.double().cpu().numpy()]
+    found = [decision.task for decision in decisions(gate, evidence)]
     opened, own = ([each is not None for each in found], [each == task for each in found])
     return {"opened": sum(opened) / len(found), "own_task": sum(own) / len(found)}

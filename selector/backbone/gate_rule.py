@@ -14,6 +14,13 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.gate import GateDecision
+
+
+def decisions(gate: Gate, evidence: Tensor) -> list[GateDecision]:
+    """The gate's decision for each of n requests with evidence [n, H]."""
+    rule = gate.rule
+    return [rule.decide(each) for each in evidence.double().cpu().numpy()]
 
 
 def gated_prior(gate: Gate, entry_tasks: Sequence[str], evidence: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,10 +43,9 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], evidence: Tensor) -> tup
     with_entries = set(entry_tasks)
     if unknown := with_entries - set(gate.tasks):
         raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
-    rule = gate.rule
-    decisions = [rule.decide(each) for each in evidence.double().cpu().numpy()]
-    opened = torch.tensor([decision.task in with_entries for decision in decisions], dtype=torch.bool)  # [n]
-    margins = torch.tensor(np.array([decision.margins for decision in decisions]))  # [n, C]
+    found = decisions(gate, evidence)
+    opened = torch.tensor([decision.task in with_entries for decision in found], dtype=torch.bool)  # [n]
+    margins = torch.tensor(np.array([decision.margins for decision in found]))  # [n, C]
     margins[:, [task not in with_entries for task in gate.tasks]] = -math.inf
     task_of_entry = torch.tensor([gate.tasks.index(task) for task in entry_tasks], dtype=torch.int64)  # [B]
     other_task = task_of_entry != margins.argmax(dim=1)[:, None]  # [n, B] bool
@@ -71,5 +77,4 @@ def fact_tasks(bundle: Bundle, evidence: Tensor) -> list[tuple[str, ...]]:
     """The tasks of the gate whose facts count for each of n requests with evidence [n, H]."""
     if bundle.gate is None:
         return [()] * len(evidence)
-    rule = bundle.gate.rule
-    return [rule.decide(each).fact_tasks for each in evidence.double().cpu().numpy()]
+    return [decision.fact_tasks for decision in decisions(bundle.gate, evidence)]

@@ -28,7 +28,7 @@ def teach(options: argparse.Namespace) -> int:
     require_output(options.output)
 
     from inducekv_vllm.backbone.stored_facts import FactReader
-    from inducekv_vllm.teaching import forgotten, superseded, taught
+    from inducekv_vllm.teaching import forgotten, left_out, superseded, taught
 
     from ..data.examples import read_task
 
@@ -42,10 +42,8 @@ def teach(options: argparse.Namespace) -> int:
     if facts:
         before = bundle
         bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
-        left = {fact.id for fact in bundle.metadata.facts}
-        for fact in before.metadata.facts if before is not None else ():
-            if fact.id not in left:
-                print(f"{fact.id}: forgotten, to make room")
+        for gone in left_out(before, bundle):
+            print(f"{gone}: forgotten, to make room")
     assert bundle is not None
     write_bundle(bundle, options.output)
     for old, new in superseded(bundle.metadata.facts).items():

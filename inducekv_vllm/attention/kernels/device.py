@@ -1,8 +1,8 @@
 """The kernel. `launch.py` calls it, `twin.py` has the same in plain torch, and the package has the formulas.
 
 Lane i of a tile is head i % LANES of its KV head, in row i // LANES. Logits are kept in units of log2, for exp2.
-Constants: G, D and J as in the package; DP is D rounded up to a power of 2; BM lanes of a tile; BN tokens at a time; BK
-map rows, and BI work items whose results are merged, at a time.
+Constants: G, D and J as in the package; DP is D rounded up to a power of 2; BM lanes of a tile; BN tokens, and
+BK map rows, at a time.
 
 Pools, tables and steps may have more than 2^31 numbers, so rows, tokens and slots are int64 where they are multiplied.
 """
