@@ -42,7 +42,6 @@ class Case:
     form: Form
     map_rows: int = 0
     page_sets: int = 1  # different memories, each of B entries, that the requests of a decode step share out
-    trained: bool | None = None  # None: if it is decoupled
 
     @property
     def tokens(self) -> int:
@@ -57,7 +56,7 @@ class Case:
 
     @property
     def is_trained(self) -> bool:
-        return self.form == "decoupled" if self.trained is None else self.trained
+        return self.form == "decoupled"
 
     @property
     def requests(self) -> int:
