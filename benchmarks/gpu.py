@@ -1,22 +1,23 @@
 """Everything that only a GPU can show, in one command: `python -m benchmarks.gpu`, or `make gpu`.
 
-It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, and,
-where vLLM is installed, the tests of a whole engine. It needs torch, triton, numpy, transformers and pytest; what needs
-more is left out by name. A step that fails does not stop the others. JSON goes to `benchmarks/results/`; the
-summary, `gpu.json`, is written after each step. Paths are relative to the repository. The exit status is 1 if a step
-has failed.
+It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, and, where vLLM is
+installed, the tests of a whole engine and the benchmark of a server. It needs torch, triton, numpy, transformers and
+pytest; what needs more is left out by name. A step that fails does not stop the others. JSON goes to
+`benchmarks/results/`; the summary, `gpu.json`, is written after each step. Paths are relative to the repository. The
+exit status is 1 if a step has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from benchmarks.machine import describe_machine, installed_version
 ROOT = Path(__file__).parents[1]
 MODELS = ("qwen3-vl-4b", "llava-1.5-7b")
 DTYPES = ("bfloat16", "float16")
+SERVED = "qwen3-vl-4b"
+ENGINE = ("vllm", "faiss-cpu", "pydantic")
+# vLLM's Triton attention would multiply float32 as TF32, which is no more exact than bfloat16's products.
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 EVERY_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow")
 
 
@@ -36,6 +41,7 @@ class Step:
     name: str
     arguments: tuple[str, ...]  # of Python
     needs: tuple[str, ...] = ()  # distributions beyond those that the machine must have
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[str]:
@@ -43,7 +49,7 @@ class Step:
 
     @property
     def command(self) -> str:
-        return shlex.join(["python", *self.arguments])
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), "python", *self.arguments])
 
 
 def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[Step]:
@@ -51,11 +57,8 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
     tests = [
         Step("kernel tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/attention/kernels")),
         Step("device tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/test_device.py"), ("psutil",)),
-        Step(
-            "engine tests",
-            (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"),
-            ("vllm", "faiss-cpu", "pydantic"),
-        ),
+        Step("engine tests", (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"), ENGINE),
+        Step("engine tests in float32", (*EVERY_TEST, "tests/engine/test_decoupled_prefix_cache.py"), ENGINE, EXACT),
     ]
     measured = []
     for model in models:
@@ -63,6 +66,8 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
             stem = f"kernels_{model}_{dtype}"
             benchmark = ("-m", "benchmarks.kernels.run", "--geometry", model, "--device", "cuda", "--dtype", dtype)
             measured.append(Step(f"{model} {dtype}", (*benchmark, "--output", str(results / f"{stem}.json"))))
+    serving = ("-m", "benchmarks.serving.run", "--model", SERVED, "--methods", "gated", "--concurrency", "1", "8", "64")
+    measured.append(Step("serving", serving, (*ENGINE, "locust", "peft")))
     return tests + measured
 
 
@@ -79,7 +84,8 @@ def run(planned: Sequence[Step], results: Path) -> list[dict[str, Any]]:
             tell(f"   left out: {row['left_out']}")
         else:
             started = time.monotonic()
-            row["exit_status"] = subprocess.run([sys.executable, *step.arguments], cwd=ROOT).returncode
+            command, environment = [sys.executable, *step.arguments], os.environ | step.environment
+            row["exit_status"] = subprocess.run(command, cwd=ROOT, env=environment).returncode
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
         summary.write_text(json.dumps({"machine": describe_machine(), "steps": rows}, indent=2) + "\n")

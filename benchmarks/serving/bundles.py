@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import torch
 from torch.nn.functional import normalize
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForImageTextToText, LlavaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks.demo.model import build_config, export
 from benchmarks.geometries import Geometry
@@ -55,33 +56,46 @@ def config_of(geometry: Geometry) -> LlavaConfig:
     return config
 
 
-def make_model(geometry: Geometry, directory: Path) -> Path:
-    """Write a checkpoint with random weights to `directory`, the same bytes every time."""
+def make_model(geometry: Geometry, dtype: str, directory: Path) -> Path:
+    """Write a checkpoint with random weights to `directory`, the same bytes every time on one kind of device."""
     torch.manual_seed(MODEL_SEED)
-    model = LlavaForConditionalGeneration(config_of(geometry))
-    return export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForImageTextToText.from_config(config_of(geometry), dtype=getattr(torch, dtype))
+    export(model, PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), directory)
+    del model
+    torch.cuda.empty_cache()  # the servers need the GPU
+    return directory
 
 
 SEED = 11
 
 
-def build_bundles(model: Path, tasks: Path, work: Path) -> dict[str, Path]:
-    """One bundle a budget, of examples of `tasks`, by the command a user would run; and decoupled memory."""
-    bundles = {bundle_name(budget): work / f"B{budget}.safetensors" for budget in BUDGETS}
-    for budget, path in zip(BUDGETS, bundles.values(), strict=True):
+def build_bundles(backbone: Backbone, model: Path, names: Container[str], tasks: Path, work: Path) -> dict[str, Path]:
+    """Those of these names: one a budget, of examples of `tasks`, by the command a user would run; decoupled memory,
+    which is made of one of them; and memory behind a gate.
+    """
+    wants_decoupled = any(decoupled_name(activation) in names for activation in ACTIVATIONS)
+    bundles = {}
+    for budget in BUDGETS:
+        name, path = bundle_name(budget), work / f"B{budget}.safetensors"
+        if name not in names and not (budget == DECOUPLED_BUDGET and wants_decoupled):
+            continue
+        bundles[name] = path
         command = ["build", "--model", model, "--task", tasks, "--budget", budget, "--payload-tokens", PAYLOAD_TOKENS]
         command += ["--policy", "random", "--weighting", "sqrt", "--seed", SEED, "--output", path]
         subprocess.run([sys.executable, "-m", "selector.cli.bundle", *map(str, command)], check=True, stdout=sys.stderr)
-    return bundles | decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work) | gated_bundles(model, work)
+    if wants_decoupled:
+        bundles |= decouple(bundles[bundle_name(DECOUPLED_BUDGET)], work)
+    return {name: path for name, path in (bundles | gated_bundles(backbone, work)).items() if name in names}
 
 
-def gated_bundles(model: Path, work: Path) -> dict[str, Path]:
+def gated_bundles(backbone: Backbone, work: Path) -> dict[str, Path]:
     """One task of one entry with a map behind a gate, all in the sizes of the default recipe; of random content.
 
     The costs do not depend on it. The gates open for every prompt, or for none.
     """
-    backbone, sizes = Backbone.load(model), RefinedSettings()
-    model_facts, generator = backbone.fingerprint, torch.Generator().manual_seed(SEED)
+    sizes, generator = RefinedSettings(), torch.Generator().manual_seed(SEED)
+    model_facts = backbone.fingerprint
     L, J, D = model_facts.num_layers, model_facts.num_kv_heads, model_facts.head_dim
     width = backbone.num_heads // J * D
     payload = (L, 1, J, sizes.payload_tokens, D)
@@ -163,9 +177,8 @@ def stored_bytes(bundles: dict[str, Path], name: str) -> int:
     return entry_bytes(read_bundle(bundles[name], verify=False))
 
 
-def save_adapter(model: Path, work: Path) -> tuple[Path, int, int]:
+def save_adapter(backbone: Backbone, work: Path) -> tuple[Path, int, int]:
     """A LoRA adapter of every linear layer, no larger than the 64 entries of decoupled memory: folder, rank, bytes."""
-    backbone = Backbone.load(model)
     rank = largest_rank(backbone, memory_bytes(backbone, DECOUPLED_BUDGET, PAYLOAD_TOKENS, gated_tasks=0))
     size = save(attach(backbone, rank, SEED), work / LORA)
     return work / LORA, rank, size

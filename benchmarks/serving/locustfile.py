@@ -24,12 +24,14 @@ from typing import Any
 import gevent
 from gevent.pool import Pool
 from locust import HttpUser, constant, events, task
+from urllib3 import PoolManager
 
 from benchmarks.chat import chat_body, question_of, user_turn
 from benchmarks.demo.world import examples
 from server.demo import CHECKPOINT
 
 PICTURES = 64
+CONNECTIONS = 256  # kept open; urllib3 would keep 10, and warn of each further one
 FIRST_ANSWER_TOKENS = 8  # of a conversation whose second turn is measured
 
 
@@ -70,6 +72,7 @@ class VisualQuestionUser(HttpUser):
     """Asks one question after the other, without a pause; or is the only one of a run of blocks, and sends these."""
 
     wait_time = constant(0)
+    pool_manager = PoolManager(maxsize=CONNECTIONS)
 
     def on_start(self) -> None:
         self.number_asked = 0
@@ -90,14 +93,16 @@ class VisualQuestionUser(HttpUser):
         with open(blocks) as lines, open(timings, "w") as out:
             for line in lines:
                 block = json.loads(line)
-                bodies = [self.second_turn(request) for request in block["requests"]]
+                together = Pool(block["concurrency"])
+                bodies = together.map(self.second_turn, block["requests"])
                 start = time.perf_counter()
-                found = Pool(block["concurrency"]).map(self.stream, bodies)
+                found = together.map(self.stream, bodies)
                 seconds = time.perf_counter() - start
                 if None in found:
                     self.environment.process_exit_code = 1
                     break
-                out.write(json.dumps({"method": block["method"], "seconds": seconds, "requests": found}) + "\n")
+                row = {"method": block["method"], "seconds": seconds, "requests": found}
+                print(json.dumps(row), file=out, flush=True)
         self.environment.runner.quit()
 
     def second_turn(self, request: dict[str, Any]) -> dict[str, Any]:

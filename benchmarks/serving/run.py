@@ -1,4 +1,4 @@
-"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|80m|DIR] [--smoke]`.
+"""The serving benchmark: `python -m benchmarks.serving.run [--model demo|GEOMETRY|DIR] [--smoke]`.
 
 `benchmarks/serving/__init__.py` describes the methods and the measurement. Prints a table for each concurrency, the
 targets, and one JSON object as the last line; the same object goes to `benchmarks/results/serving_MODEL_DTYPE.json`
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from rich.console import Console
 from transformers import AutoConfig
@@ -42,12 +41,14 @@ from benchmarks.serving.methods import (
 )
 from benchmarks.serving.prompts import Exemplar, PromptMaker
 from inducekv_vllm.bundle.activation import ACTIVATIONS
+from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 KV_CACHE_BYTES = 2 << 30  # at least
 POOL_ENTRIES = 2 * (sum(BUDGETS) + len(ACTIVATIONS) * DECOUPLED_BUDGET)  # room for all bundles, and for as many more
 RESULTS = Path(__file__).parents[1] / "results"
+SERVED_NAME = "base"
 TASK = "guild"  # the stream task whose examples fill the bundles
 REPORTED = ("model", "dtype", "attention_backend", "prompt_tokens", "output_tokens", "smoke")
 
@@ -56,20 +57,22 @@ def main() -> int:
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 140)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        model = resolve_model(args.model, work)
-        adapter, rank, adapter_bytes = save_adapter(model, work)
-        write_task(work / TASK, TASK, {"train": max(BUDGETS)})
-        bundles = build_bundles(model, work / TASK / "train.jsonl", work)
+        work = args.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        model = resolve_model(args.model, args.dtype, work)
         prompts = PromptMaker(model, exemplars(), SEED)
         context = AutoConfig.from_pretrained(model).text_config.max_position_embeddings
+        every = make_methods(prompts, SERVED_NAME, context, args.output_tokens, args.prompt_tokens)
+        methods, rivals = chosen(every, args.methods), lora_methods(prompts, SERVED_NAME, args.prompt_tokens)
+        backbone = Backbone.load(model, getattr(torch, args.dtype))
+        write_task(work / TASK, TASK, {"train": max(BUDGETS)})
+        bundles = build_bundles(backbone, model, {each.model for each in methods}, work / TASK / "train.jsonl", work)
+        adapter, rank, adapter_bytes = save_adapter(backbone, work)
+        del backbone
         with serving(server_arguments(model, bundles, context, args), work / "server.log") as url:
-            every = make_methods(prompts, base_name(url), context, args.output_tokens, args.prompt_tokens)
-            methods = chosen(every, args.methods)
-            measured = measure(url, methods, args, work)
+            measured = measure(url, "memory", methods, args, work)
         with serving(lora_server_arguments(model, adapter, rank, context, args), work / "server-lora.log") as url:
-            rivals = lora_methods(prompts, base_name(url), args.prompt_tokens)
-            for concurrency, blocks in measure(url, rivals, args, work).items():
+            for concurrency, blocks in measure(url, "lora", rivals, args, work).items():
                 measured[concurrency] |= blocks
         stored = {method.name: stored_bytes(bundles, method.model) for method in methods} | {LORA: adapter_bytes}
     rows = report.tabulate(measured, {method.name: method.base for method in (*methods, *rivals)})
@@ -95,7 +98,8 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="80m", help="demo, 80m (created here, untrained), or a checkpoint's folder")
+    models = f"demo, a checkpoint's folder, or a geometry (untrained, made here): {', '.join(GEOMETRIES)}"
+    parser.add_argument("--model", default="80m", help=models)
     # Left to itself vLLM serves a float32 checkpoint in bfloat16.
     dtypes = "(default: float32 on a CPU, bfloat16 on a GPU, where FlashAttention has no float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtypes)
@@ -104,12 +108,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--methods", nargs="+", metavar="PREFIX", help="only methods whose names begin so, and `none`")
+    parser.add_argument("--work", type=Path, help="a new folder that keeps the model, logs and each block's timings")
     parser.add_argument("--output", type=Path, help="the JSON file (default: in benchmarks/results)")
     parser.add_argument("--smoke", action="store_true", help="one short round: shows that it runs, measures nothing")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for the server, last of all")
     args = parser.parse_args()
     if 1 not in args.concurrency or min(args.concurrency) < 1:
         parser.error("--concurrency takes positive numbers, 1 among them")
+    if args.work is not None and args.work.exists():
+        parser.error(f"--work must be a new folder, found {args.work}")
     if args.rounds < 1 or args.output_tokens < 2:
         parser.error("--rounds must be at least 1 and --output-tokens at least 2")
     on_gpu = torch.cuda.is_available()
@@ -123,10 +130,10 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def resolve_model(name: str, work: Path) -> Path:
+def resolve_model(name: str, dtype: str, work: Path) -> Path:
     """The checkpoint's folder."""
-    if name == "80m":
-        return make_model(GEOMETRIES["80m"], work / "model_80m")
+    if name in GEOMETRIES:
+        return make_model(GEOMETRIES[name], dtype, work / name)
     return CHECKPOINT if name == "demo" else Path(name)
 
 
@@ -140,17 +147,17 @@ def server_arguments(model: Path, bundles: dict[str, Path], context: int, args: 
     memories = [part for name, path in bundles.items() for part in ("--memory", f"{name}={path}")]
     memories += ["--memory-pool-entries", str(POOL_ENTRIES)]
     limits = ["--dtype", args.dtype, "--max-model-len", str(context), "--max-num-seqs", str(max(args.concurrency))]
-    limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency)))]
+    limits += ["--kv-cache-memory-bytes", str(kv_cache_bytes(model, context, max(args.concurrency), args.dtype))]
     limits += ["--limit-mm-per-prompt", json.dumps({"image": 257})]
     if args.attention_backend is not None:
         limits += ["--attention-backend", args.attention_backend]
-    return [str(model), *memories, *limits, *args.serve_args]
+    return [str(model), "--served-model-name", SERVED_NAME, *memories, *limits, *args.serve_args]
 
 
-def kv_cache_bytes(model: Path, context: int, requests: int) -> int:
-    """Room for `requests` at full context, in float32."""
+def kv_cache_bytes(model: Path, context: int, requests: int, dtype: str) -> int:
+    """Room for `requests` at full context."""
     text = AutoConfig.from_pretrained(model).text_config
-    token = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    token = 2 * getattr(torch, dtype).itemsize * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
     return max(KV_CACHE_BYTES, requests * context * token)
 
 
@@ -174,12 +181,7 @@ def chosen(methods: list[Method], prefixes: Sequence[str] | None) -> list[Method
     return [method for method in methods if method.name in names | bases]
 
 
-def base_name(url: str) -> str:
-    models = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"]
-    return str(next(model["id"] for model in models if not model.get("parent")))
-
-
-def measure(url: str, methods: list[Method], args: argparse.Namespace, work: Path) -> report.Measured:
+def measure(url: str, server: str, methods: list[Method], args: argparse.Namespace, work: Path) -> report.Measured:
     """All methods in turn, round after round, at each concurrency, after one round that warms up and is dropped."""
     measured: report.Measured = {concurrency: defaultdict(list) for concurrency in args.concurrency}
     plan = [(None, method) for method in methods]  # in the order of sending: its concurrency (None: dropped)
@@ -187,7 +189,7 @@ def measure(url: str, methods: list[Method], args: argparse.Namespace, work: Pat
         # More requests a round at higher concurrency, so fewer rounds give as many timings.
         rounds = max(1 if args.smoke else 2, args.rounds // concurrency)
         plan += [(concurrency, method) for _ in range(rounds) for method in methods]
-    blocks, timings = work / "blocks.jsonl", work / "timings.jsonl"
+    blocks, timings = work / f"blocks-{server}.jsonl", work / f"timings-{server}.jsonl"
     with blocks.open("w") as file:
         for concurrency, method in plan:
             file.write(json.dumps(block_of(method, concurrency or 1, args.output_tokens)) + "\n")

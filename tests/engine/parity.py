@@ -206,9 +206,11 @@ def silent_below(world: World, layer: int, map_rank: int) -> dict[str, Any]:
 def engine(
     model: Path, *, memory: bool = True, environment: dict[str, str] | None = None, **options: Any
 ) -> Iterator[LLM]:
-    """A real vLLM engine on the CPU, ended afterwards; `memory=False` starts vLLM without the plugin."""
+    """A real vLLM engine, ended afterwards; `memory=False` starts vLLM without the plugin."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv" if memory else "", **(environment or {})}
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, **options}
+    if torch.cuda.is_available():  # else an engine would take all of the GPU
+        options = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, **options}
     if memory:
         ours = {
             "worker_cls": os.environ.get(WORKER_VARIABLE, WORKER_CLS),

@@ -14,7 +14,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled
-from tests.engine.parity import MemoryEngine, deviation, engine, greedy, make_world, prompts
+from tests.engine.parity import FEWER_PROCESSES, MemoryEngine, deviation, engine, greedy, make_world, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +36,8 @@ def test_memory_rounds_at_most_twice_as_much(
         world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
         world.paths[activation] = tmp_path / f"{activation}.safetensors"
         write_bundle(world.bundles[activation], world.paths[activation])
-    options = {"dtype": dtype, "attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.3}
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    options = {"dtype": dtype, "attention_backend": "FLASH_ATTN"}
+    environment = {**FEWER_PROCESSES, "VLLM_USE_V2_MODEL_RUNNER": runner}
     questions, kinds = prompts(12, seed=2), (None, "sqrt", "generation", "prior", "text", "prompt")
     with engine(world.model, environment=environment, enforce_eager=eager, max_num_batched_tokens=64, **options) as llm:
         served = MemoryEngine(world, llm)

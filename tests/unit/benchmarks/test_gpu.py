@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks.kernels.run
+import benchmarks.serving.run
 from benchmarks import gpu
-from benchmarks.kernels.run import parse_arguments
 from tests.unit.benchmarks.test_kernels import ABSENT
 
 ROOT = Path(__file__).parents[3]
+PARSERS = {
+    "benchmarks.kernels.run": benchmarks.kernels.run.parse_arguments,
+    "benchmarks.serving.run": benchmarks.serving.run.parse_arguments,
+}
 PYTEST_PLUGINS = ("hypothesis", "xdist", "pytest_timeout", "psutil")
 
 
@@ -31,11 +36,11 @@ def test_make_gpu_would_run_every_check_and_benchmark(monkeypatch: pytest.Monkey
         if step.arguments[1] == "pytest":
             assert (ROOT / step.arguments[-1]).exists()
         else:
-            assert step.arguments[1] == "benchmarks.kernels.run"
             monkeypatch.setattr(sys, "argv", list(step.arguments[1:]))
-            args = parse_arguments()
-            measured.append((args.geometry, args.dtype, str(args.output)))
-    assert [run[:2] for run in measured] == [(model, dtype) for model in gpu.MODELS for dtype in gpu.DTYPES]
+            measured.append(PARSERS[step.arguments[1]]())
+    kernels = [(args.geometry, args.dtype) for args in measured[:-1]]
+    assert kernels == [(model, dtype) for model in gpu.MODELS for dtype in gpu.DTYPES]
+    assert (measured[-1].model, measured[-1].dtype) == ("qwen3-vl-4b", "bfloat16")
     assert {"qwen3-vl-4b", "llava-1.5-7b"} == set(gpu.MODELS)
 
 
