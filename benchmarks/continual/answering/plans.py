@@ -19,7 +19,6 @@ from benchmarks.continual.methods.gated import GATE, read_gate
 from benchmarks.continual.methods.neighbours import KEYS, Neighbours
 from benchmarks.continual.methods.rehearsal import number_that_fit
 from inducekv_vllm.bundle import Gate
-from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
@@ -27,7 +26,6 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 
 MAX_NEW_TOKENS = 12
-BATCH_SIZE = 64
 
 
 class AnsweringModel(Protocol):
@@ -146,9 +144,8 @@ class Shown:
     exemplars: tuple[Example, ...]  # in the neighbours' order
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
-        queries = extract_keys(self.scorer.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
         asks = []
-        for example, rows in zip(examples, self.neighbours.nearest(queries).tolist(), strict=True):
+        for example, rows in zip(examples, self.neighbours.nearest_to(self.scorer.backbone, examples), strict=True):
             room = self.scorer.context - MAX_NEW_TOKENS - self.scorer.prefix(example)["input_ids"].shape[1]
             count = number_that_fit((self.lengths[row] for row in rows), room)
             shown = tuple(self.exemplars[row] for row in reversed(rows[:count]))
@@ -180,8 +177,8 @@ class Copied:
     neighbours: Neighbours
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
-        queries = extract_keys(self.backbone, examples, batch_size=BATCH_SIZE)  # [n, d]
-        nearest = [[self.neighbours.answers[row] for row in rows] for rows in self.neighbours.nearest(queries).tolist()]
+        rows_of_each = self.neighbours.nearest_to(self.backbone, examples)
+        nearest = [[self.neighbours.answers[row] for row in rows] for rows in rows_of_each]
         # Of equal counts Counter returns the first one, and the nearest come first.
         return [
             Ask(example, with_artifact=False, answer=Counter(answers).most_common(1)[0][0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.continual.methods.question_keys import Key, question_keys
 from benchmarks.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import memory_bytes
 from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.extraction import extract_keys
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
@@ -52,11 +52,12 @@ class PromptReplay:
     """Exemplars of the tasks stand before the question as earlier turns (paper, "Compute-Matched Retrieval").
 
     Stored are exemplars with their pictures and their query keys; the model stays as it is. Before a question stand the
-    nearest exemplars by the paper's query key, the nearest last, as many as the model's context holds.
+    nearest exemplars, the nearest last, as many as the model's context holds.
     """
 
     kind: ClassVar[Kind] = "exemplars"
     name: str = "prompt_replay"
+    key: Key = "paper"
     shown: int = 4  # exemplars before a question
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
 
@@ -64,8 +65,8 @@ class PromptReplay:
         backbone = Backbone.load(context.model)
         allowed = memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
         kept = share_of_task(backbone, task, [content_bytes(example) for example in task.train], allowed, context)
-        neighbours = Neighbours.before(previous, backbone, self.shown).after(
-            extract_keys(backbone, kept, batch_size=64)
+        neighbours = Neighbours.before(previous, backbone, self.shown, self.key).after(
+            question_keys(backbone, kept, self.key)
         )
         neighbours.write(out / KEYS)
         if previous is not None:
@@ -86,6 +87,7 @@ class KnnCopier:
 
     kind: ClassVar[Kind] = "copier"
     name: str = "knn_copier"
+    key: Key = "paper"
     k: int = 5
     payload_tokens: int = 8  # m of the memory whose bytes may be taken
 
@@ -93,8 +95,9 @@ class KnnCopier:
         backbone = Backbone.load(context.model)
         allowed = memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
         kept = share_of_task(backbone, task, [len(e.answer.encode()) for e in task.train], allowed, context)
-        keys = extract_keys(backbone, kept, batch_size=64)
-        neighbours = Neighbours.before(previous, backbone, self.k).after(keys, [example.answer for example in kept])
+        neighbours = Neighbours.before(previous, backbone, self.k, self.key).after(
+            question_keys(backbone, kept, self.key), [example.answer for example in kept]
+        )
         neighbours.write(out / KEYS)
         report = {"examples": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
         return Artifact("copier", KEYS, neighbours.stored_bytes, report)
@@ -102,24 +105,29 @@ class KnnCopier:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Query keys r(x) of N examples, as the memory stores its own; and the number of neighbours to use."""
+    """Keys of N examples, of which kind, and the number of neighbours to use."""
 
     keys: Tensor  # [N, d] float16
     k: int
+    key: Key = "paper"
     answers: tuple[str, ...] = ()  # [N], if the examples themselves are not stored
 
     @classmethod
-    def none(cls, hidden_size: int, k: int) -> Neighbours:
+    def none(cls, hidden_size: int, k: int, key: Key = "paper") -> Neighbours:
         """Nothing stored yet."""
-        return cls(torch.zeros(0, hidden_size, dtype=torch.float16), k)
+        return cls(torch.zeros(0, hidden_size, dtype=torch.float16), k, key)
 
     @classmethod
-    def before(cls, previous: Path | None, backbone: Backbone, k: int) -> Neighbours:
+    def before(cls, previous: Path | None, backbone: Backbone, k: int, key: Key) -> Neighbours:
         """Those of the state folder `previous`."""
-        return cls.read(previous / KEYS) if previous else cls.none(backbone.hidden_size, k)
+        return cls.read(previous / KEYS) if previous else cls.none(backbone.hidden_size, k, key)
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def nearest_to(self, backbone: Backbone, examples: Sequence[Example]) -> list[list[int]]:
+        """Rows of the nearest to each of n questions: [n, min(k, N)]. `nearest` says in which order."""
+        return self.nearest(question_keys(backbone, examples, self.key)).tolist()
 
     def nearest(self, queries: Tensor) -> Tensor:
         """Rows of the nearest to queries [n, d] float32 of unit norm: [n, min(k, N)] int64.
@@ -131,7 +139,7 @@ class Neighbours:
 
     def after(self, keys: Tensor, answers: Sequence[str] = ()) -> Neighbours:
         """With more examples after these; `keys` [n, d] of any float type."""
-        return Neighbours(torch.cat([self.keys, keys.half()]), self.k, (*self.answers, *answers))
+        return replace(self, keys=torch.cat([self.keys, keys.half()]), answers=(*self.answers, *answers))
 
     @property
     def stored_bytes(self) -> int:
@@ -140,14 +148,14 @@ class Neighbours:
 
     def write(self, path: Path) -> None:
         # In one piece: safetensors writes several metadata entries in any order.
-        metadata = {"neighbours": json.dumps({"k": self.k, "answers": self.answers})}
+        metadata = {"neighbours": json.dumps({"k": self.k, "key": self.key, "answers": self.answers})}
         replace_file(path, safetensors.torch.save({"keys": self.keys.contiguous()}, metadata=metadata))
 
     @classmethod
     def read(cls, path: Path) -> Neighbours:
         with safetensors.safe_open(str(path), framework="pt") as file:
             metadata = json.loads(file.metadata()["neighbours"])
-            return cls(file.get_tensor("keys"), metadata["k"], tuple(metadata["answers"]))
+            return cls(file.get_tensor("keys"), metadata["k"], metadata["key"], tuple(metadata["answers"]))
 
 
 def share_of_task(

@@ -19,12 +19,14 @@ from benchmarks.continual.methods.gated import GATE, read_gate, write_gate
 from benchmarks.continual.methods.lora import AdapterTraining
 from benchmarks.continual.methods.lwf import Lwf, divergence
 from benchmarks.continual.methods.neighbours import Neighbours
+from benchmarks.continual.methods.question_keys import EARLY_LAYER, question_keys
 from benchmarks.continual.methods.rehearsal import content_bytes, reservoir
 from benchmarks.lora_adapter import attach, memory_bytes
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle.tensors import DTYPES
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.gate import TurnMarks
+from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
@@ -299,3 +301,23 @@ def test_neighbours_are_the_nearest_and_of_equal_ones_the_first_stored():
     queries = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert stored.nearest(queries).tolist() == [[0, 2, 1], [1, 3, 2]]
     assert stored.stored_bytes == 4 * 2 * 2
+
+
+def test_early_keys_are_of_the_question_and_of_the_first_layers(model, suite):
+    backbone, examples = Backbone.load(model), suite.tasks[0].test[:3]
+    keys = {key: question_keys(backbone, examples, key) for key in ("paper", "early")}
+    for found in keys.values():
+        assert found.shape == (3, HIDDEN)
+        torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
+    with torch.no_grad():
+        for weight in decoder(backbone.model).layers[EARLY_LAYER].parameters():
+            weight.mul_(2)
+        assert torch.equal(question_keys(backbone, examples, "early"), keys["early"])
+        assert not torch.allclose(question_keys(backbone, examples, "paper"), keys["paper"])
+
+
+def test_neighbours_keep_the_kind_of_their_keys(tmp_path):
+    stored = Neighbours.none(2, k=3, key="early").after(torch.eye(2), ["a", "b"])
+    stored.write(tmp_path / "keys.safetensors")
+    found = Neighbours.read(tmp_path / "keys.safetensors")
+    assert (found.k, found.key, found.answers, found.keys.tolist()) == (3, "early", ("a", "b"), stored.keys.tolist())
