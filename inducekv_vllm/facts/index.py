@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Final, Protocol
 
 import faiss
@@ -86,6 +86,7 @@ class QuestionIndex:
             words: [U] of a request.
             among: [N], the questions that may be found; None for all.
         """
+        words = self._as_stored(words)
         found = self._shortlist(words, among)
         if not len(found):
             return found, np.zeros(0)
@@ -97,6 +98,21 @@ class QuestionIndex:
         scores = np.add.reduceat(self._weights[places] * best, np.cumsum([0, *lengths[:-1]])) / self._totals[found]
         order = np.lexsort((-found, -scores.round(6)))
         return found[order], scores[order]
+
+    def _as_stored(self, words: Sequence[str]) -> list[str]:
+        """The words of a request with the hyphens that stored questions give them.
+
+        "x-y" is the name of something else than "x", so it stays one word unless x and y are what is stored.
+        """
+        spelled = list[str]()
+        for word in words:
+            parts = word.split("-")
+            is_split = word not in self._columns and all(part in self._columns for part in parts)
+            spelled += parts if is_split else [word]
+        for first, second in pairwise(words):
+            if (joined := f"{first}-{second}") in self._columns:
+                spelled = [joined, *(word for word in spelled if word not in (first, second))]
+        return spelled
 
     def _shortlist(self, words: Sequence[str], among: npt.NDArray[np.bool_] | None) -> IntArray:
         """The questions that share most with the request, counting for each of its words the stored ones near it."""

@@ -8,13 +8,15 @@ from typing import Final
 
 # Chinese and Japanese put no spaces between words: there, each character is one. An emoji is all of its code points.
 _UNSPACED: Final = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-_WORD: Final = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+|[^\w\s\x00-\x7f]+|[^\w\s]")
+_PART: Final = rf"(?:(?![{_UNSPACED}])\w)+"
+_HYPHENS: Final = str.maketrans("\u2010\u2011", "--")
+_WORD: Final = re.compile(rf"[{_UNSPACED}]|{_PART}(?:-{_PART})*|[^\w\s\x00-\x7f]+|[^\w\s]")
 _MEANT: Final = frozenset("#%&@*/")  # punctuation to Unicode, part of names and quantities to people
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The different words, numbers, symbols and emoji of a text, in lower case and in order."""
-    found = dict.fromkeys(_WORD.findall(text.casefold()))
+    """The different words, numbers, symbols and emoji of a text, in lower case and in order; "x-y" is one word."""
+    found = dict.fromkeys(_WORD.findall(text.casefold().translate(_HYPHENS)))
     return tuple(word for word in found if not _is_punctuation(word))
 
 
