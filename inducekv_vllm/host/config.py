@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -64,6 +65,18 @@ class InduceKVConfig(BaseModel):
         if not isinstance(additional, dict) or CONFIG_KEY not in additional:
             return None
         return cls.parse(additional[CONFIG_KEY])
+
+    @staticmethod
+    def named_alone(vllm_config: VllmConfig) -> VllmConfig:
+        """A copy that says that there is memory, and nothing of its settings.
+
+        For a worker: vLLM finds a model that it has compiled before by a hash of its whole configuration, and no
+        setting of memory is compiled into one.
+        """
+        named = copy.copy(vllm_config)
+        additional = vllm_config.additional_config
+        named.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
+        return named
 
     @classmethod
     def parse(cls, settings: object) -> InduceKVConfig:

@@ -36,7 +36,7 @@ from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
 from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
-from ..host.config import CONFIG_KEY, InduceKVConfig
+from ..host.config import InduceKVConfig
 from ..host.device import Device, device_of
 from ..host.logs import logger_of
 from ..host.requirements import check_engine, check_maps
@@ -62,10 +62,12 @@ class MemoryWorker(Worker):
     """vLLM's worker with memory. A subclass for each platform has that platform's memory attention."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if InduceKVConfig.from_vllm(vllm_config) is None:
+        named = InduceKVConfig.named_alone(vllm_config)
+        if (settings := InduceKVConfig.from_vllm(vllm_config)) is None:
             # The attention backend recognises an engine with memory by this key.
-            additional = vllm_config.additional_config
-            vllm_config.additional_config = {**(additional if isinstance(additional, dict) else {}), CONFIG_KEY: {}}
+            vllm_config.additional_config = named.additional_config
+        self.settings = settings or InduceKVConfig()
+        vllm_config = named
         check_engine(vllm_config)
         register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
@@ -101,11 +103,9 @@ class MemoryWorker(Worker):
 
     def _allocate_memory(self) -> None:
         """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
-        config = InduceKVConfig.from_vllm(self.vllm_config)
-        assert config is not None
         kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
         shape = PoolShape(
-            entries=config.memory_pool_entries,
+            entries=self.settings.memory_pool_entries,
             num_layers=self.model_config.get_num_layers(self.parallel_config),
             num_kv_heads=kv_heads,
             heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
@@ -120,7 +120,7 @@ class MemoryWorker(Worker):
             *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),
         )
         self.memory_of_requests = MemoryOfRequests(num_slots, self._fill_slot, self.resident.release)
-        self.attention = self.make_attention(num_slots, config.memory_request_entries)
+        self.attention = self.make_attention(num_slots, self.settings.memory_request_entries)
 
     def _fill_slot(self, memory: RequestMemory) -> None:
         self.attention.fill(memory)
@@ -140,7 +140,7 @@ class MemoryWorker(Worker):
         add_up = tensor_model_parallel_all_reduce
         self.undecided = UndecidedRequests(self.cached_values, placeholders, add_up, self._device)
         if get_tensor_model_parallel_rank() == 0:
-            gate_log = GateLog.of(InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig())
+            gate_log = GateLog.of(self.settings)
             self.deciding = Deciding(placeholders, gate_log)
             self.same_pass = self._make_same_pass(self.deciding, kv_cache_config)
 

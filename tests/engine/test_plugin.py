@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm import triton_utils
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -221,3 +222,16 @@ def test_only_decode_steps_of_engines_with_memory_are_whole_graphs(
     monkeypatch.setattr(builder, "_cudagraph_support", AttentionCGSupport(own))
     config: Any = SimpleNamespace(additional_config=settings)
     assert builder.get_cudagraph_support(config, object()) == AttentionCGSupport(expected)  # type: ignore[arg-type]
+
+
+def test_settings_of_memory_are_no_part_of_what_is_compiled() -> None:
+    """vLLM looks for a compiled model by the hash of its configuration."""
+    several = [{"inducekv": {"memory_pool_entries": 64}}, {"inducekv": {"state": "other.sqlite"}}, {"inducekv": {}}]
+    configs = [VllmConfig(additional_config=each) for each in several]
+    named = [InduceKVConfig.named_alone(config) for config in configs]
+    assert len({config.compute_hash() for config in configs}) == 3
+    assert len({config.compute_hash() for config in named}) == 1
+    assert [config.additional_config for config in configs] == several
+    others = InduceKVConfig.named_alone(VllmConfig(additional_config={"inducekv": {}, "other": 1}))
+    assert others.compute_hash() != named[0].compute_hash()
+    assert InduceKVConfig.from_vllm(others) is not None
