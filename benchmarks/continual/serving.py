@@ -55,12 +55,13 @@ class Needs:
 
     @property
     def rank(self) -> int:
-        """The largest rank whose bytes are no more than those of the largest memory."""
+        """The largest that is asked for, or whose bytes are no more than those of the largest memory."""
         tokens = max(getattr(method, "payload_tokens", PAYLOAD_TOKENS) for method in self.methods)
         backbone = Backbone.load(self.model)
         allowed = memory_bytes(backbone, self.budget, tokens, len(self.suite.tasks))
         modules = {getattr(method, "modules", "all") for method in self.methods}
-        return max(largest_rank(backbone, allowed, each) for each in modules)
+        asked = [getattr(method, "rank", None) or 1 for method in self.methods]
+        return max(*asked, *(largest_rank(backbone, allowed, each) for each in modules))
 
 
 @contextmanager

@@ -175,10 +175,15 @@ class Scorer:
         for start in range(0, len(questions), self.batch_size):
             rows = slice(start, start + self.batch_size)
             examples = questions.examples[rows]
-            predicted = self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
-            for example, logprobs in zip(examples, predicted, strict=True):
-                right += logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example)
+            right += self.count_right(
+                examples, self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
+            )
         return right / len(questions)
+
+    def count_right(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> int:
+        """How many have the likeliest token at every place of their answer in what `predicted` returned."""
+        pairs = zip(examples, predicted, strict=True)
+        return sum(logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example) for example, logprobs in pairs)
 
 
 def batch_rows(count: int, size: int, seed: int, batch: tuple[int, ...]) -> list[int]:

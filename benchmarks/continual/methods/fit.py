@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from selector.data.examples import Example
 WARM_UP = 0.1  # of the steps
 MAX_NORM = 1.0  # of the gradient
 KEEP_LOSS_EVERY = 10  # steps
+MEASURED_AT_ONCE = 64  # validation examples
 
 # From a step's examples and the log-probabilities [answer tokens, vocabulary] float32 of each to the term added to the
 # mean loss: [], differentiable.
@@ -58,14 +59,15 @@ class Fit:
     def run_best(self, rates: Sequence[float], steps: int, validation: Sequence[Example]) -> dict[str, Any]:
         """`run` with each rate from the same start; the parameters of the least mean NLL on `validation` stay.
 
-        Returns that rate, its history and its NLL and, of several rates, each one's NLL: None if it diverged.
+        Returns that rate, its history, its NLL and its accuracy and, of several rates, each one's NLL: None if it
+        diverged.
 
         Raises:
             TaskDataError: training diverges with every rate.
         """
         if len(rates) == 1:
             history = self.run(rates[0], steps)
-            return {"learning_rate": rates[0], "history": history, "validation_nll": self.mean_loss(validation)}
+            return self._report(rates[0], history, self.mean_loss(validation), validation)
         start = [parameter.detach().clone() for parameter in self.parameters]
         finished: dict[float, tuple[float, list[dict[str, Any]], list[Tensor]]] = {}
         for rate in rates:
@@ -82,7 +84,13 @@ class Fit:
         loss, history, trained = finished[best]
         assign(self.parameters, trained)
         tried = {str(rate): finished[rate][0] if rate in finished else None for rate in rates}
-        return {"learning_rate": best, "history": history, "validation_nll": loss, "rates_tried": tried}
+        return self._report(best, history, loss, validation) | {"rates_tried": tried}
+
+    def _report(
+        self, rate: float, history: list[dict[str, Any]], loss: float, validation: Sequence[Example]
+    ) -> dict[str, Any]:
+        found = {"validation_nll": loss, "validation_accuracy": self.accuracy(validation)}
+        return {"learning_rate": rate, "history": history, **found}
 
     def losses(self, batch: Sequence[Example]) -> dict[str, Tensor]:
         """The terms whose sum a step minimises: the mean NLL, and the penalty if there is one. [] each."""
@@ -102,10 +110,19 @@ class Fit:
         return batch
 
     @torch.no_grad()
-    def mean_loss(self, examples: Sequence[Example], batch_size: int = 64) -> float:
+    def mean_loss(self, examples: Sequence[Example]) -> float:
         """Mean NLL."""
-        batches = (examples[start : start + batch_size] for start in range(0, len(examples), batch_size))
-        return sum(float(self.scorer.losses(batch).double().sum()) for batch in batches) / len(examples)
+        return sum(float(self.scorer.losses(batch).double().sum()) for batch in batches_of(examples)) / len(examples)
+
+    @torch.no_grad()
+    def accuracy(self, examples: Sequence[Example]) -> float:
+        """The share that is answered right, token by token of the right answer."""
+        right = (self.scorer.count_right(batch, self.scorer.predicted(batch)) for batch in batches_of(examples))
+        return sum(right) / len(examples)
+
+
+def batches_of(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    return (examples[start : start + MEASURED_AT_ONCE] for start in range(0, len(examples), MEASURED_AT_ONCE))
 
 
 @torch.no_grad()

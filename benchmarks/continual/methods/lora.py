@@ -56,12 +56,13 @@ class Lora:
     batch_size: int = 16  # examples of a step, rehearsed ones among them
     precision: Precision = "bfloat16"  # of matrix products in training
     modules: Modules = "all"  # the layers that are adapted
+    rank: int | None = None  # None: the largest that the bytes of the memory allow
     payload_tokens: int = 8  # m of the memory whose bytes the method may take
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         backbone = Backbone.load(context.model)
         allowed = self.bytes_allowed(backbone, context)
-        rank = largest_rank(backbone, allowed, self.modules)
+        rank = self.rank or largest_rank(backbone, allowed, self.modules)
         if previous is None:
             adapted = attach(backbone, rank, context.seed, self.modules)
         else:

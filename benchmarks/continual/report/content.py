@@ -18,7 +18,7 @@ from selector.runtime.files import replace_file
 
 AP, BASE = metric("AP"), metric("base_final")
 KEPT = ("method", "budget", "seed", "settings", "complete", "accuracy", "base", "stored_bytes", "seconds", "metrics")
-TRIED = ("activation", "rates_tried")  # of a task's report
+TRIED = ("activation", "rates_tried", "validation_accuracy")  # of a task's report
 DIGITS = 4
 COMMANDS = "commands.jsonl"
 

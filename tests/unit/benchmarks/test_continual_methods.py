@@ -151,6 +151,16 @@ def test_each_task_takes_the_learning_rate_of_the_least_validation_loss(model, s
         learn("diverging", learning_rate=None)
 
 
+def test_a_lora_may_have_a_rank_beyond_the_memorys_bytes(model, suite, tmp_path):
+    stream = LearnedStream(replace(SMALL["gated_task_lora"], rank=8), model, suite, tmp_path)
+    for artifact, task in zip(stream.artifacts, ORDER, strict=True):
+        assert artifact.report["rank"] == 8
+        assert 0 <= artifact.report["validation_accuracy"] <= 1
+        tensors = load_file(stream.states[-1] / "adapters" / task / "adapter_model.safetensors")
+        assert {min(tensor.shape) for tensor in tensors.values()} == {8}
+    assert stream.artifacts[0].stored_bytes > stream.artifacts[0].report["bytes_allowed"]
+
+
 def test_an_adapter_of_its_own_is_never_changed_again(learned):
     stream = learned("gated_task_lora")
     names = [sorted(path.name for path in (state / "adapters").iterdir()) for state in stream.states]
