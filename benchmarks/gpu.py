@@ -33,6 +33,7 @@ SERVED = "qwen3-vl-4b"
 ENGINE = ("vllm", "faiss-cpu", "pydantic")
 # vLLM's Triton attention would multiply float32 as TF32, which is no more exact than bfloat16's products.
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+DECOUPLED = ("test_decoupled_prefix_cache", "test_decoupled", "test_facts")  # what serves memory without FlashAttention
 EVERY_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow")
 
 
@@ -58,7 +59,9 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
         Step("kernel tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/attention/kernels")),
         Step("device tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/test_device.py"), ("psutil",)),
         Step("engine tests", (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"), ENGINE),
-        Step("engine tests in float32", (*EVERY_TEST, "tests/engine/test_decoupled_prefix_cache.py"), ENGINE, EXACT),
+        Step(
+            "engine tests in float32", (*EVERY_TEST, *(f"tests/engine/{name}.py" for name in DECOUPLED)), ENGINE, EXACT
+        ),
     ]
     measured = []
     for model in models:

@@ -264,12 +264,18 @@ def largest_deviation(
 
 
 class MemoryEngine:
-    """An engine of a world's model with all its bundles loaded."""
+    """An engine of a world's model with all its bundles loaded that it can serve."""
 
     def __init__(self, world: World, llm: LLM) -> None:
         self.world, self.offline = world, MemoryLLM(llm)
         self.bundles = dict(world.bundles)
-        self.memories = {name: self.offline.load_bundle(path) for name, path in world.paths.items()}
+        # On a GPU attention in float32 gives no log-sum-exp, which merged memory needs.
+        decoupled_alone = torch.cuda.is_available() and llm.llm_engine.vllm_config.model_config.dtype == torch.float32
+        self.memories = {
+            name: self.offline.load_bundle(path)
+            for name, path in world.paths.items()
+            if world.bundles[name].metadata.form == "decoupled" or not decoupled_alone
+        }
 
     def chat(
         self, questions: Sequence[Prompt], names: Sequence[str | None], params: SamplingParams, **options: Any
