@@ -59,15 +59,14 @@ class Fit:
     def run_best(self, rates: Sequence[float], steps: int, validation: Sequence[Example]) -> dict[str, Any]:
         """`run` with each rate from the same start; the parameters of the least mean NLL on `validation` stay.
 
-        Returns that rate, its history, its NLL and its accuracy and, of several rates, each one's NLL: None if it
-        diverged.
+        Returns that rate, its history and its NLL and, of several rates, each one's NLL: None if it diverged.
 
         Raises:
             TaskDataError: training diverges with every rate.
         """
         if len(rates) == 1:
             history = self.run(rates[0], steps)
-            return self._report(rates[0], history, self.mean_loss(validation), validation)
+            return {"learning_rate": rates[0], "history": history, "validation_nll": self.mean_loss(validation)}
         start = [parameter.detach().clone() for parameter in self.parameters]
         finished: dict[float, tuple[float, list[dict[str, Any]], list[Tensor]]] = {}
         for rate in rates:
@@ -84,13 +83,7 @@ class Fit:
         loss, history, trained = finished[best]
         assign(self.parameters, trained)
         tried = {str(rate): finished[rate][0] if rate in finished else None for rate in rates}
-        return self._report(best, history, loss, validation) | {"rates_tried": tried}
-
-    def _report(
-        self, rate: float, history: list[dict[str, Any]], loss: float, validation: Sequence[Example]
-    ) -> dict[str, Any]:
-        found = {"validation_nll": loss, "validation_accuracy": self.accuracy(validation)}
-        return {"learning_rate": rate, "history": history, **found}
+        return {"learning_rate": best, "history": history, "validation_nll": loss, "rates_tried": tried}
 
     def losses(self, batch: Sequence[Example]) -> dict[str, Tensor]:
         """The terms whose sum a step minimises: the mean NLL, and the penalty if there is one. [] each."""

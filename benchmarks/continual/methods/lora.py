@@ -83,6 +83,7 @@ class Lora:
             "compute": {"steps": self.steps * len(self.rates()), "batch_size": self.batch_size},
         }
         report |= fit.run_best(self.rates(), self.steps, task.validation)
+        report["validation_accuracy"] = fit.accuracy(task.validation)
         report |= self.keep(training)
         report["seconds"] = round(time.monotonic() - began, 1)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER), report)
