@@ -36,7 +36,7 @@ def question_keys(backbone: Backbone, examples: Sequence[Example], key: Key) -> 
 
 
 def _early_key(backbone: Backbone, example: Example) -> Tensor:
-    inputs = backbone.encode(example.messages, example.load_images())
+    inputs = backbone.encode_example(example)
     tokens = inputs["input_ids"][0].tolist()
     deciding = deciding_tokens(tokens, turn_marks(backbone.processor), placeholder_ids(backbone.model.config))
     with torch.inference_mode():
