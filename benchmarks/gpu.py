@@ -31,7 +31,7 @@ MODELS = ("qwen3-vl-4b", "llava-1.5-7b")
 DTYPES = ("bfloat16", "float16")
 SERVED = "qwen3-vl-4b"
 ENGINE = ("vllm", "faiss-cpu", "pydantic")
-# vLLM's Triton attention would multiply float32 as TF32, which is no more exact than bfloat16's products.
+# Left to itself vLLM's Triton attention rounds float32 products to TF32, too much for the tests' tolerance.
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 DECOUPLED = ("test_decoupled_prefix_cache", "test_decoupled", "test_facts")  # what serves memory without FlashAttention
 EVERY_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow")
