@@ -68,8 +68,16 @@ def test_parity(served: MemoryEngine, activation: Activation, weighting: str) ->
 
 
 def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    decoupled = ("text-uniform", "prompt-uniform", "generation-uniform", "generation-other", "text-prior-maps")
-    kinds = (None, *decoupled, *(name for name in ("sqrt",) if name in served.memories))
+    kinds = (
+        None,
+        "text-uniform",
+        "prompt-uniform",
+        "generation-uniform",
+        "sqrt",
+        "generation-other",
+        "text-prior-maps",
+    )
+    kinds = tuple(name for name in kinds if name is None or name in served.memories)
     questions = prompts(28, seed=2)
     served.check(questions, [kinds[i % len(kinds)] for i in range(28)], greedy(max_tokens=40))
     assert preemptions(served) > 0

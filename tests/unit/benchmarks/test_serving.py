@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from benchmarks.serving import methods, report
 from benchmarks.serving.prompts import PromptMaker
@@ -113,19 +112,14 @@ def test_the_server_has_a_dtype_and_a_backend_that_memory_can_be_served_with(
     assert (args.dtype, given["--dtype"], given.get("--attention-backend")) == (dtype, dtype, backend)
 
 
-def names() -> list[str]:
-    context = AutoConfig.from_pretrained(CHECKPOINT).text_config.max_position_embeddings
-    made = methods.make_methods(PromptMaker(CHECKPOINT, exemplars(), seed=0), "base", context, 4, methods.PROMPT_TOKENS)
-    return [method.name for method in made]
-
-
 @pytest.mark.slow
-def test_the_whole_benchmark_runs_and_ends_in_one_json_line() -> None:
+def test_the_whole_benchmark_runs_and_ends_in_one_json_line(prompts: PromptMaker) -> None:
     command = [sys.executable, "-m", "benchmarks.serving.run", "--model", "demo", "--smoke"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     result = json.loads(lines[-1])
     rows = result["concurrency"]["1"]
-    assert list(rows) == [*names(), "lora_none", "lora"]
+    every = methods.make_methods(prompts, "base", 4096, 4, methods.PROMPT_TOKENS)
+    assert list(rows) == [*(method.name for method in every), "lora_none", "lora"]
     lengths = {name: row["prompt_tokens"] for name, row in rows.items()}
     assert lengths["none"] == lengths["memory_B64_all"] == lengths["memory_B256_top8"] == methods.PROMPT_TOKENS
     assert lengths["longer_prompt"] == methods.PROMPT_TOKENS + methods.LONGER_BY
