@@ -130,6 +130,25 @@ def test_the_image_for_gpus_keeps_what_vllms_image_has() -> None:
     assert found["USER"] == of_cpu["USER"]
 
 
+def test_what_a_start_compiles_is_kept() -> None:
+    """In /cache, which belongs to the server's user in both images, and lies on a volume."""
+    for name, compilers in (
+        ("Dockerfile.cpu", {"VLLM_CACHE_ROOT"}),
+        ("Dockerfile.cuda", {"VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"}),
+    ):
+        found = image(name)
+        (user,), variables = (
+            [line for line in found["RUN"] if "useradd" in line],
+            dict(word.split("=", 1) for line in found["ENV"] for word in line.split()),
+        )
+        assert re.search(r"install -d -o inducekv -g inducekv [^&]*/cache\b", user)
+        assert all(variables[each].startswith("/cache/") for each in compilers)
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    mounts = dict(each.split(":")[:2][::-1] for each in compose["services"]["server"]["volumes"])
+    assert mounts["/cache"] in compose["volumes"]
+    assert "mountPath: /cache," in (CHART / "templates" / "statefulset.yaml").read_text()
+
+
 def tool(name: str) -> str:
     """The path of a program that not every machine has."""
     if (path := shutil.which(name)) is None:
