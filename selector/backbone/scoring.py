@@ -159,14 +159,18 @@ class Scorer:
         return losses
 
     @torch.no_grad()
-    def mean_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> float:
-        """Mean NLL over all questions, with a memory or without. Raises as `losses` does."""
-        total = torch.zeros((), dtype=torch.float64)
+    def each_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> Tensor:
+        """NLL of each of n questions, with a memory or without: [n] float64 on the host. Raises as `losses` does."""
+        losses = [torch.zeros(0, dtype=torch.float64)]
         for start in range(0, len(questions), self.batch_size):
             rows = slice(start, start + self.batch_size)
             terms = None if memory is None else questions.terms(memory, rows, log_prior)
-            total += self.losses(questions.examples[rows], memory, terms).double().sum().cpu()
-        return float(total) / len(questions)
+            losses.append(self.losses(questions.examples[rows], memory, terms).double().cpu())
+        return torch.cat(losses)
+
+    def mean_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> float:
+        """Mean NLL over all questions; arguments and errors as for `each_loss`."""
+        return float(self.each_loss(questions, memory, log_prior).mean())
 
     @torch.no_grad()
     def accuracy(self, questions: Questions, memory: Memory, log_prior: Tensor | None = None) -> float:

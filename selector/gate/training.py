@@ -35,7 +35,7 @@ LEAST_ODDS: Final = 0.0  # a gate never opens where a task is less likely than n
 LEAST_THRESHOLD: Final = 1e-2
 PENALTY: Final = 1e-4  # of squared weights, where they alone are fitted
 MISSES: Final = (0.0, 0.01, 0.02, 0.05, 0.1)  # of the table that is printed
-NEAR: Final = 0.99  # of what belongs to no task is less like a task than a question whose facts count
+NEAR: Final = 0.97  # of what belongs to no task is less like a task than a question whose facts count
 
 
 @dataclass(frozen=True)

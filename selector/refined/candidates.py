@@ -1,24 +1,24 @@
-"""The trainings of a new task, of which one is kept: by activation and learning rate.
+"""The trainings of a new task, by activation and learning rate: all are begun, and one is finished.
 
 Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
-better off with it; so the latest activation is kept that is not clearly worse than the best. Latest of all is memory
-that acts on the generation, and only in the layers from the gate's last one on: it costs a request no second pass
-(`inducekv_vllm.workers.same_pass`).
+better off with it. Latest of all is memory that acts on the generation, and only in the layers from the gate's last one
+on: it costs a request no second pass (`inducekv_vllm.workers.same_pass`). Tasks that combine what the model knows want
+a lower learning rate than tasks with new pictures.
 
-Tasks that combine what the model knows want a lower learning rate than tasks with new pictures: the latest activation,
-whose training is the cheapest, is trained with each rate, and each earlier one with that of the best training so far.
-In deep models that may be too high: an activation that ends worse than a later one is trained with the next lower rate
-too.
-
-With a patience, a training that answers every validation question right is the last one.
+What a task wants shows early, so the search is successive halving [https://arxiv.org/abs/1502.07943]. Of trainings that
+are equally good on validation, the one whose memory acts latest goes on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Final
+
+import torch
+from torch import Tensor
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
@@ -32,30 +32,58 @@ from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
+RUNGS: Final = ((1 / 16, 2), (1 / 4, 1))  # after this share of the steps, so many trainings go on
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A finished training."""
+    """A training that was begun."""
 
     activation: Activation
-    first_layer: int  # the entries do nothing in the layers before it
-    learning_rate: float
-    memory: Memory  # the task's entries
-    history: tuple[StepRecord, ...]
-    accuracy: float | None  # on the validation examples; None if there was one training alone
-    validation_nll: float | None  # likewise
+    training: Training
+    # [validation questions]: NLL when it was compared last; [0] if it never was.
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def first_layer(self) -> int:
+        """The entries do nothing in the layers before it."""
+        return self.training.problem.first_layer
 
     @property
     def lateness(self) -> tuple[int, int]:
         """Larger for memory that acts later."""
         return ACTIVATIONS.index(self.activation), self.first_layer
 
+    @property
+    def mean_loss(self) -> float:
+        return float(self.losses.mean()) if len(self.losses) else math.inf
 
-def train_candidates(
+    @property
+    def name(self) -> str:
+        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}"
+
+    @property
+    def title(self) -> str:
+        layers = f" from layer {self.first_layer}" if self.first_layer else ""
+        return f"{self.activation}{layers}, rate {self.training.learning_rate:g}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """The training that was finished, and all that were begun."""
+
+    activation: Activation
+    first_layer: int
+    learning_rate: float
+    memory: Memory  # the task's entries
+    history: tuple[StepRecord, ...]
+    begun: tuple[Candidate, ...]
+
+
+def search(
     problem: TrainingProblem, settings: RefinedSettings, gate_layer: int, checkpoint: Checkpoint, progress: bool
-) -> list[Candidate]:
-    """Train with every activation and learning rate to try; those that diverge are left out.
+) -> Search:
+    """Begin with every activation and learning rate, and finish the best; a training that diverges is left out.
 
     Args:
         gate_layer: the last one that the gate looks at.
@@ -63,46 +91,65 @@ def train_candidates(
     Raises:
         TaskDataError, BundleError: all of them diverge.
     """
-    candidates: list[Candidate] = []
-    failure: InduceKVError | None = None
-    problems = _latest_first(problem, settings, gate_layer)
-    rates_each = len(LEARNING_RATES) if settings.learning_rate is None else 1
-    announce([each for _, each in problems], settings, rates_each, progress)
-    begun, most = 0, len(problems) * rates_each
-    for activation, each in problems:
-        for rate in _rates_to_try(settings, candidates):
-            if settings.patience is not None and _is_perfect(candidates):
-                break  # no other rate can be better
-            begun += 1
-            where = f"{activation} from layer {each.first_layer}" if each.first_layer else activation
-            title = f"Training {begun} of {'at most ' if most > 1 else ''}{most}, {where}, rate {rate:g}"
-            try:
-                candidates.append(_trained(activation, each, settings, rate, checkpoint, title if progress else None))
-            except (TaskDataError, BundleError) as error:
-                failure = error
-        if _is_perfect(candidates):
-            break  # none is better, and this is the latest
-    if failure is not None and not candidates:
-        raise failure
-    return sorted(candidates, key=lambda candidate: candidate.lateness)
+    ranking = _every_candidate(problem, settings, gate_layer)  # the best first, once they are compared
+    announce([candidate.training for candidate in ranking], RUNGS, progress)
+    diverged: list[InduceKVError] = []
+    running = len(ranking)
+    for share, kept in RUNGS:
+        if running > kept:
+            step, compared = math.ceil(share * settings.steps), list[Candidate]()
+            for candidate in ranking[:running]:
+                with _noted(diverged):
+                    _train(candidate, step, checkpoint, progress)
+                    losses = candidate.training.compare(step, checkpoint, candidate.name)
+                    compared.append(replace(candidate, losses=losses))
+            ranking, running = ranked(compared) + ranking[running:], kept
+    for candidate in ranking:
+        with _noted(diverged):
+            return Search(
+                activation=candidate.activation,
+                first_layer=candidate.first_layer,
+                learning_rate=candidate.training.learning_rate,
+                memory=_train(candidate, settings.steps, checkpoint, progress),
+                history=tuple(candidate.training.history),
+                begun=tuple(ranking),
+            )
+    raise diverged[-1]
 
 
-def latest_good(candidates: Sequence[Candidate], num_questions: int) -> Candidate:
-    """The best of the latest activation whose accuracy is within one standard error of the best of all.
+@contextmanager
+def _noted(diverged: list[InduceKVError]) -> Iterator[None]:
+    try:
+        yield
+    except (TaskDataError, BundleError) as error:
+        diverged.append(error)
 
-    The standard error of a share p of n answers is sqrt(p (1 - p) / n). An activation's best is that of the least loss.
 
-    Args:
-        candidates: those that act later behind the others.
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """By loss, but for those that are as good as the best: these come first, the latest of them before the others.
+
+    As good: the mean of the differences to the best, over the questions, is within its standard error.
     """
-    by_lateness: dict[tuple[int, int], Candidate] = {}
-    for candidate in candidates:
-        best = by_lateness.setdefault(candidate.lateness, candidate)
-        if _loss(candidate) < _loss(best):
-            by_lateness[candidate.lateness] = candidate
-    highest = max(candidate.accuracy or 0.0 for candidate in by_lateness.values())
-    least = highest - math.sqrt(highest * (1 - highest) / num_questions) if num_questions else 0.0
-    return [c for c in by_lateness.values() if (c.accuracy or 0.0) >= least][-1]
+    if not candidates:
+        return []
+    best = min(candidates, key=lambda candidate: candidate.mean_loss)
+
+    def place(candidate: Candidate) -> tuple[bool, tuple[int, ...], float]:
+        worse = candidate.losses - best.losses  # [validation questions]
+        error = worse.std() / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
+        as_good = bool(worse.mean() <= error)
+        return not as_good, tuple(-each for each in candidate.lateness) if as_good else (), candidate.mean_loss
+
+    return sorted(candidates, key=place)
+
+
+def _every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
+    rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
+    return [
+        Candidate(activation, Training(each, settings, rate))
+        for activation, each in _latest_first(problem, settings, gate_layer)
+        for rate in rates
+    ]
 
 
 def _latest_first(
@@ -131,60 +178,19 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
     return replace(questions, first_active=first)
 
 
-def _rates_to_try(settings: RefinedSettings, candidates: Sequence[Candidate]) -> Iterator[float]:
-    """The learning rates of an activation's trainings.
-
-    Args:
-        candidates: so far; it grows while the trainings are made.
-    """
-    if settings.learning_rate is not None:
-        yield settings.learning_rate
-    elif not candidates:
-        yield from LEARNING_RATES
-    else:
-        best = min(candidates, key=_loss)
-        for rate in sorted((rate for rate in LEARNING_RATES if rate <= best.learning_rate), reverse=True):
-            yield rate
-            if min(candidates, key=_loss) is not best:
-                return
-
-
-def _trained(
-    activation: Activation,
-    problem: TrainingProblem,
-    settings: RefinedSettings,
-    rate: float,
-    checkpoint: Checkpoint,
-    title: str | None,
-) -> Candidate:
-    """One training; `title` is that of its progress, None to show none.
-
-    Raises:
-        TaskDataError, BundleError: it diverges.
-    """
-    training = Training(problem, settings, rate)
-    with progress_bar(title or "", settings.steps, title is not None) as advance:
-        memory = train(
+def _train(candidate: Candidate, step: int, checkpoint: Checkpoint, progress: bool) -> Memory:
+    """Up to that step. Raises TaskDataError, BundleError: it diverges."""
+    training = candidate.training
+    with progress_bar(f"Training, {candidate.title}, to step {step}", step, progress) as advance:
+        return train(
             training,
             checkpoint,
-            f"refinement-{activation}-{problem.first_layer}-{rate}",
+            candidate.name,
             lambda training: advance(training.step, progress_text(training)),
+            until=step,
         )
-    accuracy = loss = None
-    if settings.activation == "search" or settings.learning_rate is None:
-        accuracy = problem.scorer.accuracy(problem.validation, memory)
-        loss = problem.scorer.mean_loss(problem.validation, memory)
-    return Candidate(activation, problem.first_layer, rate, memory, tuple(training.history), accuracy, loss)
 
 
 def progress_text(training: Training) -> str:
     checked = f", {training.checks[-1]:.3f} on validation" if training.checks else ""
     return f"NLL {training.history[-1].current:.3f}{checked}" if training.history else ""
-
-
-def _is_perfect(candidates: Sequence[Candidate]) -> bool:
-    return bool(candidates) and min(candidates, key=_loss).accuracy == 1
-
-
-def _loss(candidate: Candidate) -> float:
-    return math.inf if candidate.validation_nll is None else candidate.validation_nll

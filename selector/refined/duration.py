@@ -1,4 +1,4 @@
-"""How long the trainings of a task may take, said before the first of them."""
+"""How long the search for a task's training may take, said before its first step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,31 @@ from .training import Training, TrainingProblem
 TIMED_RATE: Final = 0.1  # of steps that are not kept
 
 
-def announce(problems: Sequence[TrainingProblem], settings: RefinedSettings, trainings_each: int, shown: bool) -> None:
-    """Say how many trainings there are at most, and how long they take: two steps of each are timed."""
+def announce(trainings: Sequence[Training], rungs: Sequence[tuple[float, int]], shown: bool) -> None:
+    """Say how many trainings are begun, and how long all takes at most: two steps of each problem are timed.
+
+    Args:
+        rungs: after this share of the steps, so many trainings go on.
+    """
+    settings = trainings[0].settings
     if not (shown and settings.steps):
         return
-    seconds = settings.steps * trainings_each * sum(seconds_of_step(problem, settings) for problem in problems)
-    trainings = trainings_each * len(problems)
-    count = "one training" if trainings == 1 else f"at most {trainings} trainings"
-    sooner = "; less if they end early" if settings.patience is not None else ""
-    note(f"{count} of {settings.steps} steps, about {in_words(seconds)} in {settings.precision}{sooner}")
+    problems = {id(each.problem): each.problem for each in trainings}
+    of_step = {key: seconds_of_step(problem, settings) for key, problem in problems.items()}
+    slowest_first = sorted((of_step[id(each.problem)] for each in trainings), reverse=True)
+    shares = shares_of_steps(len(trainings), rungs)
+    seconds = settings.steps * sum(share * step for share, step in zip(shares, slowest_first, strict=True))
+    count = "one training" if len(trainings) == 1 else f"the best of {len(trainings)} trainings"
+    sooner = "; less if it ends early" if settings.patience is not None else ""
+    note(f"{count} of {settings.steps} steps, at most {in_words(seconds)} in {settings.precision}{sooner}")
+
+
+def shares_of_steps(trainings: int, rungs: Sequence[tuple[float, int]]) -> list[float]:
+    """Which share of its steps each training takes, the one that is finished first."""
+    shares = [1.0] * trainings
+    for share, kept in reversed(rungs):
+        shares[kept:] = [share] * (trainings - kept)
+    return shares
 
 
 def seconds_of_step(problem: TrainingProblem, settings: RefinedSettings) -> float:

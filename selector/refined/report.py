@@ -16,7 +16,7 @@ from ..gate.fit import FittedGate
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
-from .candidates import Candidate
+from .candidates import Candidate, Search
 
 
 def report_update(
@@ -27,8 +27,7 @@ def report_update(
     background_requests: int,
     bundle: Bundle,
     fitted: FittedGate,
-    candidates: Sequence[Candidate],
-    chosen: Candidate | None,
+    found: Search | None,
 ) -> dict[str, Any]:
     """Losses and accuracy with the bundle and without, gate openings, and the training's history, if there was one."""
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
@@ -46,16 +45,11 @@ def report_update(
             "base_questions": len(base),
             "background_requests": background_requests,
         },
-        "refinement": {"history": [asdict(record) for record in chosen.history] if chosen is not None else []},
+        "refinement": {"history": [asdict(record) for record in found.history] if found is not None else []},
         "activation": {
-            "chosen": chosen.activation if chosen is not None else None,
-            "first_layer": chosen.first_layer if chosen is not None else None,
-            "search": [
-                {"activation": c.activation, "first_layer": c.first_layer, "learning_rate": c.learning_rate}
-                | {"accuracy": c.accuracy, "nll": c.validation_nll}
-                for c in candidates
-                if len(candidates) > 1
-            ],
+            "chosen": found.activation if found is not None else None,
+            "first_layer": found.first_layer if found is not None else None,
+            "search": [] if found is None else [_of_candidate(each) for each in found.begun if len(each.losses)],
         },
         "calibration": calibration_report(bundle),
         "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
@@ -82,6 +76,17 @@ def report_update(
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         report["validation_accuracy"]["most_frequent_answer"] = most / len(inputs.validation)
     return report
+
+
+def _of_candidate(candidate: Candidate) -> dict[str, Any]:
+    """Its losses are those when it was compared last with others."""
+    return {
+        "activation": candidate.activation,
+        "first_layer": candidate.first_layer,
+        "learning_rate": candidate.training.learning_rate,
+        "steps": candidate.training.step,
+        "nll": candidate.mean_loss,
+    }
 
 
 def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs, base: Sequence[Example]) -> list[dict[str, Any]]:

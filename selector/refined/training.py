@@ -71,8 +71,13 @@ def train(
     checkpoint: Checkpoint,
     name: str,
     after_step: Callable[[Training], None] = lambda training: None,
+    *,
+    until: int | None = None,
 ) -> Memory:
     """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`.
+
+    Args:
+        until: the step to stop at; None for the last one.
 
     Raises:
         TaskDataError: a loss or a gradient is not finite.
@@ -81,11 +86,13 @@ def train(
     """
     training.load(checkpoint, name)
     steps, patience = training.settings.steps, training.settings.patience
-    while training.step < steps and not is_done(training.checks, patience):
+    until = steps if until is None else until
+    while training.step < until and not is_done(training.checks, patience):
         training.take_step()
-        if training.step % STEPS_BETWEEN_CHECKS == 0 or training.step == steps:
-            if patience is not None and len(training.problem.validation):
-                training.check()
+        checked = training.step % STEPS_BETWEEN_CHECKS == 0 or training.step == steps
+        if checked and patience is not None and len(training.problem.validation):
+            training.check()
+        if checked or training.step == until:
             training.save(checkpoint, name)
         after_step(training)
     memory = training.memory()
@@ -132,6 +139,7 @@ class Training:
         self.history: list[StepRecord] = []
         self.checks: list[float] = []  # validation losses, one for each check
         self.best: dict[str, Tensor] = {}  # the parameters at the check of the least loss
+        self.compared: dict[int, list[float]] = {}  # by step, the losses that were compared with other trainings'
 
     def memory(self) -> Memory:
         """The K entries as trained so far; after checks, as the best one found them."""
@@ -185,13 +193,27 @@ class Training:
     def check(self) -> None:
         """Measure the state on validation questions, and keep it if it is the best so far."""
         now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.checks.append(self.problem.scorer.mean_loss(self._checked(), _memory(self.problem, now)))
+        if self.checks[-1] == min(self.checks):
+            self.best = now
+
+    def compare(self, step: int, checkpoint: Checkpoint, name: str) -> Tensor:
+        """NLL of validation questions [at most `CHECKED`] after that step, as it was when this was first asked for.
+
+        Raises:
+            TaskDataError: a loss is not finite.
+            ConfigError: the file of the checkpoint cannot be written.
+        """
+        if step not in self.compared:
+            self.compared[step] = self.problem.scorer.each_loss(self._checked(), self.memory()).tolist()
+            self.save(checkpoint, name)
+        return torch.tensor(self.compared[step], dtype=torch.float64)
+
+    def _checked(self) -> Questions:
         validation = self.problem.validation
         rows = batch_rows(len(validation), CHECKED, self.settings.seed, (7,))
         first_active = None if validation.first_active is None else validation.first_active[rows]
-        asked = Questions([validation.examples[row] for row in rows], validation.keys[rows], first_active)
-        self.checks.append(self.problem.scorer.mean_loss(asked, _memory(self.problem, now)))
-        if self.checks[-1] == min(self.checks):
-            self.best = now
+        return Questions([validation.examples[row] for row in rows], validation.keys[rows], first_active)
 
     def save(self, checkpoint: Checkpoint, name: str) -> None:
         """Raises ConfigError: the file cannot be written; the previous state stays."""
@@ -201,7 +223,9 @@ class Training:
             for number, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{key}.{number}.{field}": tensor for field, tensor in state.items()}
         history = [asdict(record) for record in self.history]
-        checkpoint.write(name, tensors, {"step": self.step, "history": history, "checks": self.checks})
+        progress = {"step": self.step, "history": history, "checks": self.checks}
+        compared = {str(step): losses for step, losses in self.compared.items()}
+        checkpoint.write(name, tensors, {**progress, "compared": compared})
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Resume from what was saved last under `name`, if anything.
@@ -225,7 +249,8 @@ class Training:
             self.step = int(progress["step"])
             self.checks = [float(loss) for loss in progress["checks"]]
             self.best = {key: tensors[f"best.{key}"] for key in self.parameters} if self.checks else {}
-        except (KeyError, TypeError, ValueError) as error:
+            self.compared = {int(step): list(map(float, each)) for step, each in progress["compared"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise checkpoint.damaged(name, error) from error
 
 

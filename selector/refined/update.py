@@ -32,7 +32,7 @@ from ..update.facts import facts_that_suffice, with_facts_that_help
 from ..update.inputs import TaskInputs, check_inputs
 from ..update.recipes import REFINED
 from ..update.result import UpdateResult
-from .candidates import Candidate, latest_good, train_candidates
+from .candidates import Search, search
 from .checks import check_tasks, own_questions
 from .entries import check_rank, initial_entries
 from .report import report_update
@@ -78,7 +78,7 @@ def update_refined(
         fitted = fit_gate(backbone, own_questions(inputs), base, background=background, misses=misses, seed=seed)
     counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
     bundle, facts = None, dict[str, Any]()
-    candidates, chosen = list[Candidate](), None
+    found: Search | None = None
     if settings.facts == "search" and settings.form == "decoupled":
         with phases.phase("facts alone"), tiled_attention(backbone):
             recorded = settings.model_dump() | counts
@@ -88,14 +88,13 @@ def update_refined(
             calibrate = settings.form == "merged" and inputs.previous is None
             prior = log_prior(inputs.training, records)
             problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
-            candidates = train_candidates(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
-            chosen = latest_good(candidates, len(validation))
-            bundle = _bundle(backbone, inputs.previous, settings, chosen, records, fitted, counts)
+            found = search(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
+            bundle = _bundle(backbone, inputs.previous, settings, found, records, fitted, counts)
         with phases.phase("facts"), tiled_attention(backbone):
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, candidates, chosen)
+        report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, found)
     return UpdateResult(bundle, report | {"facts": facts, "phases": phases.records}, training.keys)
 
 
@@ -119,14 +118,14 @@ def _bundle(
     backbone: Backbone,
     previous: Bundle | None,
     settings: RefinedSettings,
-    chosen: Candidate,
+    found: Search,
     records: tuple[EntryRecord, ...],
     fitted: FittedGate,
     counts: dict[str, int],
 ) -> Bundle:
     """The previous memory's entries, then those of the new task; `records` are theirs."""
-    memory = chosen.memory
-    activations = {records[0].task: chosen.activation} if settings.form == "decoupled" else {}
+    memory = found.memory
+    activations = {records[0].task: found.activation} if settings.form == "decoupled" else {}
     if previous is not None and previous.num_entries:
         memory, records = joined(Memory.from_bundle(previous), memory), previous.metadata.entries + records
         activations = {**previous.metadata.activations, **activations}
@@ -142,7 +141,7 @@ def _bundle(
         entries=records,
         weighting=settings.weighting,
         recipe=REFINED,
-        settings=settings.model_dump() | {"learning_rate": chosen.learning_rate} | counts,
+        settings=settings.model_dump() | {"learning_rate": found.learning_rate} | counts,
         parent_digest=None if previous is None else previous.digest,
         gate=fitted.gate,
         form=settings.form,

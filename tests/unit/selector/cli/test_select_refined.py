@@ -186,10 +186,12 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     printed = capsys.readouterr()
     told = printed.err.splitlines()
     assert "inducekv-select: this CPU has no bfloat16 instructions: training in float32 (--precision)" in told
-    estimate = next(number for number, line in enumerate(told) if "at most 8 trainings of 4 steps, about " in line)
-    first = next(number for number, line in enumerate(told) if line.startswith("Training "))
+    estimate = next(
+        number for number, line in enumerate(told) if "the best of 8 trainings of 4 steps, at most " in line
+    )
+    first = next(number for number, line in enumerate(told) if line.startswith("Training, "))
     assert estimate < first
-    assert told[first].startswith("Training 1 of at most 8, generation from layer 1, rate 0.1: 1 of 4 after")
+    assert told[first].startswith("Training, generation from layer 1, rate 0.1, to step 1: 1 of 1 after")
     last = printed.out.splitlines()[-1]
     guessing = "100.0% by always giving the most frequent answer"
     assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"

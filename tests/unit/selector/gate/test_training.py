@@ -107,7 +107,7 @@ def test_nearly_all_held_out_questions_of_no_task_are_farther_than_near() -> Non
     gate = gate_of(trained())
     others = [p for row, p in enumerate(prompts(None, 3 * EACH, 3), start=2 * EACH) if row % 5 == 4]
     margins = np.array([gate.rule.decide(found).margins for found in evidence_in(gate, others)])
-    np.testing.assert_allclose(gate.near, np.minimum(np.quantile(margins, 0.99, axis=0), 0), rtol=0, atol=2e-3)
+    np.testing.assert_allclose(gate.near, np.minimum(np.quantile(margins, 0.97, axis=0), 0), rtol=0, atol=2e-3)
     assert max(gate.near) <= 0
     assert min(gate.near) < -0.1
 

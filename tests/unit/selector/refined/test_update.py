@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
-from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
-from selector.refined.candidates import LEARNING_RATES, Candidate, latest_good
+from selector.refined.candidates import LEARNING_RATES, Candidate, ranked
 from selector.refined.settings import RefinedSettings
+from selector.refined.training import Training
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
@@ -121,53 +122,40 @@ def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples
     assert losses[0] == losses[1]
 
 
-def candidate(activation: Activation, accuracy: float | None, loss: float | None = 1.0, layer: int = 0) -> Candidate:
-    memory: Any = None
-    return Candidate(activation, layer, 0.1, memory, (), accuracy, loss)
+def candidate(activation: Activation, losses: Sequence[float], layer: int = 0) -> Candidate:
+    training: Any = SimpleNamespace(problem=SimpleNamespace(first_layer=layer), learning_rate=0.1)
+    return Candidate(activation, training, torch.tensor(losses, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "chosen"),
+    ("losses", "order"),
     [
-        ((0.5, 0.5, 0.5), 2),
-        ((0.9, 0.875, 0.8), 1),  # one standard error of 0.9 on 100 questions: 0.03
-        ((0.9, 0.5, 0.871), 2),
-        ((0.9, 0.5, 0.869), 0),
-        ((0.5, 0.9, 0.1), 1),
-        ((1.0, 0.99, 1.0), 2),
-        ((1.0, 0.99, 0.99), 0),  # no error at 1
+        (([1.0, 1.0], [1.0, 1.0], [1.0, 1.0]), [2, 1, 0]),  # equal: the latest first
+        (([1.0, 2.0], [1.1, 2.1], [1.2, 2.2]), [0, 1, 2]),  # a little worse on every question: no error
+        (([1.0, 2.0], [1.1, 2.1], [0.9, 2.2]), [2, 0, 1]),  # worse by 0.05 on average, with an error of 0.15
+        (([1.0, 2.0], [0.5, 2.6], [9.0, 9.0]), [1, 0, 2]),
+        (([1.0], [2.0], [1.5]), [0, 2, 1]),  # one question tells no error
     ],
 )
-def test_the_latest_within_a_standard_error_of_the_best(accuracies: tuple[float, ...], chosen: int) -> None:
-    candidates = [candidate(*each) for each in zip(ACTIVATIONS, accuracies, strict=True)]
-    assert latest_good(candidates, 100) is candidates[chosen]
+def test_the_latest_within_a_standard_error_of_the_best_comes_first(
+    losses: tuple[list[float], ...], order: list[int]
+) -> None:
+    """Of the paired differences: what all trainings find hard does not count."""
+    made = [candidate(*each) for each in zip(ACTIVATIONS, losses, strict=True)]
+    assert [made.index(each) for each in ranked(made)] == order
+    assert ranked([]) == []
 
 
-def test_the_least_loss_of_an_activation_stands_for_it() -> None:
-    made = [
-        candidate("prompt", 0.9, 2.0),
-        candidate("prompt", 0.7, 3.0),
-        candidate("text", 0.4, 3.0),
-        candidate("text", 0.88, 2.0),
-        candidate("text", 0.9, 2.0),
-    ]
-    assert latest_good(made, 100) is made[3]
-    assert latest_good(made[:2], 100) is made[0]
-    alone = candidate("prompt", None, None)
-    assert latest_good([alone], 0) is alone
-
-
-@pytest.mark.parametrize(("accuracy", "chosen"), [(0.88, 2), (0.8, 1)])
-def test_late_layers_count_as_later(accuracy: float, chosen: int) -> None:
-    made = [candidate("text", 0.9), candidate("generation", 0.89), candidate("generation", accuracy, layer=2)]
-    assert latest_good(made, 100) is made[chosen]
+def test_late_layers_count_as_later() -> None:
+    made = [candidate("text", [1.0]), candidate("generation", [1.0]), candidate("generation", [1.0], layer=2)]
+    assert ranked(made) == made[::-1]
 
 
 def test_memory_from_a_layer_on_has_no_effect_before_it(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is chosen, because no accuracy is better than another."""
-    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 0.5)
+    """It is chosen, because no loss is less than another."""
+    monkeypatch.setattr(Scorer, "each_loss", lambda self, questions, *args: torch.ones(len(questions)).double())
     result = learn(llava, tmp_path, examples, activation="search", map_rank=2)
     bundle, layer = result.bundle, result.report["activation"]["first_layer"]
     assert bundle.gate is not None
@@ -179,78 +167,65 @@ def test_memory_from_a_layer_on_has_no_effect_before_it(
         assert acts == [number >= layer for number in range(len(acts))]
 
 
-def test_activation_and_learning_rate_are_searched_together(
+def measured(result: UpdateResult) -> dict[tuple[str, int, float], tuple[int, float]]:
+    """By activation, first layer and rate of the search: how many steps it took, and its loss."""
+    return {
+        (each["activation"], each["first_layer"], each["learning_rate"]): (each["steps"], each["nll"])
+        for each in result.report["activation"]["search"]
+    }
+
+
+def test_all_trainings_are_begun_and_one_is_finished(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None, steps=32, patience=None)
+    found, layer = measured(result), result.bundle.gate and result.bundle.gate.layers[-1]
+    places = [("prompt", 0), ("text", 0), ("generation", 0), ("generation", layer)]
+    assert set(found) == {(*place, rate) for place in places for rate in LEARNING_RATES}
+    assert sorted(steps for steps, _ in found.values()) == [2] * 6 + [8, 32]
+    report, settings = result.report["activation"], result.bundle.metadata.settings
+    chosen = (report["chosen"], report["first_layer"], settings["learning_rate"])
+    assert next(iter(found)) == chosen
+    assert found[chosen][0] == 32
+    assert len(result.report["refinement"]["history"]) == 32
+
+
+def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     llava: Backbone, tmp_path: Path, examples: list[Example]
 ) -> None:
-    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
-    trials = result.report["activation"]["search"]
-    latest = {trial["learning_rate"]: trial["nll"] for trial in trials if trial["first_layer"]}
-    assert set(latest) == set(LEARNING_RATES)
-    rate = min(latest, key=lambda each: latest[each])
-    earlier = [(t["activation"], t["learning_rate"]) for t in trials if not t["first_layer"]]
-    assert {("prompt", rate), ("text", rate), ("generation", rate)} <= set(earlier)
-    assert result.bundle.metadata.settings["learning_rate"] == rate
+    options: dict[str, Any] = {"activation": "text", "steps": 8}
+    found = learn(llava, tmp_path, examples, learning_rate=None, **options)
+    rate = found.bundle.metadata.settings["learning_rate"]
+    alone = learn(llava, tmp_path / "alone", examples, learning_rate=rate, **options).bundle
+    assert all(torch.equal(alone.tensors()[name], tensor) for name, tensor in found.bundle.tensors().items())
+    steps = {of_rate: taken for (_, _, of_rate), (taken, _) in measured(found).items()}
+    assert steps == dict.fromkeys(LEARNING_RATES, 2) | {rate: 8}
 
 
-@pytest.mark.parametrize(
-    ("losses", "tried"),
-    [
-        ([2.0, 1.0, 16.6, 0.9, 0.8], [("prompt", 0.1), ("text", 0.1), ("text", 0.3)]),
-        ([2.0, 1.0, 0.9, 0.8], [("prompt", 0.3), ("text", 0.3)]),
-        ([1.0, 2.0, 1.1, 1.2], [("prompt", 0.1), ("text", 0.1)]),
-        ([2.0, 1.0, 16.6, 1.8, 17.0, 2.0], [("prompt", 0.1), ("prompt", 0.3), ("text", 0.1), ("text", 0.3)]),
-    ],
-)
-def test_an_earlier_activation_worse_than_a_later_one_gets_the_lower_rate_too(
-    llava: Backbone,
-    tmp_path: Path,
-    examples: list[Example],
-    monkeypatch: pytest.MonkeyPatch,
-    losses: list[float],
-    tried: list[tuple[str, float]],
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("last", [1, 7, 15, 20])
+def test_a_search_that_is_killed_goes_on_to_the_same_end(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
-    """`losses` are made up: of the generation with 0.1 and 0.3, then of what is trained after it.
+    """`last` training of the search, of the rungs or of what is finished, is killed after its first step."""
+    options: dict[str, Any] = {"activation": "search", "learning_rate": None, "steps": 16, "patience": None}
+    whole = learn(llava, tmp_path / "whole", examples, **options)
+    taken, take_step = iter(range(1000)), Training.take_step
 
-    The generation in all layers is a little better than in the later ones.
-    """
-    losses = [*losses[:2], min(losses[:2]) - 0.01, *losses[2:]]
-    measured, made_up = Scorer.mean_loss, iter(losses)
-    monkeypatch.setattr(Scorer, "mean_loss", lambda *args: next(made_up, None) or measured(*args))
-    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None)
-    trials = [t for t in result.report["activation"]["search"] if t["activation"] != "generation"]
-    assert sorted((t["activation"], t["learning_rate"]) for t in trials) == tried
-    assert {t["nll"] for t in trials} == set(losses[3:])
+    def killed(training: Training) -> None:
+        if next(taken) == last:
+            raise KilledError
+        take_step(training)
 
-
-def test_nothing_earlier_is_tried_once_all_answers_are_right(
-    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
-    result = learn(llava, tmp_path, examples, activation="search")
-    layer = result.bundle.gate and result.bundle.gate.layers[-1]
-    assert result.report["activation"] == {"chosen": "generation", "first_layer": layer, "search": []}
-
-
-@pytest.mark.parametrize(("patience", "rates"), [(3, [0.1]), (None, [0.1, 0.3])])
-def test_with_a_patience_a_rate_that_cannot_be_beaten_is_the_last(
-    llava: Backbone,
-    tmp_path: Path,
-    examples: list[Example],
-    monkeypatch: pytest.MonkeyPatch,
-    patience: int | None,
-    rates: list[float],
-) -> None:
-    trained: list[float] = []
-    measured = candidates.train
-
-    def train(training: Any, *arguments: Any) -> Memory:
-        trained.append(training.learning_rate)
-        return measured(training, *arguments)
-
-    monkeypatch.setattr(candidates, "train", train)
-    monkeypatch.setattr(Scorer, "accuracy", lambda *args: 1.0)
-    learn(llava, tmp_path, examples, activation="search", learning_rate=None, patience=patience)
-    assert trained == rates
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as context:
+        context.setattr(Training, "take_step", killed)
+        with pytest.raises(KilledError):
+            learn(llava, folder, examples, **options)
+    resumed = learn(llava, folder, examples, **options)
+    assert resumed.bundle.digest == whole.bundle.digest
+    assert measured(resumed) == measured(whole)
 
 
 def test_trainings_that_diverge_are_left_out(
