@@ -91,19 +91,20 @@ def search(
     Raises:
         TaskDataError, BundleError: all of them diverge.
     """
-    ranking = _every_candidate(problem, settings, gate_layer)  # the best first, once they are compared
+    ranking = every_candidate(problem, settings, gate_layer)  # the best first, once they are compared
     announce([candidate.training for candidate in ranking], RUNGS, progress)
     diverged: list[InduceKVError] = []
     running = len(ranking)
     for share, kept in RUNGS:
         if running > kept:
-            step, compared = math.ceil(share * settings.steps), list[Candidate]()
+            step, compared = rung_step(share, settings), list[Candidate]()
             for candidate in ranking[:running]:
                 with _noted(diverged):
                     _train(candidate, step, checkpoint, progress)
                     losses = candidate.training.compare(step, checkpoint, candidate.name)
                     compared.append(replace(candidate, losses=losses))
-            ranking, running = ranked(compared) + ranking[running:], kept
+            order = best_first([each.losses for each in compared], [each.lateness for each in compared])
+            ranking, running = [compared[row] for row in order] + ranking[running:], kept
     for candidate in ranking:
         with _noted(diverged):
             return Search(
@@ -125,25 +126,33 @@ def _noted(diverged: list[InduceKVError]) -> Iterator[None]:
         diverged.append(error)
 
 
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """By loss, but for those that are as good as the best: these come first, the latest of them before the others.
+def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]]) -> list[int]:
+    """The rows of trainings by mean loss, but those that are as good as the best come first, the latest of them ahead.
 
     As good: the mean of the differences to the best, over the questions, is within its standard error.
+
+    Args:
+        losses: [validation questions] of each.
+        lateness: larger for memory that acts later.
     """
-    if not candidates:
-        return []
-    best = min(candidates, key=lambda candidate: candidate.mean_loss)
+    means = [float(each.mean()) for each in losses]
+    rows = range(len(losses))
+    best = min(rows, key=lambda row: means[row], default=0)
 
-    def place(candidate: Candidate) -> tuple[bool, tuple[int, ...], float]:
-        worse = candidate.losses - best.losses  # [validation questions]
-        error = worse.std() / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-        as_good = bool(worse.mean() <= error)
-        return not as_good, tuple(-each for each in candidate.lateness) if as_good else (), candidate.mean_loss
+    def place(row: int) -> tuple[bool, tuple[int, ...], float]:
+        worse = losses[row] - losses[best]  # [validation questions]
+        error = float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
+        as_good = means[row] - means[best] <= error
+        return not as_good, tuple(-each for each in lateness[row]) if as_good else (), means[row]
 
-    return sorted(candidates, key=place)
+    return sorted(rows, key=place)
 
 
-def _every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
+def rung_step(share: float, settings: RefinedSettings) -> int:
+    return math.ceil(share * settings.steps)
+
+
+def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
     rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
     return [
         Candidate(activation, Training(each, settings, rate))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
@@ -21,7 +19,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
-from selector.refined.candidates import LEARNING_RATES, Candidate, ranked
+from selector.refined.candidates import LEARNING_RATES, best_first
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import Training
 from selector.refined.update import update_refined
@@ -122,11 +120,6 @@ def test_untrained_memory_is_no_memory(llava: Backbone, tmp_path: Path, examples
     assert losses[0] == losses[1]
 
 
-def candidate(activation: Activation, losses: Sequence[float], layer: int = 0) -> Candidate:
-    training: Any = SimpleNamespace(problem=SimpleNamespace(first_layer=layer), learning_rate=0.1)
-    return Candidate(activation, training, torch.tensor(losses, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("losses", "order"),
     [
@@ -141,14 +134,9 @@ def test_the_latest_within_a_standard_error_of_the_best_comes_first(
     losses: tuple[list[float], ...], order: list[int]
 ) -> None:
     """Of the paired differences: what all trainings find hard does not count."""
-    made = [candidate(*each) for each in zip(ACTIVATIONS, losses, strict=True)]
-    assert [made.index(each) for each in ranked(made)] == order
-    assert ranked([]) == []
-
-
-def test_late_layers_count_as_later() -> None:
-    made = [candidate("text", [1.0]), candidate("generation", [1.0]), candidate("generation", [1.0], layer=2)]
-    assert ranked(made) == made[::-1]
+    made = [torch.tensor(each, dtype=torch.float64) for each in losses]
+    assert best_first(made, [(0, 0), (1, 0), (1, 2)]) == order
+    assert best_first([], []) == []
 
 
 def test_memory_from_a_layer_on_has_no_effect_before_it(
