@@ -48,8 +48,8 @@ class RefinedSettings(Settings):
     # Decides the defaults of other settings: see `MERGED`.
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
     weighting: Annotated[GatedWeighting, Flag("how retrieval weights enter attention")] = "uniform"
-    # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": each is
-    # trained, and the latest one within a standard error of the best validation accuracy is kept.
+    # Of the new task's memory; only decoupled memory may act later than from the prompt's start. "search": see
+    # `candidates`.
     activation: Annotated[
         ActivationChoice,
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
@@ -62,8 +62,7 @@ class RefinedSettings(Settings):
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
     steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 200
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 4
-    # Every 25 steps the validation loss is measured, and the best state is kept. Nothing more is tried once every
-    # validation question is answered right. None: all steps, every rate, and the last state.
+    # Every 25 steps the validation loss is measured, and the best state is kept. None: all steps, and the last state.
     patience: Annotated[
         int | None,
         Field(ge=1),
