@@ -1,4 +1,4 @@
-"""Registers the attention backends. vLLM calls `register` in every process it starts, possibly more than once."""
+"""Registers attention backends and models. vLLM calls `register` in every process, possibly more than once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ FLASH_BACKEND = "inducekv_vllm.attention.flash.InduceKVFlashBackend"
 
 
 def register() -> None:
-    """Replace vLLM's attention backends by ours. It passes class paths, so nothing heavy is imported.
+    """Replace vLLM's attention backends by ours, and add the models that it does not know.
+
+    It passes class paths, so nothing heavy is imported.
 
     Raises:
         UnsupportedModel: the installed vLLM is outside the supported range.
@@ -26,8 +28,11 @@ def register() -> None:
         check_vllm_version(installed_vllm())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from .models import register_in_vllm
+
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_BACKEND)
+    register_in_vllm()
 
 
 def installed_vllm() -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     GemmaConfig,
     GotOcr2ImageProcessor,
@@ -21,6 +22,7 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    Olmo2Config,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -30,8 +32,12 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SiglipVisionConfig,
+    SmolLM3Config,
 )
 
+from inducekv_vllm.models import register_models
+from inducekv_vllm.models.llava_onevision1_5 import LLaVAOneVision1_5_ForConditionalGeneration
+from inducekv_vllm.models.llava_onevision1_5_config import LlavaOnevision15Config
 from tests.tiny_models import (
     HEADS,
     HIDDEN,
@@ -168,11 +174,54 @@ def save_internvl(folder: str | Path) -> Path:
     return Path(folder)
 
 
+def save_llava_onevision1_5(folder: str | Path) -> Path:
+    """A tower with a class token, pictures of any size, and Qwen3 with one-dimensional positions."""
+    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    config = LlavaOnevision15Config(
+        text_config=text_sizes(tokenizer),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 8,
+            "text_hidden_size": HIDDEN,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    sizes = {"patch_size": 8, "temporal_patch_size": 1, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}}
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    register_models()
+
+    def make_model(config: Any) -> LLaVAOneVision1_5_ForConditionalGeneration:
+        model = LLaVAOneVision1_5_ForConditionalGeneration(config)
+        torch.nn.init.normal_(model.model.visual.class_embedding)
+        return model
+
+    save_random(make_model, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
+# What vLLM serves through its backend for models of transformers. It changes their classes in its process, and so the
+# reference, if that is the test's.
+THROUGH_TRANSFORMERS = ("smollm3", "olmo2", "llava-onevision-1.5")
 TEXT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "llama": partial(save_text, config=LlamaConfig, **THREE_QUERY_HEADS),
     "qwen3": partial(save_text, config=Qwen3Config, **TEXT_SIZES),
     "qwen3-moe": partial(save_text, config=Qwen3MoeConfig, **TEXT_SIZES, **EXPERTS),
     "gemma": partial(save_text, config=GemmaConfig, **THREE_QUERY_HEADS),
+    "smollm3": partial(save_text, config=SmolLM3Config, no_rope_layer_interval=2, **TEXT_SIZES),
+    "olmo2": partial(save_text, config=Olmo2Config, **TEXT_SIZES),
 }
 PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "llava-1.5": partial(save_tiny_llava, k_norm=False, kv_heads=HEADS),
@@ -180,5 +229,6 @@ PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "qwen2.5-vl": save_qwen2_5_vl,
     "qwen3-vl": save_tiny_qwen3_vl,
     "internvl": save_internvl,
+    "llava-onevision-1.5": save_llava_onevision1_5,
 }
 FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES

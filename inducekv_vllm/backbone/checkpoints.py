@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import UnsupportedModel
+from ..models import ARCHITECTURES, register_configurations
 from .footprint import TEXT_CONFIG_KEYS, size
 from .plain_weights import require_plain_weights
 
@@ -45,6 +46,7 @@ def load_config(model: str | Path, revision: str | None = None) -> tuple[Pretrai
         UnsupportedModel: there is none or it is malformed, or the weights are quantised or of another kind of model.
     """
     require_model_folder(model)
+    register_configurations()
     try:
         settings, _ = PretrainedConfig.get_config_dict(str(model), revision=revision)
         _check_settings(settings)
@@ -68,7 +70,7 @@ def kind_of(config: PretrainedConfig, model: str | Path) -> Kind:
     architecture = next(iter(config.architectures or ()), None)
     if architecture is None:
         raise UnsupportedModel(f"{model}: its config.json names no architecture")
-    multimodal = _class_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, config.model_type)
+    multimodal = _class_names({**ARCHITECTURES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}, config.model_type)
     text = _class_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, config.model_type)
     if architecture in multimodal:
         return "multimodal"

@@ -15,6 +15,7 @@ from inducekv_vllm.backbone.fingerprint import fingerprint_of
 from inducekv_vllm.backbone.plain_weights import require_plain_names, require_plain_weights
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.models import ARCHITECTURES, register_models
 
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
@@ -26,6 +27,8 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         UnsupportedModel: a part is missing or cannot be loaded, or memory cannot be injected into its attention.
     """
     config, kind = load_config(model)
+    if config.model_type in ARCHITECTURES:
+        register_models()
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")

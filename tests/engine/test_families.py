@@ -27,7 +27,7 @@ from tests.engine.parity import (
     served_logprobs,
     text_prompts,
 )
-from tests.tiny_families import FAMILIES, TEXT_FAMILIES
+from tests.tiny_families import FAMILIES, TEXT_FAMILIES, THROUGH_TRANSFORMERS
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
 IN_EVERY_RUN = ("llama", "qwen3-moe")  # test_parity.py has two multimodal families
@@ -49,7 +49,8 @@ def test_parity(family: str, tmp_path: Path) -> None:
         world.bundles[activation], world.paths[activation] = bundle, tmp_path / f"{activation}.safetensors"
         write_bundle(bundle, world.paths[activation])
     options = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
-    with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
+    environment = {} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES
+    with engine(world.model, environment=environment, **options) as llm:
         served = MemoryEngine(world, llm)
         questions, names = make_prompts(4, 1), (None, "sqrt", "prior", *ACTIVATIONS)
         # All in one batch: each question with every memory.
