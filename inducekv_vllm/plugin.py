@@ -13,6 +13,7 @@ from .errors import UnsupportedModel
 CPU_BACKEND = "inducekv_vllm.attention.backend.InduceKVCPUBackend"
 # `make compat` sets it, to find out which versions the range may hold.
 ANY_VERSION_VARIABLE = "INDUCEKV_ANY_VLLM"
+MODELS = {"LLaVAOneVision1_5_ForConditionalGeneration": "inducekv_vllm.models.llava_onevision1_5_vllm"}
 FLASH_BACKEND = "inducekv_vllm.attention.flash.InduceKVFlashBackend"
 
 
@@ -28,11 +29,22 @@ def register() -> None:
         check_vllm_version(installed_vllm())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from .models import register_in_vllm
-
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_BACKEND)
-    register_in_vllm()
+    register_models()
+
+
+def register_models() -> None:
+    """Add the models that vLLM does not know: it imports the class of the one that it serves."""
+    from vllm.model_executor.models import ModelRegistry
+
+    from .models import ARCHITECTURES, register_configurations
+
+    register_configurations()
+    known = ModelRegistry.get_supported_archs()
+    for architecture in ARCHITECTURES.values():
+        if architecture not in known:
+            ModelRegistry.register_model(architecture, f"{MODELS[architecture]}:{architecture}")
 
 
 def installed_vllm() -> str:

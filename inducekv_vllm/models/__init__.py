@@ -32,14 +32,3 @@ def register_models() -> None:
         from .llava_onevision1_5 import register
 
         register()
-
-
-def register_in_vllm() -> None:
-    """Let vLLM serve these models. It imports a model's class when it serves one."""
-    from vllm.model_executor.models import ModelRegistry
-
-    register_configurations()
-    known = ModelRegistry.get_supported_archs()
-    for architecture in ARCHITECTURES.values():
-        if architecture not in known:
-            ModelRegistry.register_model(architecture, f"{__name__}.llava_onevision1_5_vllm:{architecture}")

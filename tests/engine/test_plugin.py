@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,6 +37,30 @@ def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> N
     assert AttentionBackendEnum.CPU_ATTN.get_class() is InduceKVCPUBackend
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is InduceKVFlashBackend
     assert AttentionBackendEnum[InduceKVFlashBackend.get_name()] is AttentionBackendEnum.FLASH_ATTN
+
+
+def test_a_library_that_knows_a_model_of_ours_keeps_its_own() -> None:
+    """In a process of its own: another class has the names first. Registration imports no model."""
+    code = """
+import sys
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vllm.model_executor.models import ModelRegistry
+from inducekv_vllm import models, plugin
+
+plugin.register()
+assert not [name for name in sys.modules if "modeling_qwen2_5" in name]
+assert [*models.ARCHITECTURES] == [name for name in models.ARCHITECTURES if name in CONFIG_MAPPING]
+models.ARCHITECTURES = {"another": "Another"}
+Theirs = type("Theirs", (PretrainedConfig,), {"model_type": "another"})
+AutoConfig.register("another", Theirs)
+ModelRegistry.register_model("Another", "theirs:Model")
+plugin.register()
+assert CONFIG_MAPPING["another"] is Theirs
+assert ModelRegistry.models["Another"].module_name == "theirs"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0"])

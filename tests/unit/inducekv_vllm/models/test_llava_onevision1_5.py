@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,39 +143,6 @@ def test_another_architecture_of_the_same_type_is_refused(tiny: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedModel, match=r"expected a model that generates text .*found RiceModel"):
         load_config(tmp_path)
-
-
-def test_a_library_that_knows_the_model_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, in which another class has the name first."""
-    code = """
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vllm.model_executor.models import ModelRegistry
-from inducekv_vllm.models import ARCHITECTURES, register_configurations, register_in_vllm
-
-(model_type, architecture), = ARCHITECTURES.items()
-Theirs = type("Theirs", (PretrainedConfig,), {"model_type": model_type})
-AutoConfig.register(model_type, Theirs)
-ModelRegistry.register_model(architecture, "theirs:Model")
-register_configurations()
-register_in_vllm()
-assert CONFIG_MAPPING[model_type] is Theirs
-assert ModelRegistry.models[architecture].module_name == "theirs"
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_importing_the_plugin_imports_no_model() -> None:
-    code = """
-import sys
-from inducekv_vllm import plugin
-
-plugin.register()
-print([name for name in sys.modules if "modeling_qwen2_5" in name])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_names_are_those_of_published_files() -> None:
