@@ -13,6 +13,7 @@ before the search. FILE has what is done, so the command goes on where it ended.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -98,7 +99,8 @@ def finished(candidate: Candidate, test: Questions) -> dict[str, Any]:
             "first_layer": candidate.first_layer,
             "learning_rate": training.learning_rate,
             "seconds": seconds,
-            "losses": [losses for _, losses in sorted(training.compared.items())],  # at the rungs, and at the end
+            # At the rungs, and at the end.
+            "losses": [[round(loss, 4) for loss in losses] for _, losses in sorted(training.compared.items())],
             "validation": scorer.accuracy(validation, memory),
             "validation_questions": len(validation),
             "test": scorer.accuracy(asked, memory),
@@ -147,7 +149,7 @@ RULES: Final = {"halving": by_halving, "all, by loss": by_loss, "all, by accurac
 
 
 def show(trained: Sequence[Trained]) -> None:
-    """Test accuracy of each rule, and the search's time in mean trainings."""
+    """Test accuracy of each rule and their paired differences, and the search's time in mean trainings."""
     table = Table("task", "trainings", "halving takes", *RULES)
     rows = []
     for task in dict.fromkeys(each["task"] for each in trained):
@@ -157,6 +159,11 @@ def show(trained: Sequence[Trained]) -> None:
         table.add_row(task, *(f"{each:.3g}" if isinstance(each, int) else f"{each:.3f}" for each in rows[-1]))
     table.add_row("mean", *(f"{each:.3f}" for each in np.mean(rows, axis=0)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+    accuracies = np.array([row[2:] for row in rows])  # [tasks, rules]
+    for first, second in itertools.combinations(range(len(RULES)), 2):
+        gained = accuracies[:, first] - accuracies[:, second]
+        error = gained.std(ddof=1) / math.sqrt(len(gained)) if len(gained) > 1 else math.nan
+        print(f"{[*RULES][first]} less {[*RULES][second]}: {gained.mean():+.3f} ± {error:.3f}")
 
 
 if __name__ == "__main__":
