@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """The training that was finished, and all that were begun."""
+    """The training that was finished, and all that were begun and did not diverge."""
 
     activation: Activation
     first_layer: int

@@ -249,7 +249,7 @@ class Training:
             self.step = int(progress["step"])
             self.checks = [float(loss) for loss in progress["checks"]]
             self.best = {key: tensors[f"best.{key}"] for key in self.parameters} if self.checks else {}
-            self.compared = {int(step): list(map(float, each)) for step, each in progress["compared"].items()}
+            self.compared = {int(step): list(map(float, each)) for step, each in progress.get("compared", {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise checkpoint.damaged(name, error) from error
 
