@@ -170,7 +170,8 @@ def attention_with(
         memory, terms = active
         layer: Any = module.layer_idx
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
-        for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
+        refused = ("softcap", "s_aux", "position_bias")  # decoupled memory does not see the mask, which has the window
+        for name in refused if memory.form == "decoupled" else (*refused, "sliding_window"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
         if memory.form == "decoupled":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
@@ -17,6 +17,8 @@ from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.models import ARCHITECTURES, register_models
 
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
 
@@ -54,7 +56,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
         )
     _require_no_further_layers(loading["unexpected_keys"], model)
-    require_full_attention(network, str(model))
+    require_trainable_attention(network, str(model))
     return network.eval().requires_grad_(False), processor
 
 
@@ -69,19 +71,28 @@ def decoder(network: Any) -> Any:
     return getattr(inner, "language_model", None) or inner
 
 
-def require_full_attention(network: Any, name: str) -> None:
+def kinds_of_attention(network: Any) -> list[str]:
+    """Of each of the L layers of the language model, as transformers names them."""
+    text = network.config.get_text_config(decoder=True)
+    # Mistral's layers are not told apart by name.
+    usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
+    return list(getattr(text, "layer_types", None) or [usual] * text.num_hidden_layers)
+
+
+def require_trainable_attention(network: Any, name: str) -> None:
     """Check that memory can be trained in every layer of the language model.
 
     Raises:
         UnsupportedModel: names what its attention has.
     """
-    text = network.config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    found = ", ".join(sorted(kinds)) if kinds != {"full_attention"} else ""
-    if not found and getattr(text, "sliding_window", None) is not None:  # Mistral's layers are not told apart by name
-        found = f"a sliding window of {text.sliding_window} tokens"
-    if found:
-        raise UnsupportedModel(f"{name}: memory needs full attention in every layer, found {found}")
+    text, kinds = network.config.get_text_config(decoder=True), set(kinds_of_attention(network))
+    if others := sorted(kinds - {FULL, SLIDING}):
+        raise UnsupportedModel(f"{name}: memory is not trained in layers with {', '.join(others)}")
+    if FULL not in kinds:
+        raise UnsupportedModel(
+            f"{name}: every layer has a sliding window, of {text.sliding_window} tokens: "
+            "a relevance gate looks at layers that keep all of a prompt"
+        )
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(f"{name}: memory is not trained with attention that has a soft cap on its logits")
     for layer in getattr(decoder(network), "layers", [None]):

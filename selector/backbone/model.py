@@ -21,11 +21,11 @@ from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 
 from ..data.examples import Example
 from .injection import ATTENTION_NAME
-from .loading import decoder, load_checkpoint, tokenizer_of
+from .loading import FULL, decoder, kinds_of_attention, load_checkpoint, tokenizer_of
 
 # A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -112,6 +112,24 @@ class Backbone:
     @cached_property
     def fingerprint(self) -> BackboneFingerprint:
         return backbone_fingerprint(self.model.config.name_or_path)
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers whose attention sees all of a prompt, ascending; the others have a sliding window."""
+        return tuple(layer for layer, kind in enumerate(kinds_of_attention(self.model)) if kind == FULL)
+
+    @property
+    def has_windows(self) -> bool:
+        return len(self.full_layers) < self.num_layers
+
+    def require_full_attention(self) -> None:
+        """For merged memory, which shares the softmax of self-attention. Raises UnsupportedModel: it has windows."""
+        if self.has_windows:
+            windows = self.num_layers - len(self.full_layers)
+            raise UnsupportedModel(
+                f"merged memory needs full attention in every layer, found a sliding window in {windows} of "
+                f"{self.num_layers}: make decoupled memory, with `inducekv-select --form decoupled`"
+            )
 
     def attention_layers(self) -> list[torch.nn.Module]:
         """The self-attention module of each of the L layers of the language model."""

@@ -125,8 +125,11 @@ class Scorer:
     def _has_tails(self, example: Example, first_active: int) -> bool:
         """Whether tails are exact for this model, by the first example of each kind.
 
-        A model that gives pictures to several layers has only tails that start after the last picture.
+        A model that gives pictures to several layers has only tails that start after the last picture. A tail sees all
+        of what is before it, so models with sliding windows have none.
         """
+        if self.backbone.has_windows:
+            return False
         kind = (first_active > 0, bool(example.images))
         if kind not in self._exact_tails:
             prompt, answer = self.prefix(example), self.answer_tokens(example)

@@ -20,14 +20,18 @@ from ..data.examples import Example
 from .model import Backbone, Inputs
 
 
-def layers_of_gate(num_layers: int) -> tuple[int, ...]:
+def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[int, ...]:
     """The layers whose values a gate looks at, ascending.
 
     The first knows a token alone, the one at a sixth of the depth what stands before it. The one at a third is averaged
     over tokens (see `last_averaged`).
+
+    Args:
+        full_layers: those whose KV cache keeps all of a prompt: the nearest of them are taken; all if there are none.
     """
     chosen = (0, max(1, num_layers // 6), round(num_layers / 3))
-    return tuple(sorted({min(layer, num_layers - 1) for layer in chosen}))
+    kept = full_layers or range(num_layers)
+    return tuple(sorted({min(kept, key=lambda layer: abs(layer - wanted)) for wanted in chosen}))
 
 
 def evidence_of(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> Tensor:

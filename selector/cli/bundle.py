@@ -136,6 +136,7 @@ def build(options: argparse.Namespace) -> int:
     from ..update.build import build_bundle
 
     backbone = load_backbone(options.model, options.device)
+    backbone.require_full_attention()
     bundle = build_bundle(backbone, examples, settings, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: {bundle.num_entries} entries of {len(examples)} examples, digest {bundle.digest}")

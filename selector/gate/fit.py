@@ -58,7 +58,7 @@ def fit_gate(
     """
     check_questions(own, background)
     questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
-    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers)
+    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
     tasks = tuple(own)
     began = time.monotonic()
     values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)

@@ -63,6 +63,7 @@ def update_paper(
     phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     with phases.phase("check"):
         pairs = grid(inputs, settings)
+        backbone.require_full_attention()
         check_inputs(scorer, inputs, settings, PAPER, progress=progress)
     with phases.phase("extract"):
         extraction = extract(

@@ -67,6 +67,8 @@ def update_refined(
     with phases.phase("check"):
         check_tasks(inputs, settings)
         check_rank(backbone, settings)
+        if settings.form == "merged":
+            backbone.require_full_attention()
         check_inputs(scorer, inputs, settings, REFINED, (*base, *background), progress)
     with phases.phase("extract"):
         options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": progress}

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV2Config, Gemma2Config, GptOssConfig, MistralConfig, Phi3Config, T5Config
+from transformers import (
+    DeepseekV2Config,
+    Gemma2Config,
+    GptOssConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import write_bundle
@@ -175,7 +183,9 @@ def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) 
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
 TEXT |= {"num_key_value_heads": 2}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERTS_OF_QWEN = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], **EXPERTS_OF_QWEN}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
 
@@ -183,8 +193,9 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
-        (Gemma2Config, {}, "full attention in every layer, found full_attention, sliding_attention"),
-        (MistralConfig, {"sliding_window": 16}, "full attention in every layer, found a sliding window of 16 tokens"),
+        (Gemma2Config, {}, "a soft cap on its logits"),
+        (MistralConfig, {"sliding_window": 16}, "every layer has a sliding window, of 16 tokens"),
+        (Qwen3NextConfig, LINEAR, "not trained in layers with linear_attention"),
         (Gemma2Config, FULL, "a soft cap on its logits"),
         (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
         (DeepseekV2Config, LATENT, "multi-head latent attention"),

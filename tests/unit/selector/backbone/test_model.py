@@ -87,5 +87,7 @@ def test_models_that_cannot_be_used(tmp_path: Path, model_folders: dict[str, Pat
     config["text_config"] |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     config["text_config"].pop("layer_types", None)
     (sliding / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"full attention in every layer, found .*sliding_attention"):
-        Backbone.load(sliding)
+    windowed = Backbone.load(sliding)
+    assert windowed.full_layers == (0,)
+    with pytest.raises(UnsupportedModel, match=r"merged memory needs full attention .* a sliding window in 2 of 3"):
+        windowed.require_full_attention()

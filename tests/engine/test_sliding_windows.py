@@ -1,0 +1,76 @@
+"""Memory that is taught to a model with sliding windows, a Gemma 3: served as transformers has it, behind its gate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import Gemma3TextConfig
+
+from inducekv_vllm.backbone.turns import message
+from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
+from inducekv_vllm.bundle.source import source_digest_of
+from selector.backbone.model import Backbone
+from selector.data.examples import Example
+from selector.refined.settings import RefinedSettings
+from selector.refined.update import update_refined
+from selector.runtime.checkpoint import Checkpoint
+from selector.update.inputs import TaskInputs
+from tests.engine.parity import FEWER_PROCESSES, MemoryEngine, Prompt, World, engine
+from tests.gates import small_fits
+from tests.tiny_families import TEXT_SIZES, save_text
+
+WINDOW = 16  # tokens; the questions have two to five times as many
+KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def question(number: int) -> str:
+    return f"Which key opens chest {number}? It stands in the hall, by the door to the garden, under the clock."
+
+
+def taught(backbone: Backbone, folder: Path, examples: list[Example], activation: Activation) -> Bundle:
+    settings = RefinedSettings(
+        budget=4,
+        payload_tokens=4,
+        map_rank=2,
+        steps=12,
+        activation=activation,
+        learning_rate=0.3,
+        facts="off",
+        precision="float32",
+        patience=None,
+    )
+    checkpoint, _ = Checkpoint.open(folder / activation, {})
+    inputs = TaskInputs(examples[:12], examples[12:], (), None)
+    with small_fits():
+        return update_refined(backbone, inputs, settings, checkpoint).bundle
+
+
+@pytest.mark.slow
+def test_what_is_taught_is_served(tmp_path: Path) -> None:
+    sizes = TEXT_SIZES | {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": WINDOW}
+    model = save_text(tmp_path / "model", config=Gemma3TextConfig, query_pre_attn_scalar=64, **sizes)
+    backbone = Backbone.load(model)
+    asked_for = [(message("user", question(number)),) for number in range(16)]
+    examples = [
+        Example(f"k{number}", "keys", messages, (), "red", source_digest_of(messages, []))
+        for number, messages in enumerate(asked_for)
+    ]
+    world = World(model, backbone, {}, {})
+    for activation in ACTIVATIONS:
+        bundle = taught(backbone, tmp_path, examples, activation)
+        assert bundle.gate is not None
+        assert {KINDS[layer] for layer in bundle.gate.layers} == {"full_attention"}
+        world.bundles[activation], world.paths[activation] = bundle, tmp_path / f"{activation}.safetensors"
+        write_bundle(bundle, world.paths[activation])
+    options = {"enforce_eager": True, "max_num_batched_tokens": 48, "block_size": 16}
+    with engine(model, environment=FEWER_PROCESSES, **options) as llm:
+        served = MemoryEngine(world, llm)
+        asked = [Prompt(None, text) for text in (question(3), question(20), "What is the weather like today?")]
+        without, *_ = served.check(asked, [None] * len(asked))
+        for name in ACTIVATIONS:
+            answer, *_ = served.check(asked, [name] * len(asked))
+            assert answer.decision is not None
+            assert answer.decision.task == "keys"
+            assert answer.output.outputs[0].token_ids != without.output.outputs[0].token_ids
