@@ -23,6 +23,7 @@ from transformers import (
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     Olmo2Config,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -44,6 +45,7 @@ from tests.tiny_models import (
     PICTURE_SIZE,
     byte_tokenizer,
     picture_template,
+    qwen_vl_tokenizer,
     save_random,
     save_tiny_llava,
     save_tiny_qwen3_vl,
@@ -106,9 +108,7 @@ def save_llava_onevision(folder: str | Path) -> Path:
 
 def save_qwen2_5_vl(folder: str | Path) -> Path:
     """M-RoPE, and a vision tower with windows."""
-    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    tokenizer, ids = qwen_vl_tokenizer()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
     config = Qwen2_5_VLConfig(
         text_config=text_sizes(tokenizer) | QWEN2_SIZES | {"rope_parameters": rope},
@@ -122,21 +122,22 @@ def save_qwen2_5_vl(folder: str | Path) -> Path:
             "fullatt_block_indexes": [1],
             "out_hidden_size": QWEN2_HIDDEN,
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **ids,
         tie_word_embeddings=False,
     )
-    sizes = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**sizes),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = qwen2_5_vl_processor(tokenizer)
     save_random(Qwen2_5_VLForConditionalGeneration, config, processor, Path(folder), 0)
     return Path(folder)
+
+
+def qwen2_5_vl_processor(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2_5_VLProcessor:
+    all_sizes: dict[str, Any] = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, **sizes}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**all_sizes),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**all_sizes),
+        chat_template=tokenizer.chat_template,
+    )
 
 
 def save_internvl(folder: str | Path) -> Path:
@@ -176,9 +177,7 @@ def save_internvl(folder: str | Path) -> Path:
 
 def save_llava_onevision1_5(folder: str | Path) -> Path:
     """A tower with a class token, pictures of any size, and Qwen3 with one-dimensional positions."""
-    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    tokenizer, ids = qwen_vl_tokenizer()
     config = LlavaOnevision15Config(
         text_config=text_sizes(tokenizer),
         vision_config={
@@ -189,18 +188,9 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
             "patch_size": 8,
             "text_hidden_size": HIDDEN,
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **ids,
     )
-    sizes = {"patch_size": 8, "temporal_patch_size": 1, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**sizes),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = qwen2_5_vl_processor(tokenizer, temporal_patch_size=1)
     register_models()
 
     def make_model(config: Any) -> LLaVAOneVision1_5_ForConditionalGeneration:

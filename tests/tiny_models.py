@@ -97,9 +97,7 @@ def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, kv_heads: int = 
 def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
     """A Qwen3-VL with a deepstack level and interleaved multimodal RoPE."""
     folder = Path(folder)
-    specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = byte_tokenizer(specials, picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in specials}
+    tokenizer, ids = qwen_vl_tokenizer()
     config = Qwen3VLConfig(
         text_config=text_sizes(tokenizer)
         | {
@@ -122,10 +120,7 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **ids,
         tie_word_embeddings=False,
     )
     sizes = {
@@ -192,6 +187,18 @@ def text_sizes(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+
+
+def qwen_vl_tokenizer() -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+    """And the ids of the tokens around pictures and in their place, as Qwen-VL's settings name them."""
+    names = {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+    }
+    tokenizer = byte_tokenizer([*names.values()], picture_template("<|vision_start|><|image_pad|><|vision_end|>"))
+    return tokenizer, {setting: tokenizer.convert_tokens_to_ids(token) for setting, token in names.items()}
 
 
 def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -> PreTrainedTokenizerFast:
