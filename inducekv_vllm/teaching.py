@@ -13,7 +13,7 @@ from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import fit_threshold, words_of
+from .facts import asked_words, fit_threshold, words_of
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -22,14 +22,23 @@ WhenFull = Literal["forget", "refuse"]
 
 
 def fact_of(
-    question: str, answer: str, task: str = DEFAULT_TASK, id: str | None = None, expires_at: datetime | None = None
+    question: str,
+    answer: str,
+    task: str = DEFAULT_TASK,
+    id: str | None = None,
+    expires_at: datetime | None = None,
+    picture: str | None = None,
 ) -> FactRecord:
     """A new fact. Without an id it gets one that follows from its question and task.
 
+    Args:
+        picture: the state of the question's pictures, as `inducekv_vllm.facts.packed` gives it; None without any.
+
     Raises:
-        TaskDataError: an id, task, question or answer is empty, or an id is too long.
+        TaskDataError: an id, task, question or answer is empty, an id is too long, or `picture` is no state.
     """
-    digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], [])
+    pictures = [] if picture is None else [picture.encode()]
+    digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], pictures)
     try:
         return FactRecord(
             id=f"{task}/{digest[:16]}"[-MAX_ID:] if id is None else id,
@@ -39,6 +48,7 @@ def fact_of(
             expires_at=expires_at,
             question=question,
             answer=answer,
+            picture=picture,
         )
     except ValidationError as error:
         raise TaskDataError(f"example {id or question!r:.100}: {first_problem(error)}") from error
@@ -180,6 +190,6 @@ def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> fl
 
 def superseded(facts: Sequence[FactRecord]) -> dict[str, str]:
     """The facts that do not count, because a newer one of the task has the same question: id to id."""
-    asked = {fact.id: (fact.task, words_of(fact.question)) for fact in facts}
+    asked = {fact.id: (fact.task, asked_words(fact.question, fact.picture)) for fact in facts}
     newest = {question: id for id, question in asked.items()}
     return {id: newest[question] for id, question in asked.items() if newest[question] != id}

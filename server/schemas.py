@@ -77,7 +77,7 @@ class RollbackMemoryBundleRequest(BaseModel):
 
 
 class ExampleMessage(BaseModel):
-    """One message of an example, as in a chat request; its content is text."""
+    """One message of an example, as in a chat request; its content is text, and pictures in the user's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,7 +88,8 @@ class ExampleMessage(BaseModel):
 Messages = Annotated[
     list[ExampleMessage],
     Field(
-        description="The question: one message of the user, in text. A system message before it is not looked at.",
+        description="The question: one message of the user, in text, with pictures or without. A system message before "
+        "it is not looked at.",
         examples=[[{"role": "user", "content": "What is the code of Lima?"}]],
         min_length=1,
         max_length=2,
@@ -173,9 +174,10 @@ class MemoryExample(BaseModel):
     task: str
     question: str | None = Field(description="Shown to the admin only.")
     answer: str | None = Field(description="Shown to the admin only.")
-    source_digest: str = Field(description="SHA-256 of the messages, in hexadecimal.")
+    source_digest: str = Field(description="SHA-256 of the question, in hexadecimal.")
     created_at: datetime | None
     expires_at: datetime | None
+    has_picture: bool = Field(description="Whether its question is about a picture.")
     superseded_by: str | None = Field(description="The newer fact that answers the same question.")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord
-from inducekv_vllm.errors import TaskDataError, UnknownFact
+from inducekv_vllm.engine.memory_engine import MemoryEngine
+from inducekv_vllm.engine.pictures import is_picture
+from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
 
 from .requests import (
@@ -38,6 +41,8 @@ from .schemas import (
     TeachRequest,
 )
 
+Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
+PICTURES_AT_ONCE: Final = 8
 router = APIRouter(tags=[TAG])
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
@@ -52,7 +57,7 @@ ExampleId = Annotated[str, Path(description="The id of an example.", examples=["
 )
 async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) -> TaughtBundle:
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
-    facts = [_fact(example, place) for place, example in enumerate(body.examples)]
+    facts = await _facts(body.examples, request.app.state.inducekv_engine)
     registry = registry_of(request)
     gone: list[str] = []
     full: dict[str, Any] = {"when_full": body.when_full, "last_used": await registry.uses(name)}
@@ -100,10 +105,12 @@ async def correct(
     name: Name, example_id: ExampleId, body: CorrectExampleRequest, request: Request, admin: Admin
 ) -> TaughtBundle:
     """Give a fact another answer, question or date: it counts as the newest one then."""
-    question = None if body.messages is None else _question(body.messages, example_id)
-    make = partial(_corrected, example_id=example_id, question=question, body=body)
     registry = registry_of(request)
     registry.metadata(name)
+    asked = None
+    if body.messages is not None:
+        asked = await _asked(body.messages, example_id, request.app.state.inducekv_engine)
+    make = partial(_corrected, example_id=example_id, asked=asked, body=body)
     card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)
     return _answer(card, [example_id])
 
@@ -124,19 +131,15 @@ async def forget(
 
 
 def _corrected(
-    bundle: Bundle | None, reader: FactReader, *, example_id: str, question: str | None, body: CorrectExampleRequest
+    bundle: Bundle | None, reader: FactReader, *, example_id: str, asked: Asked | None, body: CorrectExampleRequest
 ) -> Bundle:
     known = {fact.id: fact for fact in bundle.metadata.facts} if bundle is not None else {}
     if example_id not in known:
         raise UnknownFact(f"the bundle has no fact {example_id!r}")
     old = known[example_id]
-    new = fact_of(
-        question or old.question,
-        body.answer or old.answer,
-        old.task,
-        example_id,
-        body.expires_at or old.expires_at,
-    )
+    question, picture = asked or (old.question, old.picture)
+    expiry = body.expires_at or old.expires_at
+    new = fact_of(question, body.answer or old.answer, old.task, example_id, expiry, picture)
     return taught(bundle, [new], reader, when_full="refuse")
 
 
@@ -145,25 +148,45 @@ def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> B
     return forgotten(bundle, [example_id], reader)
 
 
-def _fact(example: TaughtExample, place: int) -> FactRecord:
-    question = _question(example.messages, example.id or f"number {place + 1}")
-    return fact_of(question, example.answer, example.task, example.id, example.expires_at)
+async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> list[FactRecord]:
+    """Facts of examples; what their pictures are like is asked of the engine, a few at a time."""
+
+    async def fact(place: int) -> FactRecord:
+        example = examples[place]
+        question, picture = await _asked(example.messages, example.id or f"number {place + 1}", engine)
+        return fact_of(question, example.answer, example.task, example.id, example.expires_at, picture)
+
+    facts: list[FactRecord] = []
+    while len(facts) < len(examples):
+        at_once = range(len(facts), min(len(facts) + PICTURES_AT_ONCE, len(examples)))
+        facts += await asyncio.gather(*map(fact, at_once))
+    return facts
 
 
-def _question(messages: Sequence[ExampleMessage], example: str) -> str:
-    """The text of the one user message. Raises TaskDataError: there are others, or it is not text alone."""
+async def _asked(messages: Sequence[ExampleMessage], example: str, engine: MemoryEngine) -> Asked:
+    """The text of the one user message, and the state of its pictures, if it has any.
+
+    Raises:
+        TaskDataError: there are other messages, or something else than text and pictures is in it.
+        UnsupportedModel: pictures cannot be told from each other with this model.
+    """
     users = [message for message in messages if message.role == "user"]
     if len(users) != 1 or messages[-1].role != "user":
         raise TaskDataError(f"example {example}: a fact is one question: expected one user message, the last one")
     content: Any = users[0].content
     if isinstance(content, str):
-        return content
-    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
+        return content, None
+    texts = [part["text"] for part in content if part.get("type") == "text" and isinstance(part.get("text"), str)]
+    pictures = [part for part in content if is_picture(part)]
+    if len(texts) + len(pictures) < len(content):
         kinds = sorted({str(part.get("type"))[:40] for part in content})
         raise TaskDataError(
-            f"example {example}: facts are found by words: expected text, found parts of the types {', '.join(kinds)}"
+            f"example {example}: expected text and pictures, found parts of the types {', '.join(kinds)}"
         )
-    return "\n".join(part["text"] for part in content)
+    try:
+        return "\n".join(texts), await engine.picture_state(content) if pictures else None
+    except InduceKVError as error:
+        raise type(error)(f"example {example}: {error}") from error
 
 
 def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> MemoryExample:
@@ -175,6 +198,7 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
         source_digest=fact.source_digest,
         created_at=fact.created_at,
         expires_at=fact.expires_at,
+        has_picture=fact.picture is not None,
         superseded_by=superseded_by,
     )
 

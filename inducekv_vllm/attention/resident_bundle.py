@@ -16,6 +16,7 @@ from torch import Tensor
 from ..backbone.stored_facts import StoredFacts
 from ..bundle.lookup import MemoryIndex
 from ..errors import UnsupportedModel
+from ..gate import TurnMarks
 from ..retrieval.entry_terms import EntryTerms, FloatArray, Form, IntArray, Weighting
 from .ranges import Region
 from .resident_gate import ResidentGate
@@ -52,7 +53,8 @@ class ResidentBundle:
     index: MemoryIndex  # on the host
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
-    facts: StoredFacts | None = None  # on the host
+    facts: StoredFacts | None = None  # on the first rank's host
+    picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:

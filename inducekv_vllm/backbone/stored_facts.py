@@ -1,6 +1,6 @@
 """The facts of a bundle for one model: what finds them in its prompts, and their answers in its tokens.
 
-Shapes: N facts, T prompt tokens.
+Shapes: N facts, T prompt tokens, F = J D features of a picture's state.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
-from ..facts import FactsFound, QuestionIndex, Vectors, answers_of, words_of
+from ..facts import FactsFound, PictureVectors, QuestionIndex, Vectors, answers_of, asked_words, packed
 from ..gate import TurnMarks, deciding_tokens
-from ..retrieval.entry_terms import IntArray
+from ..retrieval.entry_terms import FloatArray, IntArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
 from .placeholders import placeholder_ids
@@ -91,12 +91,17 @@ class FactReader:
         tokenizer = getattr(processor, "tokenizer", processor)
         return cls(tokenizer, vectors, turn_marks(processor), placeholder_ids(config), fingerprint, context)
 
-    def question(self, token_ids: Sequence[int]) -> str | None:
-        """The text of the question that a prompt [T] asks; None if media are part of it: facts are found by words."""
+    def question(self, token_ids: Sequence[int], picture: FloatArray | None = None) -> tuple[str, ...] | None:
+        """The words of the question that a prompt [T] asks; None if it has media whose state is not known.
+
+        Args:
+            picture: [F], the state of its media (`inducekv_vllm.facts.pictures`).
+        """
         deciding = deciding_tokens(token_ids, self.marks, self.placeholders)
-        if deciding.media:
+        if deciding.media and picture is None:
             return None
-        return str(self.tokenizer.decode([token_ids[at] for at in deciding.text]))
+        text = str(self.tokenizer.decode([token_ids[at] for at in deciding.text], skip_special_tokens=True))
+        return asked_words(text, None if picture is None else packed(picture))
 
     def answer(self, text: str) -> tuple[int, ...]:
         """As the model must generate it: its text, then the token that ends a turn."""
@@ -108,6 +113,7 @@ class _Task:
     index: QuestionIndex
     numbers: IntArray  # of its questions among the bundle's facts
     threshold: float
+    pictured: npt.NDArray[np.bool_]  # which of the questions have a picture
 
 
 class StoredFacts:
@@ -115,50 +121,69 @@ class StoredFacts:
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
         self._facts, self._reader = metadata.facts, reader
-        self._tasks = {
-            task: _Task(*question_index(self._facts, task, reader.vectors), threshold)
-            for task, threshold in metadata.fact_thresholds.items()
-        }
+        self._tasks = {task: self._index(task, threshold) for task, threshold in metadata.fact_thresholds.items()}
         self._gate_tasks = frozenset(metadata.gate_tasks)
         self._may_expire = any(fact.expires_at is not None for fact in self._facts)
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
-    def find(self, token_ids: Sequence[int], fact_tasks: Collection[str] = ()) -> FactsFound | None:
+    def _index(self, task: str, threshold: float) -> _Task:
+        index, numbers = question_index(self._facts, task, self._reader.vectors)
+        pictured = np.array([self._facts[number].picture is not None for number in numbers])
+        return _Task(index, numbers, threshold, pictured)
+
+    def find(
+        self, token_ids: Sequence[int], fact_tasks: Collection[str] = (), picture: FloatArray | None = None
+    ) -> FactsFound | None:
         """The facts that a prompt [T] asks for: of these tasks, and of those that the bundle's gate does not have.
+
+        With a picture, those that have one, and without, the others.
 
         Args:
             fact_tasks: what the gate allows.
+            picture: as for `FactReader.question`.
         """
-        question = self._reader.question(token_ids)
-        if question is None or not (words := words_of(question)):
+        if not (words := self._reader.question(token_ids, picture)):
             return None
         found = [
-            self._find_in(task, words)
+            self._find_in(task, words, pictured=picture is not None)
             for name, task in self._tasks.items()
             if name in fact_tasks or name not in self._gate_tasks
         ]
         return max((each for each in found if each is not None), key=lambda each: each.answers.weight, default=None)
 
-    def _find_in(self, task: _Task, words: Sequence[str]) -> FactsFound | None:
-        questions, scores = task.index.search(words, self._alive(task))
-        numbers = task.numbers[questions[: len(scores)]].tolist()
-        sure = [number for number, score in zip(numbers, scores, strict=True) if score >= task.threshold]
-        answers = answers_of(scores.tolist()[: len(sure)], [self._answer(each) for each in sure], task.threshold)
+    def _find_in(self, task: _Task, words: Sequence[str], *, pictured: bool) -> FactsFound | None:
+        questions, scores = task.index.search(words, self._alive(task) & (task.pictured == pictured))
+        numbers, seen = task.numbers[questions[: len(scores)]].tolist(), set[str]()
+        sure: dict[int, float] = {}  # score by number, the best first; of each picture one question
+        for number, score in zip(numbers, scores.tolist(), strict=True):
+            picture = self._facts[number].picture
+            if score >= task.threshold and picture not in seen:
+                sure[number] = score
+                seen |= set() if picture is None else {picture}
+        answers = answers_of(list(sure.values()), [self._answer(each) for each in sure], task.threshold)
         if answers is None:
             return None
-        return FactsFound(tuple(sure[: len(answers.shares)]), float(scores[0]), answers)
+        return FactsFound(tuple(sure)[: len(answers.shares)], float(scores[0]), answers)
 
-    def _alive(self, task: _Task) -> npt.NDArray[np.bool_] | None:
+    def _alive(self, task: _Task) -> npt.NDArray[np.bool_]:
         if not self._may_expire:
-            return None
+            return np.ones(len(task.numbers), dtype=np.bool_)
         now = datetime.now(UTC)
         return np.array([not self._facts[number].has_expired(now) for number in task.numbers])
 
 
 def question_index(facts: Sequence[FactRecord], task: str, vectors: Vectors) -> tuple[QuestionIndex, IntArray]:
     """Of a task's questions, with their numbers among the facts; of equal questions the one that was stored last."""
-    newest = {words_of(fact.question): number for number, fact in enumerate(facts) if fact.task == task}
+    of_task = {number: fact for number, fact in enumerate(facts) if fact.task == task}
+    newest = {asked_words(fact.question, fact.picture): number for number, fact in of_task.items()}
     in_order = sorted((number, words) for words, number in newest.items())
     numbers = [number for number, _ in in_order]
-    index = QuestionIndex([words for _, words in in_order], [facts[number].answer for number in numbers], vectors)
-    return index, np.array(numbers)
+    questions, pictures = [words for _, words in in_order], {}
+    for number, words in in_order:
+        if (picture := facts[number].picture) is not None:
+            pictures[words[-1]] = picture
+    if pictures:
+        vectors = PictureVectors(vectors, list(pictures.values()))
+    # Questions about one picture are found by it alike, so they are one fact.
+    told_by = [facts[number].picture or facts[number].answer for number in numbers]
+    return QuestionIndex(questions, told_by, vectors, pictures), np.array(numbers)

@@ -7,7 +7,6 @@ Shapes: V vocabulary, d hidden size, n words.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -21,6 +20,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UnsupportedModel
+from ..facts import own_direction
 from ..retrieval.entry_terms import FloatArray
 from .weights import stored_tensors
 
@@ -72,16 +72,8 @@ class WordVectors:
         vectors: FloatArray = normalize(sums, dim=1).numpy()
         for place, word in enumerate(words):
             if not word.isalpha():
-                vectors[place] = _alone(word, vectors.shape[1])
+                vectors[place] = own_direction(word, vectors.shape[1])
         return vectors
-
-
-def _alone(word: str, size: int) -> FloatArray:
-    """A direction that follows from the word, [d] float32: all but orthogonal to those of other words."""
-    seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
-    drawn = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    direction: FloatArray = drawn / np.linalg.norm(drawn)
-    return direction
 
 
 def input_embeddings(model: str | Path, revision: str | None = None, cache: str | None = None) -> Tensor:

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ..errors import BundleError
+from ..facts import unpacked
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
@@ -22,6 +32,11 @@ def _in_utc(moment: datetime) -> datetime:
     if moment.utcoffset() != timedelta(0) or moment.microsecond:
         raise ValueError("a date must be in UTC, in whole seconds")
     return moment.replace(tzinfo=UTC)
+
+
+def _packed_state(picture: str) -> str:
+    unpacked(picture)
+    return picture
 
 
 Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
@@ -47,6 +62,15 @@ class FactRecord(EntryRecord):
 
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
+    picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A question without a picture is written as before there were any: digests stay."""
+        written: dict[str, Any] = write(self)
+        if written["picture"] is None:
+            del written["picture"]
+        return written
 
 
 class AdapterRecord(BaseModel):
@@ -139,6 +163,11 @@ class BundleMetadata(BaseModel):
         return tuple(dict.fromkeys(entry.task for entry in self.entries))
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether facts are told apart by pictures."""
+        return any(fact.picture is not None for fact in self.facts)
+
+    @property
     def fact_tasks(self) -> tuple[str, ...]:
         """The tasks of the facts, in the order of their first facts."""
         return tuple(dict.fromkeys(fact.task for fact in self.facts))
@@ -161,6 +190,7 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
         BundleError: names the first problem.
     """
     _check_entries(metadata, name)
+    _check_pictures(metadata, name)
     _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)
@@ -177,6 +207,18 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(
             f"{name}: facts need thresholds for the tasks [{', '.join(sorted(metadata.fact_tasks))}], "
             f"found [{', '.join(sorted(metadata.fact_thresholds))}]"
+        )
+
+
+def _check_pictures(metadata: BundleMetadata, name: str) -> None:
+    size = metadata.backbone.num_kv_heads * metadata.backbone.head_dim
+    for fact in metadata.facts:
+        if fact.picture is not None and (found := len(unpacked(fact.picture))) != size:
+            raise BundleError(f"{name}: fact {fact.id!r}: a picture's state has {size} numbers, found {found}")
+    if metadata.adapter is not None and metadata.has_pictures:
+        raise BundleError(
+            f"{name}: its memory needs the adapter {metadata.adapter!r}, which changes what pictures are told by: "
+            "expected facts without pictures"
         )
 
 

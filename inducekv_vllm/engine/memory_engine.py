@@ -12,16 +12,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
+from uuid import uuid4
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError, VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from ..backbone.placeholders import placeholder_ids
-from ..errors import InduceKVError, UnknownBundle
+from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..host.config import InduceKVConfig
 from .memory import Memory, undisputed
 from .metrics import BundleMetrics
@@ -36,6 +38,7 @@ from .options import (
     with_spec,
 )
 from .owner import OWNER
+from .pictures import picture_params, state_in
 from .stopping import EngineStop
 from .trace import describe
 from .wire import Decision
@@ -172,6 +175,27 @@ class MemoryEngine:
                             await self._put_trace(owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
+
+    async def picture_state(self, parts: Sequence[Any]) -> str:
+        """The packed state of the pictures among the parts of a message (`inducekv_vllm.facts.pictures`).
+
+        Raises:
+            TaskDataError: there are none, or vLLM does not take them.
+            UnsupportedModel: this model does not give it.
+            RetryableRequestError: the server is shutting down.
+        """
+        self._stop.refuse_new()
+        try:
+            _, (prompt,) = await self._client.renderer.render_chat_async(
+                [[{"role": "user", "content": list(parts)}]], ChatParams()
+            )
+        except (ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says of a bad one
+            raise TaskDataError(f"its picture cannot be used: {error}") from error
+        with self._invalidating_mm_cache(prompt), self._stop.running():
+            decision = None
+            async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
+                decision = taken_from(output) or decision
+        return state_in(decision)
 
     async def _note(
         self, request_id: str, owner: str, name: str, memory: Memory, decision: Decision, observed: Observation

@@ -38,6 +38,7 @@ from ..teaching import WhenFull, taught
 from .memory import Memory, undisputed
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
+from .pictures import picture_params, state_in
 from .wire import DecideSpec, Decision, InjectionSpec, poll_delays
 
 _T = TypeVar("_T")
@@ -112,7 +113,7 @@ class MemoryLLM:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
-            facts: see `inducekv_vllm.teaching.fact_of`.
+            facts: see `inducekv_vllm.teaching.fact_of`, and `picture_state` for those about pictures.
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
@@ -123,6 +124,17 @@ class MemoryLLM:
         before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
         write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
         return self.load_bundle(path)
+
+    def picture_state(self, conversation: Any) -> str:
+        """What the pictures of a conversation are like, for a fact about them: `fact_of(..., picture=...)`.
+
+        Raises:
+            TaskDataError: there are none.
+            UnsupportedModel: this model does not give it.
+        """
+        prompt = require_rendered(self.llm._preprocess_chat_one(conversation))
+        (output,) = self._run([prompt], [picture_params()], None)
+        return state_in(taken_from(output))
 
     @cached_property
     def _facts(self) -> FactReader:

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
 
@@ -86,7 +86,7 @@ class TaskAdapter:
 class DecideSpec:
     """The worker asks a bundle's gate and index when it knows what the prompt tells them."""
 
-    bundle: str  # its digest
+    bundle: str  # its digest; empty if the worker shall only read what the prompt's pictures are like
     retrieval: bool  # whether the query key for the retrieval is needed; the prompt is computed as a whole then
     top_k: int | None
     remainder: bool
@@ -103,6 +103,9 @@ class DecideSpec:
         return cls(
             str(raw["bundle"]), bool(raw["retrieval"]), top_k, bool(raw["remainder"]), str(raw["owner"]), adapters
         )
+
+
+PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None, remainder=False)
 
 
 def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSpec | None:
@@ -135,6 +138,7 @@ class Decision:
     error: str | None = None  # why nothing could be decided
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
     facts: FactsFound | None = None
+    picture: str | None = None  # the packed state of the prompt's pictures, if that is all that was asked for
 
     @property
     def verdict(self) -> Literal["none", "open"] | Closed:

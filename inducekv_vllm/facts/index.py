@@ -5,14 +5,15 @@
 h are input embeddings, so no forward pass is needed. w(t) = 1 / n(t)^2, where n(t) counts the answers that stored
 questions with the word t have: a word that occurs with one answer says which fact is asked for, one that occurs with
 many belongs to a wording. So a question finds its fact in a wording that is stored nowhere, as long as it names the
-same thing.
+same thing. Where a question is about a picture, the picture names it, and w(t) of the words is next to nothing: they
+tell questions about one picture apart.
 
 Shapes: N stored questions, V different words in them, d hidden size, U words of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Final, Protocol
@@ -28,6 +29,7 @@ NEAR: Final = 8  # stored words that a word which is not stored may stand for
 LEAST_COSINE: Final = 0.5  # of these
 QUESTIONS_AN_ANSWER: Final = 8  # with more, answers are choices, and do not tell one fact from another
 CACHED_WORDS: Final = 4096
+BESIDE_A_PICTURE: Final = 0.005  # w of all words together, where the picture's is 1
 Scores = npt.NDArray[np.float64]
 
 
@@ -42,11 +44,18 @@ class Vectors(Protocol):
 class QuestionIndex:
     """See the module docstring."""
 
-    def __init__(self, questions: Sequence[Sequence[str]], answers: Sequence[Hashable], vectors: Vectors) -> None:
+    def __init__(
+        self,
+        questions: Sequence[Sequence[str]],
+        answers: Sequence[Hashable],
+        vectors: Vectors,
+        pictures: Container[str] = (),
+    ) -> None:
         """
         Args:
             questions: [N], the words of each, none twice; at least one question, and one word in each.
             answers: [N].
+            pictures: those of the words that stand for pictures; a question has at most one, the last.
         """
         self.questions, self.vectors = questions, vectors
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
@@ -62,6 +71,10 @@ class QuestionIndex:
         owners = np.repeat(np.arange(len(questions)), lengths)
         weights = self._frequencies(owners) ** -2.0  # [V]
         self._weights = weights[self._words]
+        for start, words in zip(self._starts, questions, strict=False):
+            if words[-1] in pictures:
+                end = start + len(words) - 1
+                self._weights[start:end], self._weights[end] = BESIDE_A_PICTURE / max(1, len(words) - 1), 1.0
         self._totals = np.add.reduceat(self._weights, self._starts[:-1])  # [N]
         self._word_weights = weights
         by_word = np.argsort(self._words, kind="stable")

@@ -63,13 +63,14 @@ class CachedValues:
             UnsupportedModel: names the layer and the reason.
         """
         for index in layers:
-            if (reason := self._refusal(index)) is not None:
+            if (reason := self.refusal(index)) is not None:
                 raise UnsupportedModel(
                     f"a relevance gate that looks at layer {index} cannot be served: {reason}; "
                     "fit a gate to other layers"
                 )
 
-    def _refusal(self, index: int) -> str | None:
+    def refusal(self, index: int) -> str | None:
+        """Why a layer's values cannot be had for every token of a prompt; None if they can."""
         if (layer := self._layers.get(index)) is None:
             return "it has no KV cache of its own"
         attention, shape = layer.attention, layer.attention.kv_cache.shape

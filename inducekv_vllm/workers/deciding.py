@@ -14,6 +14,7 @@ from ..bundle.lookup import MemoryIndex, MemoryLookup
 from ..engine.gate_log import GateLog
 from ..engine.wire import DECISIONS, DecideSpec, Decision, InjectionSpec
 from ..errors import InduceKVError
+from ..facts import packed
 from .undecided import Undecided
 
 Completed = Sequence[tuple[str, Undecided]]
@@ -42,9 +43,12 @@ class Deciding:
 
     def decide(self, request: Undecided) -> Decision:
         """Wait for what the prompt tells, and decide."""
-        began, index = time.perf_counter(), request.bundle.index
+        began = time.perf_counter()
         try:
             features = request.features()
+            if request.bundle is None:
+                return Decision(None, picture=None if features.picture is None else packed(features.picture))
+            index = request.bundle.index
             lookup = index.lookup(features, request.spec.top_k)
         except InduceKVError as error:
             return Decision(None, error=str(error))
@@ -59,7 +63,9 @@ class Deciding:
             closed=gate.closed if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
             valid_until=expiry.timestamp() if expiry is not None else None,
-            facts=facts.find(request.token_ids, () if gate is None else gate.fact_tasks) if facts is not None else None,
+            facts=None
+            if facts is None
+            else facts.find(request.token_ids, () if gate is None else gate.fact_tasks, features.picture),
         )
         return replace(decision, seconds=time.perf_counter() - began)
 

@@ -9,11 +9,13 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -36,6 +38,7 @@ from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
 from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
+from ..facts.pictures import LAYER
 from ..host.config import InduceKVConfig
 from ..host.device import Device, device_of
 from ..host.logs import logger_of
@@ -82,6 +85,7 @@ class MemoryWorker(Worker):
         self.attention: MemoryAttention
         self.cached_values: CachedValues
         self.undecided: UndecidedRequests
+        self._placeholders: frozenset[int]  # the ids of tokens that stand for media
         self.deciding: Deciding | None = None  # on the first rank
         self.same_pass: SamePass | None = None  # if it is the only one
         self._device: Device
@@ -136,13 +140,32 @@ class MemoryWorker(Worker):
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
         self.cached_values = CachedValues(kv_cache_config, layers, self.attention.cached_values, self._device)
-        placeholders = placeholder_ids(self.model_config.hf_config)
-        add_up = tensor_model_parallel_all_reduce
-        self.undecided = UndecidedRequests(self.cached_values, placeholders, add_up, self._device)
+        self._placeholders = placeholders = frozenset(placeholder_ids(self.model_config.hf_config))
+        self.undecided = UndecidedRequests(
+            self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
+        )
         if get_tensor_model_parallel_rank() == 0:
             gate_log = GateLog.of(self.settings)
             self.deciding = Deciding(placeholders, gate_log)
             self.same_pass = self._make_same_pass(self.deciding, kv_cache_config)
+
+    def _all_heads(self, features: Tensor) -> Tensor:
+        """Features [F] of all KV heads, from those of this rank's heads."""
+        heads, size = self._heads(), self.model_config.get_head_size()
+        found = features.new_zeros(self.model_config.get_total_num_kv_heads() * size)
+        if self._is_first_of_heads():
+            found[heads.start * size : heads.stop * size] = features
+        return tensor_model_parallel_all_reduce(found)
+
+    def _heads(self) -> slice:
+        """The KV heads of this rank."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return kv_heads_of_rank(self.model_config.get_total_num_kv_heads(), rank, ranks)
+
+    def _is_first_of_heads(self) -> bool:
+        """Of the ranks that have the same heads."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return rank % max(1, ranks // self.model_config.get_total_num_kv_heads()) == 0
 
     def _make_same_pass(self, deciding: Deciding, kv_cache: KVCacheConfig) -> SamePass | None:
         if get_tensor_model_parallel_world_size() > 1 or len(kv_cache.kv_cache_groups) > 1:
@@ -224,16 +247,18 @@ class MemoryWorker(Worker):
         elif spec is not None and self.undecided.knows(request.req_id):
             self.undecided.restart(request.req_id, request.block_ids)
         elif spec is not None:
-            bundle, token_ids = self.resident[spec.bundle], request.prompt_token_ids
+            bundle = self.resident[spec.bundle] if spec.bundle else None
+            token_ids = request.prompt_token_ids
             assert token_ids is not None  # prompt embeddings are refused at start
             undecided = self.undecided.start(request.req_id, spec, bundle, token_ids, request.block_ids)
-            if self._can_decide_now(bundle):
+            if bundle is not None and self._can_decide_now(bundle, token_ids):
                 self._decide_now(request.req_id, undecided)
 
-    def _can_decide_now(self, bundle: ResidentBundle) -> bool:
+    def _can_decide_now(self, bundle: ResidentBundle, token_ids: Sequence[int]) -> bool:
         """A bundle of facts alone needs nothing but the prompt's words. Other ranks would not hear of it in time."""
         is_alone = self.deciding is not None and get_tensor_model_parallel_world_size() == 1
-        return is_alone and bundle.facts is not None and bundle.gate is None and not bundle.num_entries
+        has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(token_ids)
+        return is_alone and bundle.facts is not None and bundle.gate is None and not bundle.num_entries and has_all
 
     def _decide_now(self, request_id: str, request: Undecided) -> None:
         assert self.deciding is not None
@@ -297,15 +322,14 @@ class MemoryWorker(Worker):
         """Read and check a bundle, and copy it to the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
         self._check(bundle, path, digest)
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        kv_heads, size = bundle.metadata.backbone.num_kv_heads, bundle.metadata.backbone.head_dim
-        heads = kv_heads_of_rank(kv_heads, rank, ranks)
-        facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and rank == 0 else None
-        gate = None
+        is_first = get_tensor_model_parallel_rank() == 0
+        facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
+        marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
+        heads, gate = self._heads(), None
         if bundle.gate is not None:
-            is_first = rank % max(1, ranks // kv_heads) == 0  # of the ranks that have the same heads
-            gate = ResidentGate.load(bundle.gate, heads, size, is_first, self._device)
-        return replace(self.pool.store(bundle, heads, gate), facts=facts)
+            size = bundle.metadata.backbone.head_dim
+            gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
+        return replace(self.pool.store(bundle, heads, gate), facts=facts, picture_marks=marks)
 
     def _check(self, bundle: Bundle, path: str, digest: str) -> None:
         """Refuse another content than the API process has read, and what this engine cannot do."""
@@ -320,6 +344,8 @@ class MemoryWorker(Worker):
             check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
         if bundle.metadata.gate is not None:
             self.cached_values.check(bundle.metadata.gate.layers)
+        if bundle.metadata.has_pictures and (reason := self.cached_values.refusal(LAYER)) is not None:
+            raise UnsupportedModel(f"facts with pictures need the values of layer {LAYER}: {reason}")
         if bundle.metadata.facts and self.vllm_config.speculative_config is not None:
             raise UnsupportedModel("facts cannot be served with speculative decoding: vLLM takes no logits processor")
 

@@ -76,8 +76,7 @@ class SamePass:
 
 def _deciding_layer(request: Undecided) -> int | None:
     """The layer from which on an entry of the request's bundle could join; None if there is none."""
-    gate, bundle = request.bundle.gate, request.bundle
-    if gate is None or request.spec.retrieval:
+    if (bundle := request.bundle) is None or (gate := bundle.gate) is None or request.spec.retrieval:
         return None
     layer = gate.layers[-1]
     acts_last = "generation" in bundle.index.metadata.activations.values()
@@ -87,8 +86,8 @@ def _deciding_layer(request: Undecided) -> int | None:
 
 
 def _joins(request: Undecided, decision: Decision, layer: int) -> bool:
-    injection = decision.injection
-    if injection is None:  # stored answers enter behind the last layer
+    injection, bundle = decision.injection, request.bundle
+    if injection is None or bundle is None:  # stored answers enter behind the last layer
         return decision.facts is not None and decision.task not in dict(request.spec.adapters)
     is_last = injection.start == len(request.token_ids) - 1
-    return is_last and bool((request.bundle.first_layers[list(injection.entries)] >= layer).all())
+    return is_last and bool((bundle.first_layers[list(injection.entries)] >= layer).all())

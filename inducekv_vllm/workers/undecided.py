@@ -1,16 +1,18 @@
 """Requests whose memory is not decided yet: what their prompts tell a bundle's index and gate.
 
 The query key is the mean of the final hidden states over the whole prompt (paper, Eq. key_rewrite); a step only adds to
-it on the device. A gate's evidence is read from the KV cache, once all of the prompt is there, whoever has computed it.
-Both are on their way to the host then; nobody but the first rank waits for them.
+it on the device. A gate's evidence and the state of pictures are read from the KV cache, once all of the prompt is
+there, whoever has computed it. All are on their way to the host then; nobody but the first rank waits for them.
 
-Shapes: T prompt tokens of a request, t of them deciding, d hidden size, H evidence of a gate.
+Shapes: T prompt tokens of a request, t of them deciding, d hidden size, H evidence of a gate, F features of a layer's
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -19,11 +21,13 @@ from ..attention.resident_bundle import ResidentBundle
 from ..bundle.lookup import QueryFeatures
 from ..engine.wire import DecideSpec, Decision
 from ..errors import InduceKVError
-from ..gate import deciding_tokens, last_averaged
+from ..facts.pictures import LAYER
+from ..gate import TurnMarks, deciding_tokens, last_averaged
 from ..host.device import Device, HostCopy
 from ..host.runner import StepRows
 from .cached_values import CachedValues
 
+_NO_MARKS: Final = TurnMarks((), None)  # all of a prompt
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 
 
@@ -32,36 +36,52 @@ class Undecided:
     """One request."""
 
     spec: DecideSpec
-    bundle: ResidentBundle
+    bundle: ResidentBundle | None  # None: what its pictures are like is all that is asked
     token_ids: Sequence[int]  # [T]
     blocks: list[list[int]]
     seen: int = 0  # tokens whose hidden states are in `total`
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
     key: HostCopy | None = None  # [d]
     evidence: HostCopy | None = None  # [H]
+    picture: HostCopy | None = None  # [F]
+    refusal: str | None = None  # why nothing can be decided
     decision: Decision | None = None  # if it was taken before or in the forward pass
 
     def features(self) -> QueryFeatures:
         """Wait for what the prompt tells. Raises InduceKVError: it is not finite, because the model overflowed."""
-        found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence)]
+        if self.refusal is not None:
+            raise InduceKVError(self.refusal)
+        found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence, self.picture)]
         if any(each is not None and not bool(each.isfinite().all()) for each in found):
             raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
-        key, evidence = (None if each is None else each.numpy() for each in found)
-        return QueryFeatures(key=key, evidence=evidence)
+        key, evidence, picture = (None if each is None else each.numpy() for each in found)
+        return QueryFeatures(key=key, evidence=evidence, picture=picture)
+
+    @property
+    def picture_marks(self) -> TurnMarks | None:
+        """By which the turn is found whose pictures decide; None if no pictures do."""
+        return _NO_MARKS if self.bundle is None else self.bundle.picture_marks
 
 
 class UndecidedRequests:
     """The requests of a worker; it calls every method in the order of its steps."""
 
     def __init__(
-        self, values: CachedValues, placeholders: Collection[int], add_up: Callable[[Tensor], Tensor], device: Device
+        self,
+        values: CachedValues,
+        placeholders: Collection[int],
+        add_up: Callable[[Tensor], Tensor],
+        all_heads: Callable[[Tensor], Tensor],
+        device: Device,
     ) -> None:
         """
         Args:
             placeholders: the ids of tokens that stand for media.
             add_up: the sum of a tensor over the ranks.
+            all_heads: the features [F] of all KV heads, from those of this rank's, of which 0 are left out.
         """
-        self._values, self._placeholders, self._add_up, self._device = values, placeholders, add_up, device
+        self._values, self._placeholders, self._device = values, placeholders, device
+        self._add_up, self._all_heads = add_up, all_heads
         self._requests: dict[str, Undecided] = {}
         self._decided: set[str] = set()  # running requests, which may come as new ones after a preemption
 
@@ -73,7 +93,12 @@ class UndecidedRequests:
         return request_id in self._requests or request_id in self._decided
 
     def start(
-        self, request_id: str, spec: DecideSpec, bundle: ResidentBundle, token_ids: Sequence[int], blocks: Blocks
+        self,
+        request_id: str,
+        spec: DecideSpec,
+        bundle: ResidentBundle | None,
+        token_ids: Sequence[int],
+        blocks: Blocks,
     ) -> Undecided:
         started = Undecided(spec, bundle, token_ids, [list(each) for each in blocks])
         self._requests[request_id] = started
@@ -147,8 +172,18 @@ class UndecidedRequests:
             assert request.seen == T, f"the key of {T} tokens has seen {request.seen}"
             assert isinstance(request.total, Tensor)
             request.key = self._device.to_host(normalize(request.total / T, dim=0))
-        if (gate := request.bundle.gate) is not None:
+        if request.picture_marks is not None:
+            self._find_picture(request, request.picture_marks)
+        if request.bundle is not None and (gate := request.bundle.gate) is not None:
             text, media = deciding_tokens(request.token_ids, gate.marks, self._placeholders)
             values = self._values.read(gate.layers, request.blocks, text + media)  # [t, S, F of this rank]
             evidence = gate.scores.evidence(last_averaged(values, len(text)), self._add_up)  # [H]
             request.evidence = self._device.to_host(evidence)
+
+    def _find_picture(self, request: Undecided, marks: TurnMarks) -> None:
+        media = deciding_tokens(request.token_ids, marks, self._placeholders).media
+        if media and (reason := self._values.refusal(LAYER)) is not None:
+            request.refusal = f"pictures cannot be told from each other by layer {LAYER}: {reason}"
+        elif media:
+            values = self._values.read([LAYER], request.blocks, media)  # [t, 1, F of this rank]
+            request.picture = self._device.to_host(self._all_heads(values.mean((0, 1))))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.backbone.stored_facts import StoredFacts
+from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.facts import Answers
+from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
 from .facts import fact_reader
@@ -23,7 +25,7 @@ from .generation import generate
 from .injection import Memory, Terms
 from .model import Backbone, Inputs
 from .scoring import Scorer
-from .token_values import evidence_of
+from .token_values import evidence_of, picture_states
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,13 @@ class BundledModel:
         """Of the facts that n questions ask for; none at all if there are no facts."""
         if self.facts is None or self.bundle is None:
             return []
+        tasks = fact_tasks(self.bundle, self.evidence(examples))
+        pictures: list[FloatArray | None] = [None] * len(prompts)
+        if self.bundle.metadata.has_pictures:
+            pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
         found = [
-            self.facts.find(prompt["input_ids"][0].tolist(), tasks)
-            for prompt, tasks in zip(prompts, fact_tasks(self.bundle, self.evidence(examples)), strict=True)
+            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture)
+            for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
         ]
         return [None if each is None else each.answers for each in found]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +32,7 @@ def teach(options: argparse.Namespace) -> int:
 
     from ..data.examples import read_task
 
-    facts = [_fact(example) for path in options.task for example in read_task(path)]
+    facts = _facts([example for path in options.task for example in read_task(path)], options.model)
     reader = FactReader.of(options.model)
     bundle: Bundle | None = None
     if options.bundle is not None:
@@ -54,13 +54,38 @@ def teach(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _fact(example: Example) -> FactRecord:
-    """Raises TaskDataError: the example has a picture, or is a conversation."""
+def _facts(examples: Sequence[Example], model: str) -> list[FactRecord]:
+    """The model is loaded if some examples have pictures.
+
+    Raises:
+        TaskDataError: an example is a conversation.
+        UnsupportedModel: the model takes no pictures, or they cannot be told from each other with it.
+    """
     from ..update.facts import fact_of_example
 
-    if (fact := fact_of_example(example, example.id)) is None:
-        raise TaskDataError(f"example {example.id!r}: facts are found by words: expected one question in text")
-    return fact
+    pictures = _pictures([each for each in examples if each.images], model)
+    facts = []
+    for example in examples:
+        if (fact := fact_of_example(example, example.id, pictures.get(example.id))) is None:
+            raise TaskDataError(f"example {example.id!r}: expected one question, found a conversation")
+        facts.append(fact)
+    return facts
+
+
+def _pictures(examples: Sequence[Example], model: str) -> dict[str, str]:
+    """By id of an example, what its pictures are like."""
+    if not examples:
+        return {}
+    from inducekv_vllm.backbone.turns import turn_marks
+    from inducekv_vllm.facts import packed
+
+    from ..backbone.model import Backbone
+    from ..backbone.token_values import picture_states
+
+    backbone = Backbone.load(model)
+    marks = turn_marks(backbone.processor)
+    states = picture_states(backbone, [backbone.encode_example(example) for example in examples], marks)
+    return {each.id: packed(state) for each, state in zip(examples, states, strict=True) if state is not None}
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
@@ -74,7 +99,8 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FILE",
-        help="task data, .jsonl: each example is a fact; one whose id the bundle has is corrected; repeatable",
+        help="task data, .jsonl: each example is a fact, with its pictures; an id that the bundle has is corrected; "
+        "repeatable",
     )
     added.add_argument(
         "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"

@@ -23,13 +23,17 @@ from .recipes import REFINED
 from .regate import with_gate
 
 
-def fact_of_example(example: Example, id: str) -> FactRecord | None:
-    """None if it is not one question in text. Raises TaskDataError: see `fact_of`."""
+def fact_of_example(example: Example, id: str, picture: str | None = None) -> FactRecord | None:
+    """None if it is not one question. Raises TaskDataError: see `fact_of`.
+
+    Args:
+        picture: what its pictures are like (`inducekv_vllm.facts.packed`); without it they make it no fact.
+    """
     turns = [message for message in example.messages if message["role"] != "system"]
-    if example.images or len(turns) != 1:
+    if (example.images and picture is None) or len(turns) != 1:
         return None
-    question = "\n".join(part["text"] for part in turns[0]["content"])
-    return fact_of(question, example.answer, example.task, id)
+    question = "\n".join(part["text"] for part in turns[0]["content"] if part["type"] == "text")
+    return fact_of(question, example.answer, example.task, id, picture=picture)
 
 
 def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:

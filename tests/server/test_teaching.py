@@ -10,7 +10,9 @@ import httpx
 import openai
 import pytest
 
+from tests.drawings import drawings
 from tests.engine.parity import Prompt, World
+from tests.engine.test_facts_with_pictures import asked as asked_about
 from tests.server.http import TRACED, Bundles, ask, trace_of
 
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
@@ -138,7 +140,37 @@ def kept(server: str) -> Iterator[Teacher]:
         yield teacher
 
 
-PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+def test_facts_about_pictures(server: str) -> None:
+    teacher, known = Teacher(server, "parts"), drawings(10, 1)
+
+    def about(prompt: Prompt, id: str, **changes: Any) -> dict[str, Any]:
+        return {"id": id, "messages": prompt.messages, "answer": f"number {id}", **changes}
+
+    def answer(prompt: Prompt) -> tuple[str, list[str]]:
+        response = ask(teacher.client, "parts", prompt, extra_body={**TRACED, "ignore_eos": False})
+        return response.choices[0].message.content, [fact["id"] for fact in trace_of(response)["facts"]]
+
+    response = teacher.teach(*(about(each, str(at)) for at, each in enumerate(asked_about(known, "What is it?"))))
+    assert response.status_code == 200, response.text
+    questions = asked_about([*known, *drawings(4, 2)])
+    assert [answer(each)[1] for each in questions] == [[str(at)] for at in range(10)] + [[]] * 4
+    assert answer(questions[3])[0] == "number 3"
+    assert all(each["has_picture"] for each in teacher.call("GET").json()["data"])
+
+    assert teacher.call("PATCH", "/3", json={"answer": "new"}).status_code == 200  # the picture stays
+    assert answer(questions[3]) == ("new", ["3"])
+    assert teacher.call("PATCH", "/3", json={"messages": questions[12].messages}).status_code == 200
+    assert [answer(questions[at])[1] for at in (3, 12)] == [[], ["3"]]
+    assert teacher.unload("parts").status_code == 200
+    teacher.wait_until_drained()
+
+
+def picture(url: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    return example("Lima", messages=[{"role": "user", "content": parts}])
+
+
+SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +180,11 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         ({"examples": [example("Lima")] * 2}, "'Lima' occurs more than once"),
         ({"examples": [example("Lima", answer="")]}, "at least 1 character"),
         ({"examples": [example("Lima", answer="so " * 300)]}, "its answer has"),
-        ({"examples": [example("Lima", messages=[{"role": "user", "content": PICTURE}])]}, "types image_url"),
+        ({"examples": [example("Lima", messages=[{"role": "user", "content": SOUND}])]}, "types input_audio"),
+        ({"examples": [example("Rome"), picture("data:image/png;base64,")]}, "example Lima: its picture cannot be"),
+        ({"examples": [picture("data:image/png;base64,AAAA")]}, "example Lima: its picture cannot be used"),
+        ({"examples": [picture("http://127.0.0.1:1/picture.png")]}, "example Lima: its picture cannot be used"),
+        ({"examples": [picture("file:///etc/passwd")]}, "example Lima: its picture cannot be used"),
         ({"examples": [example("Lima", messages=[{"role": "user", "content": " "}])]}, "a question with words"),
         ({"examples": [example("Lima", messages=[{"role": "system", "content": "a"}])]}, "one user message"),
         ({"examples": [example("Lima")] * 10_001}, "at most 10000 items"),

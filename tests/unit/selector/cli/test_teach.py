@@ -16,9 +16,14 @@ from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnsupportedModel
 from inducekv_vllm.teaching import fact_of, stored_bytes, superseded, taught
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.cli.bundle import main as bundle_command
+from selector.data.examples import read_task
 from selector.update.forget import without_entries
 from tests.bundles import random_bundle
+from tests.drawings import drawings
 from tests.tiny_families import FAMILIES
 
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
@@ -75,12 +80,32 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert "fact\tRome\tcodes" in capsys.readouterr().out
 
 
+def test_pictures(tmp_path: Path) -> None:
+    """The command and the selector's model find them by the same states as the server."""
+    model, pictures, lines = FAMILIES["llava-1.5"](tmp_path / "model"), drawings(12, 1), []
+    for at, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{at}.png")
+        parts = [{"type": "image_url", "image_url": {"url": f"{at}.png"}}, {"type": "text", "text": "What is it?"}]
+        lines.append(
+            {"id": str(at), "task": "parts", "messages": [{"role": "user", "content": parts}], "answer": "a b"}
+        )
+    task, output = tmp_path / "parts.jsonl", tmp_path / "parts.safetensors"
+    task.write_text("".join(json.dumps({**line, "answer": f"{line['id']} b"}) + "\n" for line in lines[:10]))
+    assert bundle_command(["teach", "--model", str(model), "--task", str(task), "--output", str(output)]) == 0
+    task.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scorer = Scorer(Backbone.load(model))
+    answers = BundledModel(scorer, read_bundle(output)).answers(list(read_task(task)), 8)
+    untouched = BundledModel(scorer, None).answers(list(read_task(task)), 8)
+    assert answers[:10] == [f"{at} b" for at in range(10)]
+    assert answers[10:] == untouched[10:]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ([], "--task or --forget"),
         (["--forget", "Lima"], "--forget needs the --bundle"),
-        (["--task", "TALK"], "expected one question in text"),
+        (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
         (["--bundle", "FOREIGN", "--task", "TASK"], "made for another backbone"),
     ],

@@ -1,0 +1,38 @@
+"""What pictures are like, asked of the engine that serves: facts are told apart by it (`inducekv_vllm.facts.pictures`).
+
+A request of one token brings it, like a decision about memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from ..errors import TaskDataError, UnsupportedModel
+from .options import with_spec
+from .wire import PICTURE_SPEC, Decision
+
+
+def picture_params() -> SamplingParams:
+    """Of the request."""
+    return with_spec(SamplingParams(max_tokens=1), PICTURE_SPEC)
+
+
+def is_picture(part: dict[str, Any]) -> bool:
+    """Whether a part of a chat message is a picture."""
+    return part.get("type") == "image_url"
+
+
+def state_in(decision: Decision | None) -> str:
+    """The packed state that a request has brought.
+
+    Raises:
+        UnsupportedModel: this model does not give it.
+        TaskDataError: the prompt had no picture.
+    """
+    if decision is not None and decision.error is not None:
+        raise UnsupportedModel(decision.error)
+    if decision is None or decision.picture is None:
+        raise TaskDataError("expected a picture, found none in the prompt")
+    return decision.picture
