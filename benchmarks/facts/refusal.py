@@ -152,7 +152,7 @@ def table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> str:
         cells = []
         for column in columns:
             values = [row[column] for row in own if row[column] == row[column]]
-            worst = min if column in ("known", "found") else max
+            worst = min if column in ("known", "found", "right") else max
             cells.append(f"{sum(values) / len(values):.3f} ({worst(values):.3f})" if values else "-")
         lines.append(f"| {' | '.join((*key, *cells))} |")
     return "\n".join(lines)
