@@ -19,22 +19,24 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from PIL import Image, ImageEnhance
-from vllm import LLM, SamplingParams
 
-from benchmarks.facts.refusal import table
+from benchmarks.facts.seeds_table import seeds_table
 from benchmarks.machine import describe_machine
 from benchmarks.real_pictures.concepts import Concept, Concepts
 from benchmarks.real_pictures.drawings import drawing, picture
 from benchmarks.real_pictures.stream import installed_concepts
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.teaching import fact_of
 from server.demo import CHECKPOINT
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from inducekv_vllm.engine.memory import Memory
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "facts_pictures.json"
 STORED: Final = (4, 16, 96)  # things
@@ -86,6 +88,8 @@ class Asked:
     """An engine, and the bundles that are taught in it."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
+        from inducekv_vllm.engine.offline import MemoryLLM
+
         self.offline, self._folder = MemoryLLM(llm), folder
 
     def teach(self, pictures: Mapping[str, Picture]) -> Memory:
@@ -95,6 +99,8 @@ class Asked:
 
     def found(self, memory: Memory, pictures: Sequence[Picture]) -> list[str | None]:
         """The fact that is found for each."""
+        from vllm import SamplingParams
+
         conversations = [_conversation(each, ASKED) for each in pictures]
         answers = self.offline.chat(conversations, SamplingParams(temperature=0, max_tokens=1), memory=memory)
         facts = [None if each.decision is None else each.decision.facts for each in answers]
@@ -136,6 +142,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
+    from vllm import LLM
+
     concepts = installed_concepts()
     things, drawn, rows = [*concepts.base, *concepts.new], Drawn(concepts), []
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +160,7 @@ def main() -> int:
         for stored in STORED:
             for seed in range(args.seeds):
                 rows += measure(asked, drawn, things, stored, seed)
-    print(table(rows, ("stored", "picture")))
+    print(seeds_table(rows, ("stored", "picture")))
     result = {"model": args.model.name, "machine": describe_machine(), "pictures": rows}
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0

