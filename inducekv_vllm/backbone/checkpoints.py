@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from ..errors import UnsupportedModel
 from ..models import ARCHITECTURES, register_configurations
 from .footprint import TEXT_CONFIG_KEYS, size
-from .plain_weights import require_plain_weights
+from .quantization import require_known_weights
 
 # "text": prompts are text alone; "multimodal": they may hold pictures.
 Kind = Literal["text", "multimodal"]
@@ -43,7 +43,8 @@ def load_config(model: str | Path, revision: str | None = None) -> tuple[Pretrai
     """The configuration and kind of a model folder or Hugging Face id, if such a checkpoint can have a memory.
 
     Raises:
-        UnsupportedModel: there is none or it is malformed, or the weights are quantised or of another kind of model.
+        UnsupportedModel: there is none or it is malformed, or the weights are of another kind of model, or
+            quantised in a way that nothing can be taught with.
     """
     require_model_folder(model)
     register_configurations()
@@ -53,7 +54,7 @@ def load_config(model: str | Path, revision: str | None = None) -> tuple[Pretrai
         config: PretrainedConfig = AutoConfig.from_pretrained(str(model), revision=revision, trust_remote_code=False)
     except Exception as error:  # the classes of transformers compute with whatever the file says
         raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
-    require_plain_weights(config, model, revision)
+    require_known_weights(config, model, revision)
     return config, kind_of(config, model)
 
 

@@ -61,8 +61,9 @@ def check_engine(config: VllmConfig) -> None:
         (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (
-            model.quantization is not None,
-            f"weights quantised by {model.quantization!r}: bundles are made with the unquantised model",
+            model.quantization is not None and model.model_arch_config.quantization_config is None,
+            f"weights that vLLM quantises as it loads them ({model.quantization!r}): bundles are made with the weights "
+            "of a checkpoint as they are; quantise it beforehand, and teach that",
         ),
         (model.runner_type != "generate", f"the {model.runner_type!r} runner: memory acts on generation"),
         (

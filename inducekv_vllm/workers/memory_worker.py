@@ -33,6 +33,7 @@ from ..attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_
 from ..attention.resident_gate import ResidentGate
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
+from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
@@ -103,6 +104,12 @@ class MemoryWorker(Worker):
         self._device = device_of(self.device)
         self._allocate_memory()
         self._runner = follow_runner(self.model_runner, self.use_v2_model_runner, self._begin_step)
+        quantization = self.model_config.model_arch_config.quantization_config
+        if quantization is not None and rounds_activations(quantization):
+            logger.warning(
+                "this checkpoint's activations may be quantised, too: memory was taught with those that are not, and "
+                "a gate may decide otherwise near its thresholds"
+            )
         logger.info("memory follows vLLM's %s model runner", "V2" if self.use_v2_model_runner else "V1")
 
     def _allocate_memory(self) -> None:

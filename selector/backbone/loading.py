@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.backbone.fingerprint import fingerprint_of
-from inducekv_vllm.backbone.plain_weights import require_plain_names, require_plain_weights
+from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.models import ARCHITECTURES, register_models
+
+from .dequantized import dequantized
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
@@ -35,17 +38,13 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
     try:
-        network, loading = _MODELS[kind].from_pretrained(
-            str(model),
-            dtype=dtype,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-        )
+        network, loading = _load_network(config, kind, model, dtype)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # the model's own code computes with settings that nobody has checked
         raise UnsupportedModel(f"{model}: cannot load the model: {summary(error)}") from error
     require_plain_names(loading["unexpected_keys"], model)  # of weights that are not safetensors, and have no header
-    require_plain_weights(config, model)  # again: a model of the hub may have been fetched only now
+    require_known_weights(config, model)  # again: a model of the hub may have been fetched only now
     fingerprint_of(config, tokenizer_of(processor), weights_digest(model))  # a bundle needs one
     for weight, found, expected in sorted(loading["mismatched_keys"]):
         raise UnsupportedModel(
@@ -58,6 +57,28 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     _require_no_further_layers(loading["unexpected_keys"], model)
     require_trainable_attention(network, str(model))
     return network.eval().requires_grad_(False), processor
+
+
+def _load_network(config: Any, kind: Kind, model: str | Path, dtype: torch.dtype) -> Any:
+    """The network, with plain weights whatever the checkpoint has, and what transformers says of its weights."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # refused by name
+    }
+    method, plain = taught_method(config), copy.deepcopy(config)
+    if method is None:
+        return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, **options)
+    settings = dict(plain.quantization_config)
+    if method == "compressed-tensors":
+        plain.quantization_config = {**settings, "dequantize": True}
+        return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, config=plain, **options)
+    del plain.quantization_config
+    weights = dequantized(model, settings, dtype)
+    network_class = _MODELS[kind]._model_mapping[type(config)]
+    network, loading = network_class.from_pretrained(None, config=plain, state_dict=weights, **options)
+    network.config.name_or_path = str(model)
+    return network, loading
 
 
 def tokenizer_of(processor: Any) -> Any:

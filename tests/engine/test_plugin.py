@@ -120,6 +120,7 @@ def _engine(**changes: Any) -> Any:
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
+    model |= {"model_arch_config": SimpleNamespace(quantization_config=None)}
     model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False}
     top = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
     top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
@@ -145,7 +146,7 @@ def _engine(**changes: Any) -> Any:
         ({"is_diffusion": True}, "diffusion language models"),
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"quantization": "fp8"}, "weights quantised by 'fp8'"),
+        ({"quantization": "fp8"}, "weights that vLLM quantises as it loads them"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),

@@ -24,12 +24,14 @@ from transformers import (
 )
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.backbone.quantization import rounds_activations
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main as bundle_command
 from selector.cli.select import main as select
 from tests.bundles import random_bundle
+from tests.quantized import METHODS
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import save_tiny_llava, save_tiny_text_model
 from tests.unit.selector.conftest import record
@@ -79,7 +81,7 @@ SETTINGS = [
     ("hidden_size", "96", "must state hidden_size as a positive whole number, found '96'"),
     ("rms_norm_eps", "small", "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
     ("quantization_config", "awq", "quantization_config must be a JSON object, found 'awq'"),
-    ("quantization_config", {"quant_method": "gptq", "bits": 4}, r"quantised \(gptq\)"),
+    ("quantization_config", {"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\): expected plain weights"),
 ]
 # Nothing else says here that the weights are quantised, and most of their names are those of plain ones.
 WEIGHTS = [
@@ -178,6 +180,11 @@ def test_multimodal_folders_that_are_not_loaded(spoil: Callable[[Path], Any], re
 def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) -> None:
     change_weights(copy, name, tensor)
     assert Backbone.load(copy).fingerprint == backbone_fingerprint(copy)
+
+
+def test_whether_activations_are_rounded() -> None:
+    rounded = {name for name, (_, settings) in METHODS.items() if rounds_activations(settings)}
+    assert rounded == {"int-quantized", "fp8", "fp8-blocks"}
 
 
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}

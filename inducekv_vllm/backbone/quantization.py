@@ -1,8 +1,12 @@
-"""Refuses checkpoints with quantised weights: by what they say of themselves, and by the tensors that they hold."""
+"""Which checkpoints have quantised weights: by what they say of themselves, and by the tensors that they hold.
+
+Weights that are quantised are as fixed as others: memory belongs to the function that they are, and the digest of a
+checkpoint's weights tells it from the one it was made from. The selector computes with the floats that they stand for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,14 +31,20 @@ QUANTIZED_NAMES: Final = (
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
-def require_plain_weights(config: PretrainedConfig, model: str | Path, revision: str | None = None) -> None:
+# By `quant_method` in config.json: the selector can write their weights out as the floats that they stand for.
+TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq")
+
+
+def require_known_weights(config: PretrainedConfig, model: str | Path, revision: str | None = None) -> None:
     """Check a checkpoint's configuration, and the headers of those of its safetensors files that are on this machine.
 
     Raises:
-        UnsupportedModel: its weights are quantised, or a file of them is damaged.
+        UnsupportedModel: its weights are quantised by another method than `TAUGHT`, or a file of them is damaged.
     """
+    if taught_method(config) is not None:
+        return
     folder = Path(str(cached_file(str(model), "config.json", revision=revision, local_files_only=True))).parent
-    if method := quantization_method(config, folder, model):
+    if method := quantization_method(config, folder):
         raise quantized(model, method)
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -49,6 +59,12 @@ def require_plain_weights(config: PretrainedConfig, model: str | Path, revision:
             raise UnsupportedModel(f"{model}: cannot read the weights in {file.name}: {error}") from error
 
 
+def taught_method(config: PretrainedConfig) -> str | None:
+    """One of `TAUGHT`, if a checkpoint says that its weights are quantised by it."""
+    method = _method_in(getattr(config, "quantization_config", None))
+    return method if method in TAUGHT else None
+
+
 def require_plain_names(names: Iterable[str], model: str | Path) -> None:
     """Raises UnsupportedModel: one of the weights' names belongs to quantised weights."""
     for name in sorted(names):
@@ -56,24 +72,41 @@ def require_plain_names(names: Iterable[str], model: str | Path) -> None:
             raise quantized(model, f"they have {name}")
 
 
-def quantization_method(config: PretrainedConfig, folder: Path, model: str | Path) -> str | None:
+def rounds_activations(settings: Mapping[str, Any]) -> bool:
+    """Whether a server may round activations, too: what it computes is then not quite the floats of the weights.
+
+    Args:
+        settings: the `quantization_config` of a config.json.
+    """
+    groups = settings.get("config_groups") or {}
+    return settings.get("quant_method") == "fp8" or any(
+        group.get("input_activations") for group in groups.values() if isinstance(group, Mapping)
+    )
+
+
+def quantization_method(config: PretrainedConfig, folder: Path) -> str | None:
     """The method by which a checkpoint says that its weights are quantised, such as "awq"; None if it does not."""
     for part in (config, config.get_text_config(decoder=True)):
         for name in ("quantization_config", "compression_config"):
-            settings: Any = getattr(part, name, None)
-            if settings is not None:
-                settings = settings if isinstance(settings, dict) else settings.to_dict()
-                method = settings.get("quant_method", "of an unnamed method")
-                return str(getattr(method, "value", method))
+            if (method := _method_in(getattr(part, name, None))) is not None:
+                return method
     found = [method for file, method in QUANTIZATION_FILES.items() if (folder / file).is_file()]
     return found[0] if found else None
 
 
+def _method_in(settings: Any) -> str | None:
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = settings.get("quant_method", "of an unnamed method")
+    return str(getattr(method, "value", method))
+
+
 def quantized(model: str | Path, method: str) -> UnsupportedModel:
-    """The error for a checkpoint whose weights are quantised."""
+    """The error for a checkpoint whose weights are quantised in a way that nothing can be taught with."""
     return UnsupportedModel(
-        f"{model}: its weights are quantised ({method}): memory is made and served with unquantised weights, whose "
-        "query keys it is searched with"
+        f"{model}: its weights are quantised ({method}): expected plain weights, or weights that its config.json says "
+        f"are quantised by {', '.join(TAUGHT[:-1])} or {TAUGHT[-1]}"
     )
 
 

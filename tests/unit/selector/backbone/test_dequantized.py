@@ -1,0 +1,83 @@
+"""Quantised checkpoints are loaded as the floats that they stand for, exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.errors import UnsupportedModel
+from selector.backbone.model import Backbone
+from tests.quantized import METHODS, save_quantized
+from tests.tiny_families import FAMILIES
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_floats(method: str, tmp_path: Path) -> None:
+    plain = backbone_fingerprint(FAMILIES["llama"](tmp_path))
+    floats = save_quantized(tmp_path, method)
+    backbone = Backbone.load(tmp_path)
+    loaded = backbone.model.state_dict()
+    for name, expected in floats.items():
+        torch.testing.assert_close(loaded[name], expected.float(), rtol=0, atol=0)
+    assert backbone.fingerprint == backbone_fingerprint(tmp_path)
+    assert [each.split(":")[0] for each in backbone.fingerprint.differences(plain)] == ["weights_digest"]
+
+
+def test_experts_and_pictures(tmp_path: Path) -> None:
+    """Weights of experts are gathered as those of a plain checkpoint; a tower that is not quantised stays."""
+    for family in ("qwen3-moe", "llava-onevision"):
+        folder = FAMILIES[family](tmp_path / family)
+        expected = Backbone.load(folder).model.state_dict()
+        save_quantized(folder, "awq")
+        loaded = Backbone.load(folder).model.state_dict()
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert loaded[name].shape == tensor.shape
+            assert (loaded[name] - tensor).abs().max() <= tensor.abs().max() / 5  # of 16 levels
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "reason"),
+    [
+        ("awq", {"version": "gemv"}, "by awq with settings that are not known: expected AWQ of 4 bits in the version"),
+        ("gptq", {"sym": False}, "by gptq with settings that are not known: .* symmetric GPTQ of 4 or 8 bits"),
+        ("gptq", {"bits": 3}, "by gptq with settings that are not known"),
+        ("gptq", {"dynamic": {"-:.*": {}}}, "by gptq with settings that are not known"),
+        ("gptq", {"bits": 8}, r"the quantised weights of model\.layers\.\d.* do not fit"),
+        (
+            "gptq",
+            {"quant_method": "aqlm"},
+            r"its weights are quantised \(aqlm\): expected plain weights, or .* or gptq",
+        ),
+    ],
+)
+def test_settings_that_are_not_known(method: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    save_quantized(FAMILIES["llama"](tmp_path), method)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=reason):
+        Backbone.load(tmp_path)
+
+
+def test_a_layer_without_its_scales(tmp_path: Path) -> None:
+    save_quantized(FAMILIES["llama"](tmp_path), "awq")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.scales"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"weights of model\.layers\.1\.mlp\.up_proj do not fit: 'scales'"):
+        Backbone.load(tmp_path)
+
+
+def test_plain_weights_that_are_said_to_be_quantised(tmp_path: Path) -> None:
+    config = FAMILIES["llama"](tmp_path) / "config.json"
+    settings = {"quantization_config": METHODS["gptq"][1]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    with pytest.raises(UnsupportedModel, match=r"config\.json says that its weights are quantised by gptq, found none"):
+        Backbone.load(tmp_path)
