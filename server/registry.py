@@ -30,7 +30,6 @@ from typing import Any, Final, Literal, TypeVar
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
-from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
@@ -56,6 +55,7 @@ from inducekv_vllm.workers.cpu_lora import groups_adapters
 from . import engines
 from .access import KEY_DIGITS, Access
 from .metrics import RegistryMetrics
+from .moved import MM_PARSER_MAP
 from .names import PIN, Names, task_adapters
 from .reader import BundleReader, Checked
 from .schemas import (

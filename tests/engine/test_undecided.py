@@ -152,11 +152,14 @@ TEXT, MEDIA = [6, 7], [4, 5]  # that decide
 class Requests:
     """Undecided ones on one rank, of a bundle with this gate."""
 
-    def __init__(self, *, retrieval: bool = False) -> None:
+    def __init__(self, *, retrieval: bool = False, picture_marks: TurnMarks | None = None) -> None:
         self.cache = Cache(as_on_cpu)
-        self.bundle: Any = SimpleNamespace(gate=ResidentGate.load(GATE, slice(0, J), D, True, CPU))
+        gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
+        self.bundle: Any = SimpleNamespace(gate=gate, picture_marks=picture_marks)
         self.spec = DecideSpec("digest", retrieval, None, True)
-        self.requests = UndecidedRequests(self.cache.values(), {IMAGE}, lambda sums: sums, CPU)
+        self.requests = UndecidedRequests(
+            self.cache.values(), {IMAGE}, lambda sums: sums, lambda features: features, CPU
+        )
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
         self.requests.start(request_id, self.spec, self.bundle, PROMPT, blocks)
@@ -237,3 +240,30 @@ def test_ranks_add_up(shared: bool) -> None:
     for gate, (own, _) in zip(gates, heads, strict=True):
         found = gate.scores.evidence(values[:, :, own].flatten(2), lambda part: total)
         torch.testing.assert_close(found, GATE.token_scores.evidence(values.flatten(2)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("marks", [GATE.marks, TurnMarks((), None)])
+def test_the_state_of_pictures_is_the_mean_of_their_values(marks: TurnMarks) -> None:
+    """Of the first layer, beside the evidence; nothing for a bundle whose facts have no pictures."""
+    values, blocks = drawn(len(PROMPT)), [[3, 0, 5], [4, 1]]
+    for picture_marks in (marks, None):
+        requests = Requests(picture_marks=picture_marks)
+        requests.cache.write(values, blocks)
+        requests.start("a", blocks)
+        (request,) = requests.step("a", 0, len(PROMPT))
+        found = request.features().picture
+        if picture_marks is None:
+            assert found is None
+        else:
+            assert found is not None
+            np.testing.assert_allclose(found, values[MEDIA, 0].flatten(1).mean(0).numpy(), rtol=0, atol=1e-6)
+        check_evidence(request, values)
+
+
+def test_pictures_that_cannot_be_told_apart_decide_nothing() -> None:
+    requests = Requests(picture_marks=GATE.marks)
+    vars(requests.cache.layers["layers.0.attn"]).update({"kv_sharing_target_layer_name": "layers.1.attn"})
+    requests.start("a", [[3, 0, 5], [4, 1]])
+    (request,) = requests.step("a", 0, len(PROMPT))
+    with pytest.raises(InduceKVError, match=r"pictures cannot be told .* by layer 0: it has the values of layer"):
+        request.features()
