@@ -19,6 +19,7 @@ from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.models import ARCHITECTURES, register_models
 
 from .dequantized import dequantized
+from .fused import take_apart
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
@@ -55,6 +56,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
         )
     _require_no_further_layers(loading["unexpected_keys"], model)
+    _take_apart(network)
     require_trainable_attention(network, str(model))
     return network.eval().requires_grad_(False), processor
 
@@ -126,6 +128,15 @@ def require_trainable_attention(network: Any, name: str) -> None:
             raise UnsupportedModel(f"{name}: memory is not trained with attention that has sinks")
         if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
+
+
+def _take_apart(network: Any) -> None:
+    """See `take_apart`: of every layer of the language model."""
+    text = network.config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    attentions = [getattr(layer, "self_attn", None) for layer in getattr(decoder(network), "layers", [])]
+    kv_heads, size = getattr(text, "num_key_value_heads", None), getattr(text, "head_dim", None)
+    take_apart(attentions, heads, kv_heads or heads, size or text.hidden_size // heads)
 
 
 def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> None:

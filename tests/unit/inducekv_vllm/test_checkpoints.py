@@ -18,7 +18,6 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     MistralConfig,
-    Phi3Config,
     Qwen3NextConfig,
     T5Config,
 )
@@ -27,6 +26,7 @@ from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.quantization import rounds_activations
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
+from selector.backbone.loading import require_trainable_attention
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main as bundle_command
 from selector.cli.select import main as select
@@ -206,7 +206,6 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
         (Gemma2Config, FULL, "a soft cap on its logits"),
         (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
         (DeepseekV2Config, LATENT, "multi-head latent attention"),
-        (Phi3Config, {"pad_token_id": 0}, "k_proj and v_proj"),
     ],
 )
 def test_attention_that_memory_is_not_trained_with(
@@ -215,6 +214,13 @@ def test_attention_that_memory_is_not_trained_with(
     folder = save_tiny_text_model(tmp_path, lambda **numbers: config(**TEXT, **(numbers | settings)))
     with pytest.raises(UnsupportedModel, match=reason):
         Backbone.load(folder)
+
+
+def test_attention_with_other_projections(llama: Path) -> None:
+    network = Backbone.load(llama).model
+    del network.model.layers[1].self_attn.k_proj
+    with pytest.raises(UnsupportedModel, match="some: memory needs attention with k_proj and v_proj"):
+        require_trainable_attention(network, "some")
 
 
 def text_examples(path: Path, task: str) -> Path:
