@@ -23,7 +23,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ class Terms:
     log_remainder: Tensor  # [n], the logit, without the layer bias, of one more token of value 0; -inf: no such token
     # [n] int64, decoupled memory only: the first position that memory acts on; None for all positions.
     first_active: Tensor | None = None
+
+    def on(self, device: torch.device) -> Terms:
+        """The same on this device."""
+        return Terms(
+            self.key_scale.to(device),
+            self.log_weight.to(device),
+            self.value_scale.to(device),
+            self.log_remainder.to(device),
+            None if self.first_active is None else self.first_active.to(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,19 @@ class Memory:
             form=bundle.metadata.form,
             map_in=None if bundle.map_in is None else bundle.map_in.to(device, dtype),
             map_out=None if bundle.map_out is None else bundle.map_out.to(device, dtype),
+        )
+
+    def of_layer(self, layer: int, device: torch.device) -> Memory:
+        """The memory of one layer alone, which is its layer 0, on this device; gradients reach this memory."""
+        one = slice(layer, layer + 1)
+        return replace(
+            self,
+            payload_keys=self.payload_keys[one].to(device),
+            payload_values=self.payload_values[one].to(device),
+            value_gates=self.value_gates[one].to(device),
+            layer_bias=self.layer_bias[one].to(device),
+            map_in=None if self.map_in is None else self.map_in[one].to(device),
+            map_out=None if self.map_out is None else self.map_out[one].to(device),
         )
 
     def terms(
@@ -174,6 +197,9 @@ def attention_with(
         for name in refused if memory.form == "decoupled" else (*refused, "sliding_window"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
+        if memory.payload_keys.device != query.device:
+            memory, terms = memory.of_layer(layer, query.device), terms.on(query.device)
+            layer = 0
         if memory.form == "decoupled":
             own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             with torch.autocast(query.device.type, enabled=False):

@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from ..backbone.model import Backbone
 
 
-def load_backbone(model: str, device: str = "cpu") -> Backbone:
-    """Without transformers' progress bars; raises as `Backbone.load` does."""
+def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> Backbone:
+    """Without transformers' progress bars; `dtype` is a name of torch's. Raises as `Backbone.load` does."""
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from ..backbone.model import Backbone
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    return Backbone.load(model, device=device)
+    return Backbone.load(model, getattr(torch, dtype), device)

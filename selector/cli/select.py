@@ -22,6 +22,7 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError, TaskDataError
 
 from ..refined.settings import RefinedSettings
+from ..update.recipes import REFINED
 from .flags import error_line, require_output
 from .gate_questions import read_background_of, read_base
 from .gate_tables import print_prices
@@ -64,6 +65,8 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     _dates(options, datetime.now(UTC))  # refused before anything is computed
     previous = read_bundle(options.previous) if options.previous else None
     recipe = choose_recipe(options, previous)
+    if recipe == REFINED and options.device != "cpu":
+        values = {"precision": "bfloat16", **values}
     settings = recipe_settings(recipe, options, values, previous)
     if isinstance(settings, RefinedSettings) and "precision" not in values and settings.precision == "float32":
         _note("this CPU has no bfloat16 instructions: training in float32 (--precision)")
@@ -92,6 +95,8 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
         "anchor_policy": options.anchor_policy,
         "anchors_per_task": options.anchors_per_task,
     }
+    if options.dtype != "float32":
+        identity["dtype"] = options.dtype
     identity |= {name: text for name in ("created", "expires") if (text := getattr(options, name)) is not None}
     run_name = identity_digest(identity)
     learnt = {example.task for example in training}
@@ -159,7 +164,7 @@ def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Examp
 def _read_base(options: SelectOptions, recipe: str, questions: Sequence[Example]) -> list[Example]:
     """The base questions; none of them may be one of the task's `questions`."""
     if not options.base:
-        if recipe == "refined":
+        if recipe == REFINED:
             _warn("no --base: the gate knows only everyday requests that need no memory")
         return []
     return read_base(options.base, questions, options.task)
@@ -210,7 +215,7 @@ def _update_and_write(
     from .outputs import KeptAnchors, write_outputs, write_report
 
     _note(f"loading {options.model}")
-    backbone = load_backbone(options.model)
+    backbone = load_backbone(options.model, options.device, options.dtype)
     checkpoint, resumed = Checkpoint.open(checkpoint_folder(options.output), identity)
     if resumed:
         _note("resuming an earlier run")

@@ -53,6 +53,11 @@ class SelectOptions(Settings):
     ] = None
     allow_worse: Annotated[bool, Flag("write the bundle even if it does no better than no memory")] = False
     config: Annotated[Path | None, Flag("a TOML file of these settings; flags win")] = None
+    device: Annotated[str, Flag("torch device of the model: cpu, cuda, cuda:1", metavar="DEVICE")] = "cpu"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Flag("of the model's weights; bfloat16 takes half the memory (default: float32)"),
+    ] = "float32"
     publish: Annotated[
         str | None,
         Flag(f"load it into a server; {ADMIN_KEY_VARIABLE} and {API_KEY_VARIABLE} hold its keys", metavar="URL"),

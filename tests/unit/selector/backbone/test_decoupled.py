@@ -15,11 +15,11 @@ from torch import Tensor
 import selector.backbone.tiled_attention as tiled
 from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
-from selector.backbone.injection import Memory, Terms, attend_decoupled, injected, mapped
+from selector.backbone.injection import Memory, Terms, attend, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.tiled_attention import attend_decoupled_tiled
 from selector.data.examples import read_task
-from tests.unit.selector.backbone.memories import decoupled_memory
+from tests.unit.selector.backbone.memories import decoupled_memory, random_memory
 
 n, H, J, T, D, d, B, m, L = 3, 4, 2, 5, 16, 12, 7, 3, 2
 TRAINED = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias", "temperature")
@@ -171,3 +171,32 @@ def test_first_active_positions() -> None:
     assert first_active_position("text", [1, 2, 3], media) == 0
     assert first_active_position("text", [1, 9], media) == 1  # a prompt that ends with a picture: its last token
     assert [first_active_position(activation, [4], media) for activation in ACTIVATIONS] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
+def test_one_layer_alone(form: str, llava: Backbone) -> None:
+    """As its layer 0, it does what it does in its place, and gradients reach the whole memory: for layers elsewhere."""
+    memory = decoupled_memory(llava) if form == "decoupled" else random_memory(llava, "prior")
+    memory.payload_keys.requires_grad_()
+    J, D = llava.num_kv_heads, llava.head_dim
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, llava.num_heads, T, D, generator=generator)
+    key, value = torch.randn(2, 2, J, T, D, generator=generator)
+    own = torch.randn(2, T, llava.num_heads, D, generator=generator)
+    terms = memory.terms(torch.nn.functional.normalize(torch.randn(2, llava.hidden_size, generator=generator), dim=1))
+    visible = torch.ones(1, T, T, dtype=torch.bool).tril()
+
+    def output(memory: Memory, terms: Terms, layer: int) -> Tensor:
+        if form == "merged":
+            return attend(query, key, value, visible, 0.3, memory, terms, layer)
+        return attend_decoupled(query, 0.3, memory, terms, layer) + mapped(own, memory, terms, layer)
+
+    alone, moved = memory.of_layer(1, memory.payload_keys.device), terms.on(query.device)
+    assert alone.payload_keys.shape == (1, *memory.payload_keys.shape[1:])
+    assert torch.equal(output(alone, moved, 0), output(memory, terms, 1))
+    gradients = [
+        torch.autograd.grad(each.sum(), memory.payload_keys)[0]
+        for each in (output(alone, moved, 0), output(memory, terms, 1))
+    ]
+    assert torch.equal(*gradients)
+    assert gradients[0][1].any()

@@ -258,7 +258,7 @@ def test_the_bundle_is_published(stream: Stream, monkeypatch: pytest.MonkeyPatch
         assert "no room" in message
         assert stream.progress("colours").exists()
         written = stream.output("colours").stat().st_mtime_ns
-        monkeypatch.setattr("selector.cli.select.load_backbone", lambda model: pytest.fail("it computes again"))
+        monkeypatch.setattr("selector.cli.select.load_backbone", lambda *arguments: pytest.fail("it computes again"))
         stream.update("colours", *address)
     body = {"name": "colours", "path": str(stream.output("colours").resolve()), "replace": True}
     assert requests == [("/v1/load_memory_bundle", "Bearer secret", "admin's", body)] * 3

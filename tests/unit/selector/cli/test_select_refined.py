@@ -348,7 +348,7 @@ def test_a_second_run_with_the_same_output_is_refused_before_any_training(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("selector.cli.select.load_backbone", lambda model: second(stream))
+        patch.setattr("selector.cli.select.load_backbone", lambda *arguments: second(stream))
         assert stream.run("colours") == 2
     assert list(stream.folder.iterdir()) == []  # neither leaves a lock behind
     stream.update("colours")
@@ -358,3 +358,11 @@ def second(stream: Stream) -> None:
     """A run of other settings while another one is at work; ends that one."""
     assert "another run is writing it" in stream.refuse("colours", "--seed", "1")
     raise KeyboardInterrupt
+
+
+def test_the_model_in_bfloat16_and_on_a_device(stream: Stream) -> None:
+    """Half of the memory for the weights; another run than that in float32. A device that is not there is named."""
+    assert "cannot use the device 'nowhere': " in stream.refuse("colours", "--device", "nowhere")
+    bundle = stream.update("colours", "--dtype", "bfloat16")
+    assert bundle.num_entries
+    assert stream.update("colours", "--replace").digest != bundle.digest
