@@ -18,10 +18,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.geometries import GEOMETRIES, Geometry
 from benchmarks.machine import describe_machine
+
+if TYPE_CHECKING:
+    from inducekv_vllm.bundle.activation import Activation
+    from selector.backbone.model import Backbone
+    from selector.backbone.scoring import Scorer
+    from selector.data.examples import Example
+    from selector.refined.training import TrainingProblem
 
 RESULTS: Final = Path(__file__).parent / "results" / "selector_sizes.json"
 MEASURED: Final = ("load, s", "extract, s", "step of the prompt, s", "step of the answer, s", "activations, MiB")
@@ -33,39 +40,46 @@ def measure(geometry: Geometry, tokens: int, folder: Path) -> dict[str, float]:
     import torch
 
     from benchmarks.serving.bundles import make_model
-    from selector.backbone.extraction import extract, extract_keys
-    from selector.backbone.injection import Memory
+    from selector.backbone.extraction import extract
     from selector.backbone.model import Backbone
-    from selector.backbone.scoring import Questions, Scorer
+    from selector.backbone.scoring import Scorer
     from selector.refined.settings import RefinedSettings
-    from selector.refined.training import Training, TrainingProblem
+    from selector.refined.training import Training
 
     torch.set_num_threads(1)
     path = make_model(geometry, "bfloat16", folder)
     loading, backbone = timed(lambda: Backbone.load(path, torch.bfloat16))
     example = example_of(backbone, tokens)
-    extracting, entries = timed(lambda: extract(backbone, [example], 16))
-    memory = Memory(
-        entries.keys,
-        entries.payload_keys,
-        entries.payload_values,
-        torch.tensor(0.07),
-        torch.full((backbone.num_layers,), 0.5),
-        torch.zeros(backbone.num_layers),
-        "uniform",
-        "decoupled",
-    )
-    scorer, keys = Scorer(backbone), extract_keys(backbone, [example])
+    extracting, _ = timed(lambda: extract(backbone, [example], 16))
+    scorer, settings = Scorer(backbone), RefinedSettings(batch_size=1, precision="bfloat16")
     steps, kept = dict[str, float](), 0
-    for activation in ("prompt", "generation"):
-        questions = Questions([example], keys, scorer.first_active([example], [activation]))
-        problem = TrainingProblem(scorer, memory, questions, torch.zeros(1, 1), questions, False)
-        training = Training(problem, RefinedSettings(batch_size=1, precision="bfloat16"), 0.1)
+    activations: tuple[Activation, ...] = "prompt", "generation"
+    for activation in activations:
+        training = Training(problem_of(scorer, [example], activation), settings, 0.1)
         training.take_step()  # the untouched model's part is kept from here on
         steps[activation], _ = timed(training.take_step)
         if activation == "prompt":
             kept = kept_bytes(training.take_step, backbone.model.parameters())
     return dict(zip(MEASURED, (loading, extracting, steps["prompt"], steps["generation"], kept / MIB), strict=True))
+
+
+def problem_of(scorer: Scorer, examples: Sequence[Example], activation: Activation) -> TrainingProblem:
+    """One entry of decoupled memory, made of the first example, which all of them retrieve."""
+    import torch
+
+    from selector.backbone.extraction import extract, extract_keys
+    from selector.backbone.injection import Memory
+    from selector.backbone.scoring import Questions
+    from selector.refined.training import TrainingProblem
+
+    backbone = scorer.backbone
+    entries = extract(backbone, examples[:1], 16)
+    gates, bias = torch.full((backbone.num_layers,), 0.5), torch.zeros(backbone.num_layers)
+    payloads = entries.payload_keys, entries.payload_values
+    memory = Memory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
+    first_active = scorer.first_active(examples, [activation] * len(examples))
+    questions = Questions(examples, extract_keys(backbone, examples), first_active)
+    return TrainingProblem(scorer, memory, questions, torch.zeros(len(examples), 1), questions, False)
 
 
 def kept_bytes(step: Callable[[], Any], parameters: Iterable[Any]) -> int:
@@ -86,7 +100,7 @@ def kept_bytes(step: Callable[[], Any], parameters: Iterable[Any]) -> int:
     return sum(kept.values())
 
 
-def example_of(backbone: Any, tokens: int) -> Any:
+def example_of(backbone: Backbone, tokens: int) -> Example:
     """A question of about so many tokens."""
     from selector.data.examples import Example
 
