@@ -1,10 +1,10 @@
 """Everything that only a GPU can show, in one command: `python -m benchmarks.gpu`, or `make gpu`.
 
-It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, and, where vLLM is
-installed, the tests of a whole engine and the benchmark of a server. It needs torch, triton, numpy, transformers and
-pytest; what needs more is left out by name. A step that fails does not stop the others. JSON goes to
-`benchmarks/results/`; the summary, `gpu.json`, is written after each step. Paths are relative to the repository. The
-exit status is 1 if a step has failed.
+It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, the test of a training,
+and, where vLLM is installed, the tests of a whole engine and the benchmark of a server. It needs torch, triton,
+numpy, transformers and pytest; what needs more is left out by name. A step that fails does not stop the others. JSON
+goes to `benchmarks/results/`; the summary, `gpu.json`, is written after each step. Paths are relative to the
+repository. The exit status is 1 if a step has failed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("qwen3-vl-4b", "llava-1.5-7b")
 DTYPES = ("bfloat16", "float16")
 SERVED = "qwen3-vl-4b"
-ENGINE = ("vllm", "faiss-cpu", "pydantic")
+SELECTOR = ("faiss-cpu", "pydantic")
+ENGINE = ("vllm", *SELECTOR)
 # Left to itself vLLM's Triton attention rounds float32 products to TF32, too much for the tests' tolerance.
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-DECOUPLED = ("test_decoupled_prefix_cache", "test_decoupled", "test_facts")  # what serves memory without FlashAttention
+DECOUPLED = (
+    "test_decoupled_prefix_cache",
+    "test_decoupled",
+    "test_facts",
+    "test_facts_with_pictures",
+)  # what serves memory without FlashAttention
 EVERY_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow")
 
 
@@ -58,6 +64,7 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
     tests = [
         Step("kernel tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/attention/kernels")),
         Step("device tests", (*EVERY_TEST, "tests/unit/inducekv_vllm/test_device.py"), ("psutil",)),
+        Step("training tests", (*EVERY_TEST, "tests/unit/selector/refined/test_on_gpu.py"), SELECTOR),
         Step("engine tests", (*EVERY_TEST, "tests/engine/test_engine_on_gpu.py"), ENGINE),
         Step(
             "engine tests in float32", (*EVERY_TEST, *(f"tests/engine/{name}.py" for name in DECOUPLED)), ENGINE, EXACT
