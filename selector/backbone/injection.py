@@ -171,7 +171,8 @@ def attention_with(
 ) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for transformers that injects memory of either form, if there is any.
 
-    Without memory, and before its first active token, it is transformers' own, bit for bit.
+    Without memory, and before its first active token, it is transformers' own, bit for bit; with a soft cap or sinks,
+    the formula of transformers' eager one.
 
     Args:
         attend_merged: computes merged attention, as `attend`.
@@ -189,19 +190,19 @@ def attention_with(
     ) -> tuple[Tensor, None]:
         active = _injected.get()
         if active is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            return own_attention(module, query, key, value, attention_mask, scaling, **kwargs), None
         memory, terms = active
         layer: Any = module.layer_idx
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
-        refused = ("softcap", "s_aux", "position_bias")  # decoupled memory does not see the mask, which has the window
-        for name in refused if memory.form == "decoupled" else (*refused, "sliding_window"):
+        refused = ("position_bias",)  # decoupled memory does not see the mask, which has the window
+        for name in refused if memory.form == "decoupled" else (*refused, "softcap", "s_aux", "sliding_window"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"memory cannot be injected into attention with {name}")
         if memory.payload_keys.device != query.device:
             memory, terms = memory.of_layer(layer, query.device), terms.on(query.device)
             layer = 0
         if memory.form == "decoupled":
-            own, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            own = own_attention(module, query, key, value, attention_mask, scaling, **kwargs)
             with torch.autocast(query.device.type, enabled=False):
                 added = decoupled(query, scaling, memory, terms, layer)  # [n, T, H, D]
                 if memory.map_in is not None:
@@ -216,6 +217,36 @@ def attention_with(
         return output.to(query.dtype), None
 
     return attention
+
+
+def own_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [n, H, T, D], rotated
+    key: Tensor,  # [n, J, S, D], rotated
+    value: Tensor,  # [n, J, S, D]
+    attention_mask: Tensor | None,
+    scaling: float,
+    *,
+    softcap: float | None = None,  # c: logits are c tanh(logits / c)
+    s_aux: Tensor | None = None,  # [H], the logits of sinks: a token more, of value 0
+    **kwargs: Any,
+) -> Tensor:
+    """The model's self-attention: [n, T, H, D]."""
+    if softcap is None and s_aux is None:
+        output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+        return output
+    n, H, T, D = query.shape
+    J, S = key.shape[1:3]
+    logits = torch.einsum("njgtd,njsd->njgts", query.reshape(n, J, H // J, T, D), key) * scaling
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    # Finite: a row of padding sees nothing.
+    least = torch.finfo(logits.dtype).min
+    logits = logits.masked_fill(~_visible(attention_mask, query, key)[:, None, None], least)
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.view(1, J, H // J, 1, 1).expand(n, -1, -1, T, 1).to(logits.dtype)], dim=-1)
+    share = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., :S].to(value.dtype)
+    return torch.einsum("njgts,njsd->njgtd", share, value).reshape(n, H, T, D).transpose(1, 2)
 
 
 def attend(

@@ -116,16 +116,12 @@ def require_trainable_attention(network: Any, name: str) -> None:
             f"{name}: every layer has a sliding window, of {text.sliding_window} tokens: "
             "a relevance gate looks at layers that keep all of a prompt"
         )
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedModel(f"{name}: memory is not trained with attention that has a soft cap on its logits")
     for layer in getattr(decoder(network), "layers", [None]):
         attention = getattr(layer, "self_attn", None)
         if hasattr(attention, "kv_b_proj"):
             raise UnsupportedModel(
                 f"{name}: multi-head latent attention (MLA) keeps no keys and values per head, which memory consists of"
             )
-        if hasattr(attention, "sinks"):
-            raise UnsupportedModel(f"{name}: memory is not trained with attention that has sinks")
         if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
 

@@ -123,12 +123,22 @@ class Backbone:
         return len(self.full_layers) < self.num_layers
 
     def require_full_attention(self) -> None:
-        """For merged memory, which shares the softmax of self-attention. Raises UnsupportedModel: it has windows."""
+        """For merged memory, which shares the softmax of self-attention.
+
+        Raises:
+            UnsupportedModel: it has windows, a soft cap or sinks.
+        """
+        text, found = self.model.config.get_text_config(decoder=True), None
         if self.has_windows:
-            windows = self.num_layers - len(self.full_layers)
+            found = f"a sliding window in {self.num_layers - len(self.full_layers)} of {self.num_layers}"
+        elif getattr(text, "attn_logit_softcapping", None) is not None:
+            found = "a soft cap on its logits"
+        elif any(hasattr(attention, "sinks") for attention in self.attention_layers()):
+            found = "sinks"
+        if found is not None:
             raise UnsupportedModel(
-                f"merged memory needs full attention in every layer, found a sliding window in {windows} of "
-                f"{self.num_layers}: make decoupled memory, with `inducekv-select --form decoupled`"
+                f"merged memory needs full attention in every layer, found {found}: make decoupled memory, with "
+                "`inducekv-select --form decoupled`"
             )
 
     def attention_layers(self) -> list[torch.nn.Module]:

@@ -1,11 +1,15 @@
-"""Memory that is taught to a model with sliding windows, a Gemma 3: served as transformers has it, behind its gate."""
+"""Memory that is taught to models with sliding windows: served as transformers has it, behind its gate.
+
+Gemma 2 has a soft cap on its logits, too, and gpt-oss sinks.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig
+from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig
 
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle import Bundle, write_bundle
@@ -22,6 +26,7 @@ from tests.gates import small_fits
 from tests.tiny_families import TEXT_SIZES, save_text
 
 WINDOW = 16  # tokens; the questions have two to five times as many
+ALTERNATING = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]  # vLLM's gpt-oss takes no others
 KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -48,9 +53,17 @@ def taught(backbone: Backbone, folder: Path, examples: list[Example], activation
 
 
 @pytest.mark.slow
-def test_what_is_taught_is_served(tmp_path: Path) -> None:
-    sizes = TEXT_SIZES | {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": WINDOW}
-    model = save_text(tmp_path / "model", config=Gemma3TextConfig, query_pre_attn_scalar=64, **sizes)
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (Gemma3TextConfig, {"query_pre_attn_scalar": 64}),
+        (Gemma2Config, {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 3.0}),
+        (GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ALTERNATING}),
+    ],
+)
+def test_what_is_taught_is_served(config: type[Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    sizes = TEXT_SIZES | {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": WINDOW} | settings
+    model = save_text(tmp_path / "model", config=config, **sizes)
     backbone = Backbone.load(model)
     asked_for = [(message("user", question(number)),) for number in range(16)]
     examples = [
@@ -61,7 +74,7 @@ def test_what_is_taught_is_served(tmp_path: Path) -> None:
     for activation in ACTIVATIONS:
         bundle = taught(backbone, tmp_path, examples, activation)
         assert bundle.gate is not None
-        assert {KINDS[layer] for layer in bundle.gate.layers} == {"full_attention"}
+        assert {sizes["layer_types"][layer] for layer in bundle.gate.layers} == {"full_attention"}
         world.bundles[activation], world.paths[activation] = bundle, tmp_path / f"{activation}.safetensors"
         write_bundle(bundle, world.paths[activation])
     options = {"enforce_eager": True, "max_num_batched_tokens": 48, "block_size": 16}

@@ -200,11 +200,8 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
-        (Gemma2Config, {}, "a soft cap on its logits"),
         (MistralConfig, {"sliding_window": 16}, "every layer has a sliding window, of 16 tokens"),
         (Qwen3NextConfig, LINEAR, "not trained in layers with linear_attention"),
-        (Gemma2Config, FULL, "a soft cap on its logits"),
-        (GptOssConfig, FULL | EXPERTS, "attention that has sinks"),
         (DeepseekV2Config, LATENT, "multi-head latent attention"),
     ],
 )
@@ -214,6 +211,23 @@ def test_attention_that_memory_is_not_trained_with(
     folder = save_tiny_text_model(tmp_path, lambda **numbers: config(**TEXT, **(numbers | settings)))
     with pytest.raises(UnsupportedModel, match=reason):
         Backbone.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "found"),
+    [
+        (Gemma2Config, {}, "a sliding window in 1 of 2"),
+        (Gemma2Config, FULL, "a soft cap on its logits"),
+        (GptOssConfig, FULL | EXPERTS, "sinks"),
+    ],
+)
+def test_attention_that_merged_memory_is_not_trained_with(
+    config: type[Any], settings: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_text_model(tmp_path, lambda **numbers: config(**TEXT, **(numbers | settings)))
+    backbone = Backbone.load(folder)
+    with pytest.raises(UnsupportedModel, match=f"needs full attention in every layer, found {found}: make decoupled"):
+        backbone.require_full_attention()
 
 
 def test_attention_with_other_projections(llama: Path) -> None:

@@ -338,6 +338,6 @@ def test_attention_of_another_kind_is_refused(llava: Backbone, feature: str) -> 
     zeros = torch.zeros(1, 4, 2, llava.head_dim)
     terms = memory.terms(torch.zeros(1, llava.hidden_size))
     for refusing in (memory, replace(memory, form="decoupled")):
-        if refusing.form == "merged" or feature != "sliding_window":
+        if refusing.form == "merged" or feature == "position_bias":
             with injected(refusing, terms), pytest.raises(UnsupportedModel, match=feature):
                 attention(llava.attention_layers()[0], zeros, zeros, zeros, None, 1.0, **{feature: 4})

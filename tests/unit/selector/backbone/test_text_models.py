@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedTokenizerFast
 
 from inducekv_vllm.backbone.chat import takes_parts
 from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
@@ -18,7 +19,7 @@ from selector.backbone.generation import answer_logprobs
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
-from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES
+from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_text
 from tests.unit.selector.backbone.memories import decoupled_memory
 from tests.unit.selector.conftest import record, write_task
 
@@ -46,6 +47,29 @@ def test_without_memory_it_is_the_plain_model(model: Backbone, texts: list[Examp
     ours, theirs = (m.generate(**batch, max_new_tokens=4, do_sample=False) for m in (model.model, plain))
     assert torch.equal(ours, theirs)
     assert model.kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (Gemma2Config, {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 3.0}),
+        (GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_soft_caps_and_sinks(config: type[Any], settings: dict[str, Any], texts: list[Example], tmp_path: Path) -> None:
+    """Their eager attention; sinks and caps far from what would not show."""
+    folder = save_text(tmp_path, config, **TEXT_SIZES, **settings, sliding_window=16)
+    backbone = Backbone.load(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for model in (plain, backbone.model):
+        for number, layer in enumerate(model.model.layers):
+            if hasattr(layer.self_attn, "sinks"):
+                layer.self_attn.sinks.data = torch.linspace(-2, 2 + number, len(layer.self_attn.sinks))
+    batch = backbone.collate([backbone.encode_example(example) for example in texts])
+    with torch.no_grad():
+        expected, found = (model(**batch).logits for model in (plain, backbone.model))
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
 
 
 def test_the_prompt_is_the_template_of_a_string(model: Backbone, texts: list[Example]) -> None:
