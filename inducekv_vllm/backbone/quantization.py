@@ -32,7 +32,7 @@ PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
 # By `quant_method` in config.json: the selector can write their weights out as the floats that they stand for.
-TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq")
+TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 
 
 def require_known_weights(config: PretrainedConfig, model: str | Path, revision: str | None = None) -> None:

@@ -72,9 +72,10 @@ def _load_network(config: Any, kind: Kind, model: str | Path, dtype: torch.dtype
     if method is None:
         return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, **options)
     settings = dict(plain.quantization_config)
-    if method == "compressed-tensors":
+    if method in ("compressed-tensors", "mxfp4"):
         plain.quantization_config = {**settings, "dequantize": True}
-        return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, config=plain, **options)
+        network, loading = _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, config=plain, **options)
+        return network.to(dtype), loading  # MXFP4 comes in bfloat16
     del plain.quantization_config
     weights = dequantized(model, settings, dtype)
     network_class = _MODELS[kind]._model_mapping[type(config)]

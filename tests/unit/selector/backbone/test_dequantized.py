@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone.model import Backbone
 from tests.quantized import METHODS, save_quantized
-from tests.tiny_families import FAMILIES
+from tests.tiny_families import FAMILIES, TEXT_SIZES, save_text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -27,6 +28,41 @@ def test_the_floats(method: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[name], expected.float(), rtol=0, atol=0)
     assert backbone.fingerprint == backbone_fingerprint(tmp_path)
     assert [each.split(":")[0] for each in backbone.fingerprint.differences(plain)] == ["weights_digest"]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of experts' weights [E, in, out]: blocks [E, out, in / 32, 16], the exponents of their scales, and the floats."""
+    groups = weight.transpose(1, 2).float().unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(-1).clamp(min=1e-8) / 6).log2().ceil()
+    scales = torch.exp2(exponents)[..., None]
+    numbers = (groups / scales)[..., None].sub(E2M1).abs().argmin(-1)
+    blocks = (numbers[..., 0::2] | (numbers[..., 1::2] << 4)).to(torch.uint8)
+    floats = (E2M1[numbers] * scales).flatten(2).transpose(1, 2).contiguous()
+    return blocks, (exponents + 127).to(torch.uint8), floats
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Its experts in MXFP4, everything else in 16 bits."""
+    folder = save_text(tmp_path, GptOssConfig, **TEXT_SIZES, num_local_experts=2, num_experts_per_tok=1)
+    stored, floats = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = floats[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, exponents, floats[name] = in_mxfp4(stored.pop(name))
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    backbone = Backbone.load(folder)
+    for name, expected in floats.items():
+        assert backbone.model.state_dict()[name].dtype == torch.float32
+        torch.testing.assert_close(backbone.model.state_dict()[name], expected.float(), rtol=0, atol=0)
+    assert backbone.fingerprint == backbone_fingerprint(folder)
 
 
 def test_experts_and_pictures(tmp_path: Path) -> None:
@@ -53,7 +89,7 @@ def test_experts_and_pictures(tmp_path: Path) -> None:
         (
             "gptq",
             {"quant_method": "aqlm"},
-            r"its weights are quantised \(aqlm\): expected plain weights, or .* or gptq",
+            r"its weights are quantised \(aqlm\): expected plain weights, or .* gptq or mxfp4",
         ),
     ],
 )
