@@ -56,7 +56,7 @@ class SelectOptions(Settings):
     device: Annotated[str, Flag("torch device of the model: cpu, cuda, cuda:1", metavar="DEVICE")] = "cpu"
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        Flag("of the model's weights; bfloat16 takes half the memory (default: float32)"),
+        Flag("of the model's weights; bfloat16 takes half the memory"),
     ] = "float32"
     publish: Annotated[
         str | None,
