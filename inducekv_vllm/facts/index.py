@@ -18,7 +18,6 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Final, Protocol
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 
@@ -80,6 +79,8 @@ class QuestionIndex:
         by_word = np.argsort(self._words, kind="stable")
         self._owners = owners[by_word]
         self._owner_starts = np.searchsorted(self._words[by_word], np.arange(len(vocabulary) + 1))  # [V + 1]
+        import faiss  # of an extra: what only reads bundles does without
+
         self._nearest = faiss.IndexFlatIP(self._vectors.shape[1])
         self._nearest.add(self._vectors)
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
