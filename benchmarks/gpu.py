@@ -34,12 +34,8 @@ SELECTOR = ("faiss-cpu", "pydantic")
 ENGINE = ("vllm", *SELECTOR)
 # Left to itself vLLM's Triton attention rounds float32 products to TF32, too much for the tests' tolerance.
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-DECOUPLED = (
-    "test_decoupled_prefix_cache",
-    "test_decoupled",
-    "test_facts",
-    "test_facts_with_pictures",
-)  # what serves memory without FlashAttention
+# What serves memory without FlashAttention.
+DECOUPLED = ("test_decoupled_prefix_cache", "test_decoupled", "test_facts", "test_facts_with_pictures")
 EVERY_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow")
 
 

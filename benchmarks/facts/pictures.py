@@ -11,7 +11,6 @@ answers that serves.
 from __future__ import annotations
 
 import argparse
-import base64
 import io
 import json
 import sys
@@ -24,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image, ImageEnhance
 
+from benchmarks.chat import Message, user_turn
 from benchmarks.facts.seeds_table import seeds_table
 from benchmarks.machine import describe_machine
 from benchmarks.real_pictures.concepts import Concept, Concepts
 from benchmarks.real_pictures.drawings import drawing, picture
+from benchmarks.real_pictures.icons import Role
 from benchmarks.real_pictures.stream import installed_concepts
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.teaching import fact_of
 from server.demo import CHECKPOINT
 
@@ -70,9 +70,9 @@ class Drawn:
     def __init__(self, concepts: Concepts) -> None:
         self._concepts = concepts
 
-    def of(self, concept: Concept, strength: float = 0.0, seed: int = 0, vendor: str = "test") -> Picture:
-        """As one vendor draws it; `strength` scales how it is turned, moved, stretched and mirrored."""
-        (drawn, *_) = self._concepts.drawn_by("test" if vendor == "test" else "validation", concept)
+    def of(self, concept: Concept, strength: float = 0.0, seed: int = 0, role: Role = "test") -> Picture:
+        """As the vendor of a role draws it; `strength` scales how it is turned, moved, stretched and mirrored."""
+        (drawn, *_) = self._concepts.drawn_by(role, concept)
         rng = np.random.default_rng([seed, *concept.name.encode()])
         return Image.fromarray(picture(drawing(drawn, concept.name), rng, strength))
 
@@ -80,7 +80,7 @@ class Drawn:
         stored = self.of(concept)
         found = {kind: changed(stored) for kind, changed in KINDS.items()}
         found["moved and turned a little"] = self.of(concept, 0.3, seed=1)
-        found["another vendor's drawing"] = self.of(concept, vendor="other")
+        found["another vendor's drawing"] = self.of(concept, role="validation")
         return found
 
 
@@ -93,7 +93,7 @@ class Asked:
         self.offline, self._folder = MemoryLLM(llm), folder
 
     def teach(self, pictures: Mapping[str, Picture]) -> Memory:
-        states = {name: self.offline.picture_state(_conversation(each, QUESTION)) for name, each in pictures.items()}
+        states = {name: self.offline.picture_state([_turn(each, QUESTION)]) for name, each in pictures.items()}
         facts = [fact_of(QUESTION, name, id=name, picture=state) for name, state in states.items()]
         return self.offline.teach(facts, self._folder / "facts.safetensors")
 
@@ -101,18 +101,14 @@ class Asked:
         """The fact that is found for each."""
         from vllm import SamplingParams
 
-        conversations = [_conversation(each, ASKED) for each in pictures]
+        conversations = [[_turn(each, ASKED)] for each in pictures]
         answers = self.offline.chat(conversations, SamplingParams(temperature=0, max_tokens=1), memory=memory)
         facts = [None if each.decision is None else each.decision.facts for each in answers]
         return [None if each is None else memory.metadata.facts[each.facts[0]].id for each in facts]
 
 
-def _conversation(shown: Picture, question: str) -> list[dict[str, Any]]:
-    written = io.BytesIO()
-    shown.save(written, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-    return [{"role": "user", "content": parts}]
+def _turn(shown: Picture, question: str) -> Message:
+    return user_turn(np.asarray(shown), question)
 
 
 def measure(asked: Asked, drawn: Drawn, things: Sequence[Concept], stored: int, seed: int) -> list[dict[str, Any]]:
@@ -142,21 +138,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    from vllm import LLM
+    from benchmarks.facts.engine import facts_engine
 
     concepts = installed_concepts()
     things, drawn, rows = [*concepts.base, *concepts.new], Drawn(concepts), []
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            str(args.model),
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=16,
-            worker_cls=WORKER_CLS,
-            scheduler_cls=SCHEDULER_CLS,
-            additional_config={"inducekv": {}},
-        )
-        asked = Asked(llm, Path(folder))
+        asked = Asked(facts_engine(args.model, 256), Path(folder))
         for stored in STORED:
             for seed in range(args.seeds):
                 rows += measure(asked, drawn, things, stored, seed)

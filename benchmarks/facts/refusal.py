@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from vllm import LLM, SamplingParams
 
+from benchmarks.facts.engine import facts_engine
 from benchmarks.facts.families import CAPITAL, HARD, Family, capitals, families, halves, lockers
 from benchmarks.facts.seeds_table import seeds_table
 from benchmarks.machine import describe_machine
@@ -29,7 +30,6 @@ from benchmarks.real.model import model_folder
 from benchmarks.real.sources import Packages
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.offline import MemoryLLM
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
 from inducekv_vllm.teaching import fact_of
 from selector.gate.background import everyday_requests
 
@@ -152,16 +152,7 @@ def main() -> int:
     args = parser.parse_args()
     packages, model = Packages(), args.model or model_folder()
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            str(model),
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=16,
-            worker_cls=WORKER_CLS,
-            scheduler_cls=SCHEDULER_CLS,
-            additional_config={"inducekv": {}},
-        )
-        asked = Asked(llm, Path(folder))
+        asked = Asked(facts_engine(model, 512), Path(folder))
         refused, kinds = refusal(asked, packages, args.seeds), hard(asked, packages, args.seeds)
     print(seeds_table(refused, ("family", "stored")))
     print()

@@ -29,8 +29,6 @@ QUANTIZED_NAMES: Final = (
     *("_data", "W_q"),  # quanto, HQQ
 )
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-
-
 # By `quant_method` in config.json: the selector can write their weights out as the floats that they stand for.
 TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 

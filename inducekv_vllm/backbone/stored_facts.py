@@ -152,24 +152,26 @@ class StoredFacts:
         return max((each for each in found if each is not None), key=lambda each: each.answers.weight, default=None)
 
     def _find_in(self, task: _Task, words: Sequence[str], *, pictured: bool) -> FactsFound | None:
-        questions, scores = task.index.search(words, self._alive(task) & (task.pictured == pictured))
-        numbers, seen = task.numbers[questions[: len(scores)]].tolist(), set[str]()
+        questions, scores = task.index.search(words, self._among(task, pictured=pictured))
+        numbers, seen = task.numbers[questions[: len(scores)]].tolist(), set[str | int]()
         sure: dict[int, float] = {}  # score by number, the best first; of each picture one question
         for number, score in zip(numbers, scores.tolist(), strict=True):
-            picture = self._facts[number].picture
-            if score >= task.threshold and picture not in seen:
+            told_by = self._facts[number].picture or number
+            if score >= task.threshold and told_by not in seen:
                 sure[number] = score
-                seen |= set() if picture is None else {picture}
+                seen.add(told_by)
         answers = answers_of(list(sure.values()), [self._answer(each) for each in sure], task.threshold)
         if answers is None:
             return None
         return FactsFound(tuple(sure)[: len(answers.shares)], float(scores[0]), answers)
 
-    def _alive(self, task: _Task) -> npt.NDArray[np.bool_]:
+    def _among(self, task: _Task, *, pictured: bool) -> npt.NDArray[np.bool_]:
+        """The questions with a picture, or without, that have not expired."""
+        among = task.pictured if pictured else ~task.pictured
         if not self._may_expire:
-            return np.ones(len(task.numbers), dtype=np.bool_)
+            return among
         now = datetime.now(UTC)
-        return np.array([not self._facts[number].has_expired(now) for number in task.numbers])
+        return among & [not self._facts[number].has_expired(now) for number in task.numbers]
 
 
 def question_index(facts: Sequence[FactRecord], task: str, vectors: Vectors) -> tuple[QuestionIndex, IntArray]:

@@ -10,6 +10,7 @@ block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,12 +65,11 @@ def _layers(stored: Mapping[str, Path]) -> Iterator[tuple[str, Parts]]:
     for name, path in stored.items():
         layer, _, part = name.rpartition(".")
         by_layer.setdefault(layer, {})[part] = path
-    for layer, paths in by_layer.items():
-        parts = {}
-        for part, path in paths.items():
-            with safe_open(path, framework="pt") as file:
-                parts[part] = file.get_tensor(f"{layer}.{part}" if layer else part)
-        yield layer, parts
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(stored.values())}
+        for layer, paths in by_layer.items():
+            names = {part: f"{layer}.{part}" if layer else part for part in paths}
+            yield layer, {part: files[path].get_tensor(names[part]) for part, path in paths.items()}
 
 
 def _reader(model: str | Path, settings: Mapping[str, Any]) -> Callable[[Parts], Tensor]:

@@ -11,6 +11,7 @@ from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from .flags import require_output
+from .loading import load_backbone
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -79,10 +80,9 @@ def _pictures(examples: Sequence[Example], model: str) -> dict[str, str]:
     from inducekv_vllm.backbone.turns import turn_marks
     from inducekv_vllm.facts import packed
 
-    from ..backbone.model import Backbone
     from ..backbone.token_values import picture_states
 
-    backbone = Backbone.load(model)
+    backbone = load_backbone(model)
     marks = turn_marks(backbone.processor)
     states = picture_states(backbone, [backbone.encode_example(example) for example in examples], marks)
     return {each.id: packed(state) for each, state in zip(examples, states, strict=True) if state is not None}

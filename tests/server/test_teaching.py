@@ -31,10 +31,11 @@ class Teacher(Bundles):
     def teach(self, *examples: dict[str, Any], **options: Any) -> httpx.Response:
         return self.call("POST", json={"examples": list(examples), **options})
 
-    def answer(self, question: str) -> tuple[str, list[str]]:
+    def answer(self, question: str | Prompt) -> tuple[str, list[str]]:
         """What the name answers, and the facts that it follows."""
         body = {**TRACED, "ignore_eos": False}
-        response = ask(self.client, self.name, Prompt(None, question), extra_body=body)
+        prompt = Prompt(None, question) if isinstance(question, str) else question
+        response = ask(self.client, self.name, prompt, extra_body=body)
         return response.choices[0].message.content, [fact["id"] for fact in trace_of(response)["facts"]]
 
 
@@ -146,21 +147,17 @@ def test_facts_about_pictures(server: str) -> None:
     def about(prompt: Prompt, id: str, **changes: Any) -> dict[str, Any]:
         return {"id": id, "messages": prompt.messages, "answer": f"number {id}", **changes}
 
-    def answer(prompt: Prompt) -> tuple[str, list[str]]:
-        response = ask(teacher.client, "parts", prompt, extra_body={**TRACED, "ignore_eos": False})
-        return response.choices[0].message.content, [fact["id"] for fact in trace_of(response)["facts"]]
-
     response = teacher.teach(*(about(each, str(at)) for at, each in enumerate(asked_about(known, "What is it?"))))
     assert response.status_code == 200, response.text
     questions = asked_about([*known, *drawings(4, 2)])
-    assert [answer(each)[1] for each in questions] == [[str(at)] for at in range(10)] + [[]] * 4
-    assert answer(questions[3])[0] == "number 3"
+    assert [teacher.answer(each)[1] for each in questions] == [[str(at)] for at in range(10)] + [[]] * 4
+    assert teacher.answer(questions[3])[0] == "number 3"
     assert all(each["has_picture"] for each in teacher.call("GET").json()["data"])
 
     assert teacher.call("PATCH", "/3", json={"answer": "new"}).status_code == 200  # the picture stays
-    assert answer(questions[3]) == ("new", ["3"])
+    assert teacher.answer(questions[3]) == ("new", ["3"])
     assert teacher.call("PATCH", "/3", json={"messages": questions[12].messages}).status_code == 200
-    assert [answer(questions[at])[1] for at in (3, 12)] == [[], ["3"]]
+    assert [teacher.answer(questions[at])[1] for at in (3, 12)] == [[], ["3"]]
     assert teacher.unload("parts").status_code == 200
     teacher.wait_until_drained()
 
