@@ -29,10 +29,17 @@ class ServerFailed(RuntimeError):
     """The server ended or did not answer in time; the message ends with lines of its log."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free local port that no other process is given while the block runs.
+
+    A server takes a minute from its command line to its socket; in that time the kernel would hand out a port that is
+    merely free. One that a socket is bound to stays ours, and vLLM, which binds with SO_REUSEADDR, can listen there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextmanager
@@ -50,9 +57,8 @@ def starting(
 
     That function raises ServerFailed if the server never becomes healthy.
     """
-    port = free_port()
-    command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("wb") as output:
+    with reserved_port() as port, log.open("wb") as output:
+        command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
         before = signal.signal(signal.SIGTERM, _exit)
         # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server and its engine.
         process = subprocess.Popen(

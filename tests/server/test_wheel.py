@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.server_process import free_port
+from benchmarks.server_process import reserved_port
 from tests.server.http import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,32 @@ def test_its_commands_run_on_the_dependencies_of_this_environment(wheel: Path, t
     check_commands(environment / "bin", tmp_path)
 
 
+def check_serving(programs: Path, port: int, folder: Path) -> None:
+    """`inducekv-serve` alone serves the demo model, from an empty folder."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [str(programs / "inducekv-serve"), "--port", str(port), "--enforce-eager", "--max-num-seqs", "4"]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def is_up() -> bool:
+            assert server.poll() is None, (folder / "log").read_text()[-3000:]
+            try:
+                return httpx.get(f"{url}/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_up, seconds=600)
+        question = {"model": "demo", "messages": [{"role": "user", "content": "Which guild?"}], "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=300)
+        assert answer.status_code == 200, answer.text
+    finally:
+        server.terminate()
+        server.wait(300)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # it downloads the CPU build of torch and compiles what it installs
 def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: Path) -> None:
@@ -89,29 +115,8 @@ def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: 
     run(python, "-m", "inducekv_vllm.cpu_torchvision", cwd=tmp_path)
     check_commands(programs, tmp_path)
 
-    port = free_port()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.pop("PYTHONPATH", None)
-    command = [str(programs / "inducekv-serve"), "--port", str(port), "--enforce-eager", "--max-num-seqs", "4"]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-
-        def is_up() -> bool:
-            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            try:
-                return httpx.get(f"{url}/health").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_until(is_up, seconds=600)
-        question = {"model": "demo", "messages": [{"role": "user", "content": "Which guild?"}], "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=300)
-        assert answer.status_code == 200, answer.text
-    finally:
-        server.terminate()
-        server.wait(300)
+    with reserved_port() as port:
+        check_serving(programs, port, tmp_path)
 
 
 def test_entry_points_and_scripts_resolve() -> None:
