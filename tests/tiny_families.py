@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     GemmaConfig,
@@ -38,6 +41,8 @@ from transformers import (
 )
 
 from inducekv_vllm.models import register_models
+from inducekv_vllm.models.deepseek_vl2 import DeepseekVLV2ForCausalLM
+from inducekv_vllm.models.deepseek_vl2_config import CHAT_TEMPLATE, DeepseekVL2Config
 from inducekv_vllm.models.llava_onevision1_5 import LLaVAOneVision1_5_ForConditionalGeneration
 from inducekv_vllm.models.llava_onevision1_5_config import LlavaOnevision15Config
 from tests.tiny_models import (
@@ -55,6 +60,7 @@ from tests.tiny_models import (
     use_published_names,
 )
 
+SMALL_TIMM = {"img_size": 56, "embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 TEXT_SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": 2 * HIDDEN,
@@ -203,6 +209,83 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
     return Path(folder)
 
 
+def save_deepseek_vl2(folder: str | Path) -> Path:
+    """Plain heads, experts, and pictures cut into tiles; with the files and names of the published tiny model.
+
+    Its tower has the size of the real one, unless `timm.create_model` makes a smaller one: see `small_timm`.
+    """
+    folder = Path(folder)
+    grounding = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
+    specials = ["<|begin|>", "<image>", *grounding, "<|User|>", "<|Assistant|>"]
+    tokenizer = byte_tokenizer(specials, CHAT_TEMPLATE, bos_token="<|begin|>")
+    tokenizer.chat_template = None
+    text = {
+        **{name: size for name, size in text_sizes(tokenizer).items() if name != "head_dim"},
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 128,
+        "num_key_value_heads": HEADS,
+        "bos_token_id": tokenizer.bos_token_id,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "use_mla": False,
+        "lm_head": True,
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),
+    }
+    settings = {
+        "candidate_resolutions": [[56, 56], [56, 112], [112, 56], [168, 56]],
+        "global_view_pos": "head",
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "language_config": text,
+        "model_type": "deepseek_vl_v2",
+        "projector_config": {"model_type": "mlp_projector", "input_dim": SMALL_TIMM["embed_dim"], "n_embed": 128},
+        "tile_tag": "2D",
+        "vision_config": {
+            "model_name": "siglip_so400m_patch14_384",
+            "model_type": "vision",
+            "image_size": 56,
+            "patch_size": 14,
+        },
+    }
+    register_models()
+    save_random(DeepseekVLV2ForCausalLM, DeepseekVL2Config(**settings), tokenizer, folder, 0)
+    processing = {
+        "processor_class": "DeepseekVLV2Processor",
+        "candidate_resolutions": settings["candidate_resolutions"],
+        "patch_size": 14,
+        "downsample_ratio": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_token": "<image>",
+        "normalize": True,
+        "add_special_token": False,
+        "ignore_id": -100,
+        "mask_prompt": False,
+        "pad_token": tokenizer.pad_token,
+        "sft_format": "deepseek",
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "processor_config.json").write_text(json.dumps(processing))
+    return folder
+
+
+@contextmanager
+def small_timm() -> Iterator[None]:
+    """Inside, timm makes small towers: DeepSeek-VL2's has one size in vLLM, with 400 million weights."""
+    import timm
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(timm, "create_model", partial(timm.create_model, **SMALL_TIMM))
+        yield
+
+
 # What vLLM serves through its backend for models of transformers. It changes their classes in its process, and so the
 # reference, if that is the test's.
 THROUGH_TRANSFORMERS = ("smollm3", "olmo2", "llava-onevision-1.5")
@@ -222,5 +305,6 @@ PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "qwen3-vl": save_tiny_qwen3_vl,
     "internvl": save_internvl,
     "llava-onevision-1.5": save_llava_onevision1_5,
+    "deepseek-vl2": save_deepseek_vl2,
 }
 FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES

@@ -1,7 +1,8 @@
 """Chat messages as a model's template takes them: content as a list of parts, or as one string.
 
 vLLM reads from the template's source which of the two it takes (`--chat-template-content-format auto`), and joins the
-text parts of a message by line breaks if it takes a string. Prompts must be the same here.
+text parts of a message by line breaks if it takes a string, after the marks of its pictures, a line each. Prompts must
+be the same here.
 """
 
 from __future__ import annotations
@@ -27,9 +28,19 @@ def takes_parts(processor: Any) -> bool:
     return _PROBE in text and str(parts) not in text and json.dumps(parts) not in text  # not the list made a string
 
 
-def with_text_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, which have text parts only, with each content as one string: its parts joined by line breaks."""
-    return [dict(message) | {"content": "\n".join(part["text"] for part in message["content"])} for message in messages]
+def picture_mark(processor: Any) -> str | None:
+    """What a template of strings gets for a picture; None: it can have none."""
+    return getattr(processor, "picture_mark", None)
+
+
+def with_text_content(messages: Sequence[Mapping[str, Any]], mark: str | None = None) -> list[dict[str, Any]]:
+    """The messages with each content as one string: a mark for each picture, then its text parts, a line each."""
+
+    def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+        pictures = [mark for part in parts if part["type"] == "image" and mark is not None]
+        return "\n".join([*pictures, *[part["text"] for part in parts if part["type"] == "text"]])
+
+    return [dict(message) | {"content": joined(message["content"])} for message in messages]
 
 
 def chat_text(processor: Any, messages: Sequence[Mapping[str, Any]], *, as_parts: bool, generation_prompt: bool) -> str:
@@ -43,7 +54,7 @@ def chat_text(processor: Any, messages: Sequence[Mapping[str, Any]], *, as_parts
     """
     try:
         text: str = processor.apply_chat_template(
-            list(messages) if as_parts else with_text_content(messages),
+            list(messages) if as_parts else with_text_content(messages, picture_mark(processor)),
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import UnsupportedModel
-from ..models import ARCHITECTURES, register_configurations
+from ..models import ARCHITECTURES, chat_template, register_configurations
 from .footprint import TEXT_CONFIG_KEYS, size
 from .quantization import require_known_weights
 
@@ -99,6 +99,9 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> PreTrained
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{model}: cannot load the tokenizer: {summary(error)}") from error
+    if tokenizer.chat_template is None:
+        settings, _ = PretrainedConfig.get_config_dict(str(model), revision=revision)
+        tokenizer.chat_template = chat_template(settings.get("model_type", ""))
     return tokenizer
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.backbone.fingerprint import fingerprint_of
+from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
@@ -35,9 +36,11 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     config, kind = load_config(model)
     if config.model_type in ARCHITECTURES:
         register_models()
+        config, kind = load_config(model)  # before, another library's settings may have been read
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):
         raise UnsupportedModel(f"{model}: the tokenizer has no chat template, and examples are chat messages")
+    _require_one_image_token(config, processor, model)
     try:
         network, loading = _load_network(config, kind, model, dtype)
     except UnsupportedModel:
@@ -59,6 +62,16 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     _take_apart(network)
     require_trainable_attention(network, str(model))
     return network.eval().requires_grad_(False), processor
+
+
+def _require_one_image_token(config: Any, processor: Any, model: str | Path) -> None:
+    """Check that the processor writes for a picture what the model looks for."""
+    written, expected = getattr(processor, "image_token_id", None), placeholder_ids(config)
+    if isinstance(written, int) and expected and written not in expected:
+        raise UnsupportedModel(
+            f"{model}: its processor writes token {written} for a picture, expected one of {sorted(expected)}, which "
+            "its configuration names"
+        )
 
 
 def _load_network(config: Any, kind: Kind, model: str | Path, dtype: torch.dtype) -> Any:

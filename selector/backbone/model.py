@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from inducekv_vllm.backbone.chat import chat_text, takes_parts
+from inducekv_vllm.backbone.chat import chat_text, picture_mark, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.placeholders import placeholder_ids
@@ -163,7 +163,7 @@ class Backbone:
             raise TaskDataError(
                 f"{type(self.model).__name__} is a text-only model, found {places} images in the messages"
             )
-        if places and not self.template_takes_parts:
+        if places and not self.template_takes_parts and picture_mark(self.processor) is None:
             raise TaskDataError("the model's chat template takes text alone, so it has no place for images")
         self._refuse_marks(messages)
         prompt = self.chat_text(messages, generation_prompt=True)

@@ -6,7 +6,7 @@ with `make test-families`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.engine.parity import (
     served_logprobs,
     text_prompts,
 )
-from tests.tiny_families import FAMILIES, TEXT_FAMILIES, THROUGH_TRANSFORMERS
+from tests.tiny_families import FAMILIES, TEXT_FAMILIES, THROUGH_TRANSFORMERS, small_timm
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
 IN_EVERY_RUN = ("llama", "qwen3-moe")  # test_parity.py has two multimodal families
@@ -35,6 +35,12 @@ IN_EVERY_RUN = ("llama", "qwen3-moe")  # test_parity.py has two multimodal famil
 
 def marked(family: str) -> Any:
     return pytest.param(family, marks=() if family in IN_EVERY_RUN else pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def small_towers() -> Iterator[None]:
+    with small_timm():
+        yield
 
 
 @pytest.mark.parametrize("family", [marked(family) for family in FAMILIES])

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from inducekv_vllm.bundle import write_bundle
 from selector.backbone.generation import score
 from tests.bundles import as_decoupled
+from tests.engine.albums import albums
 from tests.engine.parity import (
     TOLERANCE,
     MemoryEngine,
-    Prompt,
     World,
     engine,
     greedy,
@@ -30,33 +28,6 @@ from tests.tiny_families import save_llava_onevision1_5
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
-SIZES = ((48, 96), (32, 32), (96, 64))  # rows and columns of pixels
-
-
-@dataclass(frozen=True)
-class Album(Prompt):
-    """One question about several pictures."""
-
-    others: tuple[Image.Image, ...] = ()
-
-    @property
-    def images(self) -> list[Image.Image]:
-        return [*super().images, *self.others]
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        (question,) = super().messages
-        pictures = [Prompt(image, "").messages[0]["content"][0] for image in self.others]
-        first, text = question["content"]
-        return [{**question, "content": [first, *pictures, text]}]
-
-
-def albums(count: int, seed: int) -> list[Prompt]:
-    made = [prompts(count, seed + number, size) for number, size in enumerate(SIZES)]
-    return [
-        Album(first.image, first.question, tuple(each.image for each in others if each.image is not None))
-        for first, *others in zip(*made, strict=True)
-    ]
 
 
 @pytest.fixture(scope="module")

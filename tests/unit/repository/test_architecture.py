@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[3]
 LAYERS = {
     "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks", "inducekv_serve")),
     "inducekv_vllm": (
-        ("errors", "pace", "cpu_torchvision", "models"),
+        ("errors", "pace", "cpu_torchvision"),
+        ("models",),
         ("files", "retrieval", "gate"),
         ("facts",),
         ("bundle",),

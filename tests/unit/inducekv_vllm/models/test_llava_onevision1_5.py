@@ -146,5 +146,5 @@ def test_another_architecture_of_the_same_type_is_refused(tiny: Path, tmp_path: 
 
 
 def test_names_are_those_of_published_files() -> None:
-    assert ARCHITECTURES == {"llavaonevision1_5": "LLaVAOneVision1_5_ForConditionalGeneration"}
+    assert ARCHITECTURES["llavaonevision1_5"] == "LLaVAOneVision1_5_ForConditionalGeneration"
     assert AutoConfig.for_model("llavaonevision1_5").vision_config.depth == 24
