@@ -120,7 +120,7 @@ def _records(file: BinaryIO, source: Path) -> Iterator[tuple[str, dict[str, Any]
     if source.suffix != ".json":
         yield from _jsonl_records(file, source)
         return
-    for number, item in enumerate(_array_items(io.TextIOWrapper(file, encoding="utf-8"), source), start=1):
+    for number, item in enumerate(array_items(io.TextIOWrapper(file, encoding="utf-8"), source), start=1):
         place = f"{source}, item {number}"
         yield place, _from_llava(_object(_encodable(item, place), place), source.stem, place)
 
@@ -150,7 +150,7 @@ def _jsonl_records(file: BinaryIO, source: Path) -> Iterator[tuple[str, dict[str
         yield place, _object(_encodable(value, place), place)
 
 
-def _array_items(file: TextIO, source: Path) -> Iterator[Any]:
+def array_items(file: TextIO, source: Path) -> Iterator[Any]:
     """The items of a JSON array, of which never more than a few are in memory."""
     decoder = json.JSONDecoder()
     rest = _read_on("", file)

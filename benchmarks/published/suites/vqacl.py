@@ -1,0 +1,105 @@
+"""VQACL: the ten question types of VQAv2 with soft labels and ten references, and NExT-QA's open answers."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.rows import read_rows, read_table, text_of
+from benchmarks.published.scorers import vqa_text
+from benchmarks.published.scorers.next_qa import next_qa
+from benchmarks.published.scorers.scored import Question
+from inducekv_vllm.errors import TaskDataError
+
+from .layout import Files, PublishedSuite, Task
+from .llava import TYPES
+
+ANNOTATIONS = ("v2_mscoco_val2014_annotations.json", "v2_mscoco_train2014_annotations.json")
+NEXT_TYPES = ("CW", "TN", "TC", "DL", "DB", "DC", "DO", "CH")
+MORE_ANSWERS = "add_reference_answer_test.json"
+
+
+def _annotated(files: Files) -> dict[str, tuple[str, ...]]:
+    """The ten answers to each question of VQAv2's annotations, as far as they are there."""
+    answers: dict[str, tuple[str, ...]] = {}
+    for name in ANNOTATIONS:
+        if files.has(name):
+            table = read_table(files.find(name))
+            for each in table["annotations"]:
+                answers[str(each["question_id"])] = tuple(str(answer["answer"]) for answer in each["answers"])
+    return answers
+
+
+def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(each["answer"]) if isinstance(each, Mapping) else str(each) for each in row.get("answers") or ())
+
+
+def _vqa(files: Files, names: tuple[str, ...]) -> list[Question]:
+    path, annotated, questions = files.find(*names), _annotated(files), {}
+    for number, row in enumerate(read_rows(path), start=1):
+        place = f"{path}, item {number}"
+        name, text = text_of(row, place, "question_id"), text_of(row, place, "sent", "question")
+        answers = annotated.get(name) or _answers(row)
+        if not answers:
+            raise TaskDataError(f"{place}: expected its answers, or {' or '.join(ANNOTATIONS)} beside the file")
+        if name in questions:
+            raise TaskDataError(f"{place}: the id {name!r} occurs more than once among the test questions")
+        questions[name] = Question(name, text, answers, row)
+    return list(questions.values())
+
+
+def _next(files: Files, names: tuple[str, ...]) -> list[Question]:
+    path = files.find(*names)
+    more = read_table(files.find(MORE_ANSWERS)) if files.has(MORE_ANSWERS) else {}
+    questions: dict[str, Question] = {}
+    for number, row in enumerate(_csv(path), start=2):
+        place = f"{path}, line {number}"
+        video, qid = text_of(row, place, "video"), text_of(row, place, "qid")
+        name = f"{video}_{qid}"
+        further = more.get(video, {}).get(qid, []) if isinstance(more, Mapping) else []
+        answers = (text_of(row, place, "answer"), *([further] if isinstance(further, str) else map(str, further)))
+        if name in questions:
+            raise TaskDataError(f"{place}: the id {name!r} occurs more than once among the test questions")
+        questions[name] = Question(name, text_of(row, place, "question"), answers, row)
+    return list(questions.values())
+
+
+def _csv(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+    except UnicodeDecodeError as error:
+        raise TaskDataError(f"{path}: expected UTF-8 text: {error}") from error
+
+
+def _vqa_task(name: str) -> Task:
+    test = (f"karpathy_test_q_{name}.json",)
+    rules = {"vqacl": vqa_text.VQA_V2, "labels": vqa_text.VQA_LABELS}
+    return Task(name, (name,), rules, (f"karpathy_train_q_{name}.json",), test, lambda files: _vqa(files, test))
+
+
+def _next_task(name: str) -> Task:
+    test = (f"test_{name}.csv",)
+    return Task(name, (name,), {"vqacl": next_qa()}, (f"train_{name}.csv",), test, lambda files: _next(files, test))
+
+
+VQACL = PublishedSuite(
+    "vqacl",
+    (*map(_vqa_task, TYPES), *map(_next_task, NEXT_TYPES)),
+    (
+        "vqa/Partition_Q",
+        "datasets/vqa/Partition_Q",
+        "nextqa/Partition_Q",
+        "datasets/nextqa/Partition_Q",
+        "nextqa/Partition_Q_v2",
+        "datasets/nextqa/Partition_Q_v2",
+        "vqa",
+        "nextqa",
+        "datasets/vqa",
+        "datasets/nextqa",
+        ".",
+    ),
+    {"vqa": TYPES, "nextqa": NEXT_TYPES},
+)
