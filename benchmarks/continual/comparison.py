@@ -78,6 +78,11 @@ def metric(name: str) -> Score:
     return lambda run: float(run["metrics"][name])
 
 
+def has_base(run: Collected) -> bool:
+    """Whether base questions were asked."""
+    return "base_final" in run["metrics"]
+
+
 def final_accuracy(task: str) -> Score:
     """a[T, t] of the task of that name."""
     return lambda run: float(run["accuracy"][-1][run["order"].index(task)])
@@ -159,7 +164,7 @@ class Streams:
     def retention(self, budget: int) -> Score | None:
         """Base retention against the untouched model; None if it was not run, or answers no base question."""
         run = next(iter(self.of(UNTOUCHED, budget).values()), None)
-        untouched = run["base"][-1] if run else 0.0
+        untouched = run["base"][-1] if run and has_base(run) else 0.0
         return (lambda run: base_retention(run["base"], untouched)) if untouched > 0 else None
 
 

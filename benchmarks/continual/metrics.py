@@ -84,8 +84,34 @@ def standard_error(values: Sequence[float]) -> float:
     return float(np.std(np.asarray(values, np.float64), ddof=1) / math.sqrt(len(values)))
 
 
-def summary(a: Matrix, base: Sequence[float]) -> dict[str, float]:
-    """All scores that follow from a run's own matrix and its base accuracies."""
+def mean_of_new_tasks(a: Matrix) -> float:
+    """MFT (CoIN's family): the mean score on each task right after it was learned."""
+    return float(a.diagonal().mean())
+
+
+def signed_forgetting(a: Matrix) -> float:
+    """Forget as VQACL's code has it: 1/(T-1) sum_{t<T} (max_{i<T} a[i, t] - a[T, t]), over stages before the last.
+
+    Negative if the last stage is the best one; CL-MoE's published -0.02 needs this form. 0 for one task.
+    """
+    if len(a) == 1:
+        return 0.0
+    return float(np.mean([a[t:-1, t].max() - a[-1, t] for t in range(len(a) - 1)]))
+
+
+def relative_gain(final: Sequence[float], upper_bounds: Sequence[float]) -> float:
+    """Relative Gain (LiIT): the mean over skills of score / upper bound, in percent; may exceed 100.
+
+    The published upper bounds were not found. Raises ValueError: their number is another, or one is not positive.
+    """
+    if len(final) != len(upper_bounds) or min(upper_bounds) <= 0:
+        raise ValueError(f"expected {len(final)} positive upper bounds, found {list(upper_bounds)}")
+    return float(100 * np.mean(np.asarray(final, np.float64) / np.asarray(upper_bounds, np.float64)))
+
+
+def summary(a: Matrix, base: Sequence[float | None] = ()) -> dict[str, float]:
+    """All scores that follow from a run's own matrix and its base accuracies, if it has any."""
+    known = [value for value in base if value is not None]
     return {
         **dict.fromkeys(("Avg", "MAA", "AP", "AvgAcc"), average(a)),
         "Last": last(a),
@@ -93,6 +119,5 @@ def summary(a: Matrix, base: Sequence[float]) -> dict[str, float]:
         "BWT": backward_transfer(a),
         "AF": average_forgetting(a),
         "forgetting_rate": forgetting_rate(a),
-        "base_final": float(base[-1]),
-        "base_lowest": float(min(base)),
+        **({"base_final": float(known[-1]), "base_lowest": float(min(known))} if known else {}),
     }

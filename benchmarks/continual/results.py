@@ -54,7 +54,12 @@ class Prediction:
     id: str
     expected: str
     answer: str
-    right: bool
+    score: float | None  # None: it does not count
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer has at least half of what a right one gets."""
+        return self.score is not None and self.score >= 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class FinishedRun:
     budget: int
     seed: int
     order: list[str]  # the T tasks as they were learned
-    base: list[float]  # accuracy on the base questions after each task, [T]
+    base: list[float | None]  # accuracy on the base questions after each task, [T]; None: there are none
 
     @classmethod
     def read(cls, path: Path) -> FinishedRun:
@@ -192,7 +197,7 @@ class Finished:
     def suite(self) -> Suite:
         """The tasks in the run's order, with the questions asked. Raises ConfigError: the data are not the run's."""
         run = self.configuration
-        suite = self.whole_suite.ordered(run["order"]).asked_about(run["split"])
+        suite = self.whole_suite.with_validation().ordered(run["order"]).asked_about(run["split"])
         suite = suite.limited(run["train_limit"], run["test_limit"], run["base_limit"])
         if suite.digest() != run["data"]:
             raise ConfigError(f"{self.data}: these are not the data of the run {self.out}")

@@ -20,6 +20,7 @@ from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
 from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
+from benchmarks.continual.suites.suite import NEW_TOKENS
 from benchmarks.machine import describe_machine
 from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
@@ -92,7 +93,11 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
         raise ConfigError("--serve-args are for a run's own servers: leave out --answer offline")
     check_places(options)
     suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
-    suite = suite.asked_about(options.split).limited(options.train_limit, options.test_limit, options.base_limit)
+    suite = (
+        suite.with_validation()
+        .asked_about(options.split)
+        .limited(options.train_limit, options.test_limit, options.base_limit)
+    )
     require_reader(suite, options.model)
     return methods, suite
 
@@ -127,6 +132,7 @@ def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any
         "model": model_facts(options.model),
         **{name: getattr(options, name) for name in ("split", "train_limit", "test_limit", "base_limit")},
         "answer": answer,
+        **({} if suite.new_tokens == NEW_TOKENS else {"new_tokens": suite.new_tokens}),
     }
 
 
@@ -148,10 +154,10 @@ def run_unfinished(runs: Sequence[Run], options: argparse.Namespace) -> list[str
 def answering(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Answerer]:
     """Answers come from this process, or from servers that end with the context."""
     if options.answer == OFFLINE:
-        yield OfflineAnswerer(options.model)
+        yield OfflineAnswerer(options.model, runs[0].suite.new_tokens)
         return
     methods = list({run.method.name: run.method for run in runs}.values())
     needs = Needs(options.model, runs[0].suite, methods, max(run.budget for run in runs), options.jobs)
     log(f"starting inducekv-serve; its log is in {options.out}")
     with own_servers(needs, options.out, options.serve_args) as endpoints:
-        yield HttpAnswerer(options.model, endpoints)
+        yield HttpAnswerer(options.model, endpoints, runs[0].suite.new_tokens)

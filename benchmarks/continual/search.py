@@ -69,7 +69,11 @@ def score_trial(settings: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
     finished = [collect(run) for run in runs]
     return {
         "settings": list(settings),
-        **{name: round(fmean(run["metrics"][name] for run in finished), 6) for name in (CRITERION, "base_final")},
+        **{
+            name: round(fmean(run["metrics"][name] for run in finished), 6)
+            for name in (CRITERION, "base_final")
+            if all(name in run["metrics"] for run in finished)
+        },
         "seconds": round(fmean(map(learn_seconds, finished)), 1),
     }
 
@@ -123,7 +127,8 @@ def command(options: argparse.Namespace) -> int:
     for run in every:
         claim_stream(run)
     unfinished = [run for run in every if not run.finished]
-    stream = partial(run_stream, answerer=OfflineAnswerer(options.model), keep="none")
+    answerer = OfflineAnswerer(options.model, suite.new_tokens)
+    stream = partial(run_stream, answerer=answerer, keep="none")
     outcomes = run_all(unfinished, stream, min(options.jobs, len(unfinished)), options.threads) if unfinished else ()
     refused = {run.method.name: str(outcome) for run, outcome in outcomes if isinstance(outcome, InduceKVError)}
     records = {}

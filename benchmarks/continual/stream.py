@@ -17,20 +17,20 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.chat import same_answer
 from benchmarks.continual.answering import Answerer
 from benchmarks.continual.answering.http import EndpointFailed
 from benchmarks.continual.answering.stored_answers import StoredAnswers
 from benchmarks.continual.methods import Artifact, Method, RunContext
 from benchmarks.continual.metrics import accuracy_matrix, summary
 from benchmarks.continual.results import STATE, WHERE
-from benchmarks.continual.suites import Suite
+from benchmarks.continual.suites import Suite, TaskData
+from benchmarks.continual.suites.suite import TaskScore, same_answers
 from benchmarks.locks import HeldElsewhere, locked
 from inducekv_vllm.errors import ConfigError
 from selector.runtime.files import replace_file
@@ -161,17 +161,14 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     tasks = (*run.suite.tasks[: number + 1], run.suite.base)
     questions = [(task, example) for task in tasks for example in task.test]
     texts, num_asked = answers.answers(artifact, run.state(number), [example for _, example in questions])
+    given = {task.name: [text for (of, _), text in zip(questions, texts, strict=True) if of is task] for task in tasks}
+    scores = {task.name: _score(run.suite, task, given[task.name]) for task in tasks if task.test}
+    each = [value for task in tasks if task.test for value in scores[task.name].questions]
     lines = [
-        {
-            "task": task.name,
-            "id": example.id,
-            "expected": example.answer,
-            "answer": text,
-            "right": same_answer(text, example.answer),
-        }
-        for (task, example), text in zip(questions, texts, strict=True)
+        {"task": task.name, "id": example.id, "expected": example.answer, "answer": text, "score": value}
+        for (task, example), text, value in zip(questions, texts, each, strict=True)
     ]
-    *row, base = [sum(line["right"] for line in lines if line["task"] == task.name) / len(task.test) for task in tasks]
+    *row, base = [scores[task.name].value if task.test else None for task in tasks]
     result = {
         "task": run.suite.tasks[number].name,
         "accuracy": row,
@@ -188,6 +185,11 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     replace_file(folder / "predictions.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     write_json(folder / "result.json", result)
     return result
+
+
+def _score(suite: Suite, task: TaskData, texts: Sequence[str]) -> TaskScore:
+    """Base questions have one right answer each, whatever the suite's tasks have."""
+    return (same_answers if task is suite.base else suite.score)(task.name, task.test, texts)
 
 
 def tidy(run: Run, keep: KeepStates) -> None:
@@ -212,6 +214,7 @@ def collect(run: Run) -> dict[str, Any]:
     """The results of all finished tasks together, from their files alone."""
     results = [json.loads((run.task_folder(n) / "result.json").read_bytes()) for n in range(run.next_task)]
     base, rows = [result["base"] for result in results], [result["accuracy"] for result in results]
+    matrix = accuracy_matrix(rows)
     parts = ("stored_bytes", "anchor_bytes", "questions", "seconds")
     return {
         "suite": run.suite.name,
@@ -224,7 +227,7 @@ def collect(run: Run) -> dict[str, Any]:
         "accuracy": rows,
         "base": base,
         **{name: [result[name] for result in results] for name in parts},
-        "metrics": summary(accuracy_matrix(rows), base),
+        "metrics": summary(matrix, base) | {name: of(matrix) for name, of in run.suite.metrics.items()},
         "reports": [result["report"] for result in results],
     }
 
@@ -232,7 +235,8 @@ def collect(run: Run) -> dict[str, Any]:
 def format_result(result: dict[str, Any]) -> str:
     seen = " ".join(f"{value:.3f}" for value in result["accuracy"])
     seconds = result["seconds"]
-    return f"seen {seen}; base {result['base']:.3f}; {seconds['learn']:.0f} + {seconds['evaluate']:.0f} s"
+    base = "" if result["base"] is None else f"; base {result['base']:.3f}"
+    return f"seen {seen}{base}; {seconds['learn']:.0f} + {seconds['evaluate']:.0f} s"
 
 
 def write_json(path: Path, value: Any) -> None:

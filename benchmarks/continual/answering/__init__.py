@@ -6,6 +6,6 @@ stored_answers    asks nothing twice
 """
 
 from benchmarks.continual.answering.offline import OfflineAnswerer, OfflineModel
-from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Answerer, AnsweringModel, Ask, Plan, plan
+from benchmarks.continual.answering.plans import Answerer, AnsweringModel, Ask, Plan, plan
 
-__all__ = ["MAX_NEW_TOKENS", "Answerer", "AnsweringModel", "Ask", "OfflineAnswerer", "OfflineModel", "Plan", "plan"]
+__all__ = ["Answerer", "AnsweringModel", "Ask", "OfflineAnswerer", "OfflineModel", "Plan", "plan"]

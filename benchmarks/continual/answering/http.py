@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from benchmarks.chat import messages_of
-from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Ask, Plan, plan
+from benchmarks.continual.answering.plans import Ask, Plan, plan
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.method import Kind
+from benchmarks.continual.suites.suite import NEW_TOKENS
 from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from selector.data.examples import Example
 
@@ -90,6 +91,7 @@ class HttpAnswerer:
 
     model: Path  # for the plans; the answers are the servers'
     endpoints: Endpoints
+    new_tokens: int = NEW_TOKENS  # that an answer may have
     concurrency: int = 16  # requests under way at once
 
     def prepare(self, artifact: Artifact, state: Path) -> HttpModel:
@@ -98,7 +100,8 @@ class HttpAnswerer:
         if what is not None and artifact.path is not None:
             endpoint = self.endpoints.adapters if what == "adapter" else self.endpoints.plain
             loadable = LoadableArtifact(endpoint, what, state / artifact.path)
-        return HttpModel(plan(artifact, state, self.model), self.endpoints.plain, loadable, self.concurrency)
+        chosen = plan(artifact, state, self.model, new_tokens=self.new_tokens)
+        return HttpModel(chosen, self.endpoints.plain, loadable, self.concurrency, self.new_tokens)
 
 
 class Served(NamedTuple):
@@ -135,6 +138,7 @@ class HttpModel:
     untouched: Endpoint
     artifact: LoadableArtifact | None
     concurrency: int
+    new_tokens: int = NEW_TOKENS
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
         """Loads what the questions need, asks them, and unloads it."""
@@ -155,7 +159,7 @@ class HttpModel:
 
         async def worker(client: httpx.AsyncClient) -> None:
             for row in waiting:  # shared by all workers: each takes the next one when it is free
-                texts[row] = await ask_one(client, models[row], asks[row])
+                texts[row] = await ask_one(client, models[row], asks[row], self.new_tokens)
 
         transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
         try:
@@ -170,10 +174,10 @@ class HttpModel:
         return texts
 
 
-async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask) -> str:
+async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask, new_tokens: int) -> str:
     """The text of the answer. Raises EndpointFailed."""
     messages = messages_of(ask.conversation)
-    body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
+    body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": new_tokens}
     for left in reversed(range(ATTEMPTS)):
         try:
             response = await client.post(f"{model.url}/v1/chat/completions", json=body)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from benchmarks.continual.answering.plans import MAX_NEW_TOKENS, Plan, plan
+from benchmarks.continual.answering.plans import Plan, plan
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.suites.suite import NEW_TOKENS
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
@@ -26,6 +27,7 @@ class OfflineAnswerer:
     """Answers of the model in a folder, with the artifact of a method."""
 
     model: Path
+    new_tokens: int = NEW_TOKENS  # that an answer may have
     batch_size: int = 64
 
     def prepare(self, artifact: Artifact, state: Path) -> OfflineModel:
@@ -38,8 +40,8 @@ class OfflineAnswerer:
             folders = {ONLY_ADAPTER: own}
         if artifact.kind == "gated_adapters":
             folders = {folder.name: folder for folder in sorted(own.iterdir())}
-        chosen = plan(artifact, state, self.model, lambda _: backbone)
-        return OfflineModel(chosen, BundledModel(scorer, bundle), attached(backbone, folders))
+        chosen = plan(artifact, state, self.model, lambda _: backbone, self.new_tokens)
+        return OfflineModel(chosen, BundledModel(scorer, bundle), attached(backbone, folders), self.new_tokens)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class OfflineModel:
     plan: Plan
     bundled: BundledModel  # the backbone, with a bundle if the artifact is one
     adapters: PeftModel | None = None  # around the backbone's model
+    new_tokens: int = NEW_TOKENS
 
     def answers(self, examples: Sequence[Example]) -> list[str]:
         with self._using(with_artifact=False, adapter=None):
@@ -61,7 +64,7 @@ class OfflineModel:
         for (with_artifact, adapter), rows in groups.items():
             bundled = self.bundled if with_artifact else replace(self.bundled, bundle=None)
             with self._using(with_artifact, adapter):
-                answers = bundled.answers([asks[row].conversation for row in rows], MAX_NEW_TOKENS)
+                answers = bundled.answers([asks[row].conversation for row in rows], self.new_tokens)
             for row, text in zip(rows, answers, strict=True):
                 texts[row] = text
         return texts

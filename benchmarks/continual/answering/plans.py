@@ -18,14 +18,13 @@ from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, read_gate
 from benchmarks.continual.methods.neighbours import KEYS, Neighbours
 from benchmarks.continual.methods.rehearsal import number_that_fit
+from benchmarks.continual.suites.suite import NEW_TOKENS
 from inducekv_vllm.bundle import Gate
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-
-MAX_NEW_TOKENS = 12
 
 
 class AnsweringModel(Protocol):
@@ -92,7 +91,13 @@ class Plan(Protocol):
         ...
 
 
-def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Backbone] = Backbone.load) -> Plan:
+def plan(
+    artifact: Artifact,
+    state: Path,
+    model: Path,
+    load: Callable[[Path], Backbone] = Backbone.load,
+    new_tokens: int = NEW_TOKENS,
+) -> Plan:
     """How the artifact of a state folder answers; `load` is called with `model` if the model must see questions."""
     if artifact.kind in ("gated_adapter", "gated_adapters"):
         gate = read_gate(state / GATE)
@@ -100,7 +105,7 @@ def plan(artifact: Artifact, state: Path, model: Path, load: Callable[[Path], Ba
     if artifact.kind == "exemplars":
         assert artifact.path is not None
         exemplars = AnchorStore(state / artifact.path).read()
-        return Shown(Scorer(load(model)), Neighbours.read(state / KEYS), tuple(exemplars))
+        return Shown(Scorer(load(model)), Neighbours.read(state / KEYS), tuple(exemplars), new_tokens)
     if artifact.kind == "copier":
         assert artifact.path is not None
         return Copied(load(model), Neighbours.read(state / artifact.path))
@@ -142,11 +147,12 @@ class Shown:
     scorer: Scorer
     neighbours: Neighbours
     exemplars: tuple[Example, ...]  # in the neighbours' order
+    new_tokens: int = NEW_TOKENS  # that an answer may have
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
         asks = []
         for example, rows in zip(examples, self.neighbours.nearest_to(self.scorer.backbone, examples), strict=True):
-            room = self.scorer.context - MAX_NEW_TOKENS - self.scorer.prefix(example)["input_ids"].shape[1]
+            room = self.scorer.context - self.new_tokens - self.scorer.prefix(example)["input_ids"].shape[1]
             count = number_that_fit((self.lengths[row] for row in rows), room)
             shown = tuple(self.exemplars[row] for row in reversed(rows[:count]))
             asks.append(Ask(example, with_artifact=False, exemplars=shown))

@@ -98,6 +98,7 @@ def differences(streams: Streams) -> list[dict[str, Any]]:
         )
     ]
     of_tasks = {task: final_accuracy(task) for task in streams.tasks}
+    asked_base = all(comparison.has_base(run) for run in streams.runs)
     return [
         {
             "method": method,
@@ -105,7 +106,7 @@ def differences(streams: Streams) -> list[dict[str, Any]]:
             "budget": budget,
             "seeds": list(overall.seeds),
             "AP": _as_json(overall),
-            "base_final": _as_json(streams.difference(method, rival, budget, BASE)),
+            "base_final": _as_json(streams.difference(method, rival, budget, BASE) if asked_base else None),
             "tasks": {
                 task: _as_json(streams.difference(method, rival, budget, score)) for task, score in of_tasks.items()
             },

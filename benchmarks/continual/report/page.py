@@ -79,10 +79,13 @@ def result_table(content: Content, budget: int) -> Table:
     results = [row for row in content["results"] if row["budget"] == budget]
     results.sort(key=lambda row: (not row["all_seeds"], -row["metrics"]["AP"]["mean"]))
     tasks = content["order"]
+    known = results[0]["metrics"] if results else {}
+    own = {name: (name, -1 if "forget" in name.lower() else 1) for name in known if ": " in name}  # the suite's
+    scores = {name: label for name, label in SCORES.items() if name in known} | own
     rows = [
         [
             title(row["method"]),
-            *(_percent(row["metrics"][score]) for score in SCORES),
+            *(_percent(row["metrics"][score]) for score in scores),
             *(_percent(row["tasks"][task]) for task in tasks),
             _bytes(row["stored_bytes"]),
             f"{row['learn_seconds']['mean']:,.0f}",
@@ -92,10 +95,10 @@ def result_table(content: Content, budget: int) -> Table:
     ]
     ranked = {at: row for at, row in enumerate(results) if row["all_seeds"] and row["stored_bytes"]}
     marked = set()
-    for column, (score, (_, sign)) in enumerate(SCORES.items(), start=1):
+    for column, (score, (_, sign)) in enumerate(scores.items(), start=1):
         best = max((sign * row["metrics"][score]["mean"] for row in ranked.values()), default=0.0)
         marked |= {(at, column) for at, row in ranked.items() if sign * row["metrics"][score]["mean"] == best}
-    labels = [label for label, _ in SCORES.values()]
+    labels = [label for label, _ in scores.values()]
     return Table(["method", *labels, *tasks, "stored", "learning (s)", "seeds"], rows, marked)
 
 

@@ -102,7 +102,9 @@ def write_finished_run(
             asked = questions.get(task) or [(str(row), "yes") for row in range(len(answers))]
             for (id_, expected), right in zip(asked, answers, strict=True):
                 answer = expected if right else f"{method} says"
-                predictions.append({"task": task, "id": id_, "expected": expected, "answer": answer, "right": right})
+                predictions.append(
+                    {"task": task, "id": id_, "expected": expected, "answer": answer, "score": float(right)}
+                )
         (state.parent / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
     (folder / "matrix.json").write_text(json.dumps(matrix))
     return folder

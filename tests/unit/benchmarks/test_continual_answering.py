@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.continual.answering import MAX_NEW_TOKENS, Ask, OfflineAnswerer, OfflineModel, plan
+from benchmarks.continual.answering import Ask, OfflineAnswerer, OfflineModel, plan
 from benchmarks.continual.answering.plans import Copied, Plain, Shown
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.gated import GATE, write_gate
 from benchmarks.continual.methods.neighbours import EXEMPLARS, KEYS, Neighbours
+from benchmarks.continual.suites.suite import NEW_TOKENS
 from benchmarks.lora_adapter import attach, save
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
@@ -53,8 +54,8 @@ def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(tas
     for example in examples:
         prompt = backbone.encode_example(example)
         terms = memory.terms(backbone.retrieval_keys(prompt), log_prior=prior)
-        plain.append(text_of(backbone, generate(backbone, [prompt], MAX_NEW_TOKENS)))
-        expected.append(text_of(backbone, generate(backbone, [prompt], MAX_NEW_TOKENS, memory, terms)))
+        plain.append(text_of(backbone, generate(backbone, [prompt], NEW_TOKENS)))
+        expected.append(text_of(backbone, generate(backbone, [prompt], NEW_TOKENS, memory, terms)))
     answers = OfflineModel(Plain(True), BundledModel(Scorer(backbone, batch_size=4), served)).answers(examples)
     assert answers == (expected if used else plain)
     assert (answers != plain) == bool(used)
@@ -194,7 +195,7 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
     ]
     text = shown.scorer.backbone.model.config.get_text_config(decoder=True)
     for missing, count in ((0, 3), (1, 2)):
-        monkeypatch.setattr(text, "max_position_embeddings", lengths[0] + MAX_NEW_TOKENS - missing)
+        monkeypatch.setattr(text, "max_position_embeddings", lengths[0] + NEW_TOKENS - missing)
         (ask,) = shown.asks([example])
         assert ask.exemplars == full.exemplars[3 - count :]
     monkeypatch.setattr(text, "max_position_embeddings", lengths[2])

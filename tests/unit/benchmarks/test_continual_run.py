@@ -45,7 +45,7 @@ def test_a_run_writes_matrix_predictions_bytes_and_seconds(finished, suite):
         assert [p["id"] for p in predictions] == asked
         names, accuracies = [*ORDER[: number + 1], "base"], [*matrix["accuracy"][number], matrix["base"][number]]
         for task, accuracy in zip(names, accuracies, strict=True):
-            rights = [p["right"] for p in predictions if p["task"] == task]
+            rights = [p["score"] for p in predictions if p["task"] == task]
             assert accuracy == pytest.approx(sum(rights) / len(rights))
     assert matrix["metrics"]["AP"] == pytest.approx(sum(matrix["accuracy"][1]) / 2)
     assert "<html" in (finished / "report.html").read_text()
