@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.continual.comparison import UNTOUCHED
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.metrics import Matrix, accuracy_matrix
-from benchmarks.continual.suites import Suite, TaskData, load_suite
+from benchmarks.continual.suites import LoadOptions, Suite, TaskData, load_suite
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.extraction import extract_keys
@@ -191,7 +191,14 @@ class Finished:
     def whole_suite(self) -> Suite:
         """All tasks of the suite, in its own order, with all their examples."""
         configuration = self.configuration
-        return load_suite(configuration.get(WHERE, configuration)["suite"], self.data)  # its name, or its file
+        where = configuration.get(WHERE, configuration)
+        options = LoadOptions(
+            configuration.get("scoring", "published"),
+            Path(where["images"]) if "images" in where else None,
+            configuration.get("allow_missing", False),
+            configuration["train_limit"],
+        )
+        return load_suite(where["suite"], self.data, options)  # its name, or its file
 
     @cached_property
     def suite(self) -> Suite:

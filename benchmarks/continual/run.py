@@ -19,9 +19,10 @@ from benchmarks.continual.methods import METHODS, Method, choose_methods
 from benchmarks.continual.results import weights_digest
 from benchmarks.continual.serving import Needs, own_servers
 from benchmarks.continual.stream import Run, brief, claim, claim_stream, collect, log, run_stream, write_json
-from benchmarks.continual.suites import Suite, load_suite, require_own_model, require_reader
+from benchmarks.continual.suites import PUBLISHED, LoadOptions, Suite, load_suite, require_own_model, require_reader
 from benchmarks.continual.suites.suite import NEW_TOKENS
 from benchmarks.machine import describe_machine
+from benchmarks.published.scorers.scored import MODES
 from inducekv_vllm.backbone.checkpoints import require_model_folder
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from server.demo import CHECKPOINT
@@ -42,8 +43,11 @@ class RunOutcome:
 def add_stream_options(parser: argparse.ArgumentParser) -> None:
     """What a run and a search have in common."""
     add = parser.add_argument
-    suites = "demo|real-text|real-pictures|FILE"
-    add("--suite", default="demo", metavar=suites, help="FILE.toml: data on disk")
+    of_suite = "FILE.toml: data on disk; MODULE:NAME: a function of the data folder; ucit, coin, ...: docs/suites.md"
+    add("--suite", default="demo", metavar="NAME", help=f"demo, real-text, real-pictures; {of_suite}")
+    add("--scoring", choices=MODES, default=MODES[0], help="of a published suite (default: published)")
+    add("--images", type=Path, metavar="DIR", help="pictures of a published suite (default: a folder of DATA)")
+    add("--allow-missing", action="store_true", help="leave out what a published suite lacks on disk")
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo model, for the demo suite)")
     add("--order", nargs="+", default=["default"], help="names of tasks in the order of learning, or random:SEED")
     add("--seed", nargs="+", type=int, default=[0])
@@ -65,6 +69,7 @@ def run(options: argparse.Namespace) -> RunOutcome:
         "suite": options.suite,
         "data": str((options.data or options.out / "data").absolute()),
         "model": str(options.model.absolute()),
+        **({"images": str(options.images.absolute())} if options.images else {}),
     }
     claim(options.out, "run.json", configuration, where)
     runs = [
@@ -89,10 +94,13 @@ def run(options: argparse.Namespace) -> RunOutcome:
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: the options cannot be run."""
     methods = methods_of(options)
+    attached = [method.name for method in methods if method.kind == "attached"]
+    if attached and options.answer == HTTP:
+        raise ConfigError(f"{', '.join(attached)} changes the model in the process: add --answer offline")
     if options.serve_args and options.answer == OFFLINE:
         raise ConfigError("--serve-args are for a run's own servers: leave out --answer offline")
     check_places(options)
-    suite = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
+    suite = suite_of(options).in_order(options.order)
     suite = (
         suite.with_validation()
         .asked_about(options.split)
@@ -100,6 +108,15 @@ def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     )
     require_reader(suite, options.model)
     return methods, suite
+
+
+def suite_of(options: argparse.Namespace) -> Suite:
+    """Raises InduceKVError: see `load_suite`."""
+    return load_suite(options.suite, options.data or options.out / "data", load_options(options))
+
+
+def load_options(options: argparse.Namespace) -> LoadOptions:
+    return LoadOptions(options.scoring, options.images, options.allow_missing, options.train_limit)
 
 
 def check_places(options: argparse.Namespace) -> None:
@@ -132,6 +149,8 @@ def configuration_of(options: argparse.Namespace, suite: Suite) -> dict[str, Any
         "model": model_facts(options.model),
         **{name: getattr(options, name) for name in ("split", "train_limit", "test_limit", "base_limit")},
         "answer": answer,
+        **({"scoring": options.scoring} if options.suite in PUBLISHED else {}),
+        **({"allow_missing": True} if options.allow_missing else {}),
         **({} if suite.new_tokens == NEW_TOKENS else {"new_tokens": suite.new_tokens}),
     }
 

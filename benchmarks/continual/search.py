@@ -29,9 +29,9 @@ from benchmarks.continual.answering import OfflineAnswerer
 from benchmarks.continual.comparison import learn_seconds
 from benchmarks.continual.jobs import run_all
 from benchmarks.continual.methods import Method, choose_methods
-from benchmarks.continual.run import add_stream_options, check_places, model_facts
+from benchmarks.continual.run import add_stream_options, check_places, model_facts, suite_of
 from benchmarks.continual.stream import Run, claim, claim_stream, collect, run_stream, write_json
-from benchmarks.continual.suites import Suite, load_suite
+from benchmarks.continual.suites import Suite
 from benchmarks.machine import describe_machine
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
@@ -96,7 +96,7 @@ def command(options: argparse.Namespace) -> int:
     """Ends in one JSON line. Raises InduceKVError: a method could not be run; the others are written."""
     trials, methods = grid_trials(options.grid), methods_of_trials(options)
     check_places(options)
-    whole = load_suite(options.suite, options.data or options.out / "data").in_order(options.order)
+    whole = suite_of(options).in_order(options.order)
     limits = (options.train_limit, options.validation_limit, options.base_limit)
     suite = searched_suite(whole, options.tasks, *limits)
     configuration = {

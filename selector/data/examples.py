@@ -81,7 +81,7 @@ def read_task(path: str | Path) -> list[Example]:
     with file:
         try:
             for place, record in _records(file, source):
-                example = _example(record, source.parent, place)
+                example = example_of(record, source.parent, place)
                 if example.id in examples:
                     raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
                 examples[example.id] = example
@@ -244,7 +244,8 @@ def _from_llava(item: dict[str, Any], task: str, place: str) -> dict[str, Any]:
     return {"id": item.get("id"), "task": task, "messages": messages, "answer": answer}
 
 
-def _example(record: dict[str, Any], folder: Path, place: str) -> Example:
+def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
+    """The example of one JSON line; its pictures lie beneath `folder`. Raises TaskDataError, beginning with `place`."""
     identity = record.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)

@@ -35,6 +35,7 @@ LOADS: Mapping[Kind, Loadable | None] = {
     "adapter": "adapter",
     "gated_adapter": "adapter",
     "gated_adapters": "adapter",
+    "attached": None,  # refused before a run begins
 }
 SECONDS = 300.0  # for any one request
 ATTEMPTS = 3  # to ask a question whose connection breaks

@@ -12,6 +12,7 @@ from peft import PeftModel
 
 from benchmarks.continual.answering.plans import Plan, plan
 from benchmarks.continual.methods import Artifact
+from benchmarks.continual.named import outside
 from benchmarks.continual.suites.suite import NEW_TOKENS
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.bundled_model import BundledModel
@@ -40,6 +41,8 @@ class OfflineAnswerer:
             folders = {ONLY_ADAPTER: own}
         if artifact.kind == "gated_adapters":
             folders = {folder.name: folder for folder in sorted(own.iterdir())}
+        if artifact.attach is not None:
+            outside(artifact.attach)(backbone, own)
         chosen = plan(artifact, state, self.model, lambda _: backbone, self.new_tokens)
         return OfflineModel(chosen, BundledModel(scorer, bundle), attached(backbone, folders), self.new_tokens)
 

@@ -1,4 +1,4 @@
-"""Methods by name, with their settings."""
+"""Methods by name or "module:CLASS", with their settings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
 from benchmarks.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
-from benchmarks.continual.methods.method import Artifact, Method, RunContext
+from benchmarks.continual.methods.method import Artifact, Kind, Method, RunContext
 from benchmarks.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
+from benchmarks.continual.named import is_outside, outside
 from inducekv_vllm.errors import ConfigError
 
 METHODS: Mapping[str, Any] = {
@@ -50,13 +51,12 @@ def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[M
     "lora.steps=100" sets it in that method alone, if it is among `names`; a preset may name more methods than are run.
     Raises ConfigError: an unknown method or setting.
     """
-    require_known(names)
-    chosen = {name: METHODS[name] for name in names}
+    chosen = {method.name: method for method in map(named_method, names)}
     for setting in settings:
         left, equals, text = setting.partition("=")
         only, _, key = left.rpartition(".") if equals else ("", "", left)
-        require_known([only] if only else [])
-        candidates = [chosen.get(only, METHODS[only])] if only else list(chosen.values())
+        require_known([only] if only and only not in chosen else [])
+        candidates = [chosen[only] if only in chosen else METHODS[only]] if only else list(chosen.values())
         users = [method for method in candidates if key in changeable(method)]
         if not equals or not users:
             raise ConfigError(
@@ -66,6 +66,21 @@ def choose_methods(names: Sequence[str], settings: Sequence[str] = ()) -> list[M
         changed = {method.name: with_setting(method, key, parsed_value(text)) for method in users}
         chosen |= {name: method for name, method in changed.items() if name in chosen}
     return list(chosen.values())
+
+
+def named_method(name: str) -> Any:
+    """One of `METHODS`, or "module:CLASS": a class with all settings by default. Raises ConfigError: there is none."""
+    if not is_outside(name):
+        require_known([name])
+        return METHODS[name]
+    try:
+        method = outside(name)()
+        if method.name in METHODS or not callable(method.learn) or method.kind not in get_args(Kind):
+            raise TypeError(f"its name must be new and its kind one of {', '.join(get_args(Kind))}")
+        fields(method)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{name}: no method as in benchmarks/continual/methods/method.py: {error}") from error
+    return method
 
 
 def require_known(names: Sequence[str]) -> None:

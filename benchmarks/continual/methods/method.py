@@ -12,7 +12,7 @@ from benchmarks.continual.suites import TaskData
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
 
-Kind = Literal["none", "bundle", "adapter", "gated_adapter", "gated_adapters", "exemplars", "copier"]
+Kind = Literal["none", "bundle", "adapter", "gated_adapter", "gated_adapters", "exemplars", "copier", "attached"]
 ARTIFACT = "artifact.json"
 
 
@@ -22,12 +22,15 @@ class Artifact:
 
     "none": nothing. "bundle": a memory. "adapter": a LoRA adapter. "gated_adapter": one behind a relevance gate.
     "gated_adapters": one for each task behind a gate. "exemplars": questions and answers to show. "copier": answers.
+    "attached": whatever the function `attach`, "module:NAME", puts on a model: it gets the backbone and the path, and
+    changes the backbone's model in place. Such an artifact answers in this process alone.
     """
 
     kind: Kind
     path: str | None  # relative to the state's folder: a file, or an adapter's, the adapters' or the exemplars' folder
     stored_bytes: int  # what inference needs beside the model
     report: dict[str, Any]  # JSON values: what was chosen, and what it took
+    attach: str | None = None
 
     def write(self, state: Path) -> None:
         replace_file(state / ARTIFACT, json.dumps(asdict(self), indent=1).encode())

@@ -1,12 +1,18 @@
-"""Suites by name or file. A suite is data: tasks in their default order, and base questions."""
+"""Suites by name, by file, or "module:NAME": a function that makes one from the data folder.
+
+A suite is data, tasks in their default order and base questions, and what scores answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.continual.named import is_outside, outside
 from benchmarks.continual.suites import files, made
+from benchmarks.continual.suites.published import AS_PUBLISHED, LoadOptions, load_published
 from benchmarks.continual.suites.suite import Suite, TaskData
+from benchmarks.published.suites import SUITES as PUBLISHED
 from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from server.demo import CHECKPOINT
@@ -24,15 +30,39 @@ MODELS: Mapping[str, str] = {
     "real-pictures": "python -m benchmarks.real_pictures.train",
 }
 
-__all__ = ["SUITES", "Suite", "TaskData", "load_suite", "require_own_model", "require_reader"]
+__all__ = [
+    "PUBLISHED",
+    "SUITES",
+    "LoadOptions",
+    "Suite",
+    "TaskData",
+    "load_suite",
+    "require_own_model",
+    "require_reader",
+]
 
 
-def load_suite(name: str, data: Path) -> Suite:
-    """The suite of this name from the folder `data`, written there if needed, or that which a file `name` describes."""
+def load_suite(name: str, data: Path, options: LoadOptions = AS_PUBLISHED) -> Suite:
+    """The suite of this name from the folder `data`, or that which a file `name` describes.
+
+    Made suites are written there if needed; of published ones the files are there.
+
+    Raises:
+        ConfigError: there is no such suite, or what the user wrote makes none.
+        TaskDataError: its data cannot be read.
+    """
     if Path(name).suffix == ".toml":
         return files.load(Path(name))
+    if is_outside(name):
+        suite = outside(name)(data)
+        if not isinstance(suite, Suite):
+            raise ConfigError(f"{name}: expected a function that returns a Suite, found {type(suite).__name__}")
+        return suite
+    if name in PUBLISHED:
+        return load_published(name, data, options)
     if name not in SUITES:
-        raise ConfigError(f"there is no suite {name!r}, there are: {', '.join(SUITES)}, and FILE.toml")
+        known = ", ".join((*SUITES, *PUBLISHED))
+        raise ConfigError(f"there is no suite {name!r}, there are: {known}, FILE.toml and MODULE:NAME")
     return SUITES[name](data)
 
 
