@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from selector.data.examples import array_items
 
 MAX_JSON_BYTES: Final = 1 << 30  # of a file that is read as a whole
 MAX_LINE_BYTES: Final = 1 << 22
+COCO: Final = re.compile(r"COCO_((?:train|val|test)20\d\d)_\d+")
 
 
 def require_folder(data: Path) -> Path:
@@ -56,6 +58,14 @@ def text_of(row: dict[str, Any], place: str, *names: str) -> str:
         if row.get(name) is not None:
             return str(row[name])
     raise TaskDataError(f"{place}: expected {' or '.join(names)}, found {', '.join(map(str, row)) or 'nothing'}")
+
+
+def pictures_of(row: Mapping[str, Any]) -> list[str]:
+    """A row's picture, or its list of them; none for text alone. VQACL names COCO's pictures by their ids."""
+    found = row.get("image")
+    if found is None and (coco := COCO.fullmatch(str(row.get("img_id")))):
+        found = f"{coco[1]}/{coco[0]}.jpg"
+    return [] if found is None else [str(each) for each in found] if isinstance(found, list) else [str(found)]
 
 
 def read_questions(path: Path, answer: str = "answer") -> list[Question]:

@@ -10,13 +10,13 @@ from typing import Any
 
 from benchmarks.continual import metrics
 from benchmarks.continual.suites.suite import Suite, TaskData, TaskScore
-from benchmarks.published.rows import read_rows, text_of
+from benchmarks.published.check import image_root
+from benchmarks.published.rows import pictures_of, read_rows, text_of
 from benchmarks.published.scorers.scored import Mode, Prediction, Question
 from benchmarks.published.suites import PublishedSuite, Task, published_suite
-from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.examples import Example, example_of
 
-IMAGE_ROOTS = ("datasets", "cl_dataset", "data", ".")  # below the data folder
 METRICS: Mapping[str, Mapping[str, Any]] = {
     "ucit": {"UCIT: Last": metrics.average, "UCIT: Avg": metrics.mean_average_accuracy_over_time},
     "coin": {
@@ -36,7 +36,7 @@ class LoadOptions:
     """How files of a published suite are read."""
 
     scoring: Mode = "published"
-    images: Path | None = None  # None: the first of `IMAGE_ROOTS` that is there
+    images: Path | None = None  # None: see `image_root`
     allow_missing: bool = False  # rows without their pictures, and tasks without files, are left out
     train_limit: int | None = None  # rows of a task that are read at all
 
@@ -62,7 +62,9 @@ class PublishedScorer:
 def load_published(name: str, data: Path, options: LoadOptions = AS_PUBLISHED) -> Suite:
     """Raises TaskDataError: files or pictures are missing (and may not be), or a row is malformed."""
     suite = published_suite(name)
-    images = options.images or next(data / root for root in IMAGE_ROOTS if (data / root).is_dir())
+    if suite.not_learned:
+        raise ConfigError(f"suite {name!r} cannot be learned here: {suite.not_learned}; `benchmarks.score` scores it")
+    images = image_root(data, options.images)
     tasks, questions, absent = [], {}, []
     for task in suite.tasks:
         try:
@@ -96,7 +98,7 @@ def _load_task(
     asked = {question.id: question for question in questions}
     rows = islice(training_rows(files.find(*task.train)), options.train_limit)
     train = tuple(_existing(task.name, rows, images, options.allow_missing))
-    rows = ((question.id, question.prompt, question.answers[0], _pictures(question.row)) for question in questions)
+    rows = ((question.id, question.prompt, question.answers[0], pictures_of(question.row)) for question in questions)
     test = tuple(_existing(task.name, rows, images, options.allow_missing))
     return TaskData(task.name, train=train, test=test), asked
 
@@ -120,12 +122,7 @@ def training_rows(path: Path) -> Iterator[Row]:
             answer = max(label, key=label.get) if label else text_of(row, place, "answer", "answer_bbox")
         name = text_of(row, place, "id", "question_id")
         seen[name] = seen.get(name, 0) + 1
-        yield f"{name}#{seen[name]}" if seen[name] > 1 else name, prompt, answer, _pictures(row)
-
-
-def _pictures(row: Mapping[str, Any]) -> list[str]:
-    found = row.get("image")
-    return [] if found is None else [str(each) for each in found] if isinstance(found, list) else [str(found)]
+        yield f"{name}#{seen[name]}" if seen[name] > 1 else name, prompt, answer, pictures_of(row)
 
 
 def _existing(task: str, rows: Iterator[Row], images: Path, allow_missing: bool) -> Iterator[Example]:
@@ -138,7 +135,7 @@ def _existing(task: str, rows: Iterator[Row], images: Path, allow_missing: bool)
         yield example_of(record, images, f"task {task}, {name!r}")
     if missing and not allow_missing:
         raise TaskDataError(
-            f"task {task}: {len(missing)} pictures are missing below {images} (--allow-missing leaves their rows out), "
+            f"task {task}: {len(missing)} rows lack a picture below {images} (--allow-missing leaves them out), "
             f"the first is {missing[0]}"
         )
 

@@ -9,9 +9,11 @@ from inducekv_vllm.errors import ConfigError
 from .layout import PublishedSuite, Task
 from .llava import COIN, UCIT, VQA10
 from .others import DOMAIN, LIIT
-from .vqacl import VQACL
+from .vqacl import NEXT_QA, VQACL
 
-SUITES: Mapping[str, PublishedSuite] = {suite.name: suite for suite in (UCIT, COIN, VQA10, VQACL, DOMAIN, LIIT)}
+SUITES: Mapping[str, PublishedSuite] = {
+    suite.name: suite for suite in (UCIT, COIN, VQA10, VQACL, NEXT_QA, DOMAIN, LIIT)
+}
 
 __all__ = ["SUITES", "PublishedSuite", "Task", "published_suite"]
 

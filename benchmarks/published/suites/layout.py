@@ -70,6 +70,7 @@ class PublishedSuite:
     tasks: tuple[Task, ...]
     parents: tuple[str, ...]
     orders: Mapping[str, Sequence[str]] = field(default_factory=dict)  # beside the default one
+    not_learned: str = ""  # why it cannot be learned as a stream here; its scorers work all the same
 
     def task(self, name: str) -> Task:
         """By its name or one of its folders', in any case. Raises ConfigError: there is none."""
@@ -78,6 +79,15 @@ class PublishedSuite:
             if wanted in {known.casefold() for known in (task.name, *task.folders)}:
                 return task
         raise ConfigError(f"suite {self.name!r} has no task {name!r}, it has: {', '.join(t.name for t in self.tasks)}")
+
+    def order(self, name: str | None = None) -> list[str]:
+        """The tasks' names in the suite's own order, or another. Raises ConfigError: there is no such order."""
+        if name is None:
+            return [task.name for task in self.tasks]
+        if name not in self.orders:
+            known = ", ".join(self.orders) or "none but the default"
+            raise ConfigError(f"suite {self.name!r} has no order {name!r}, it has: {known}")
+        return list(self.orders[name])
 
     def files(self, task: Task, data: Path) -> Files:
         """Raises TaskDataError: the data are no folder."""

@@ -87,19 +87,13 @@ def _next_task(name: str) -> Task:
 
 VQACL = PublishedSuite(
     "vqacl",
-    (*map(_vqa_task, TYPES), *map(_next_task, NEXT_TYPES)),
-    (
-        "vqa/Partition_Q",
-        "datasets/vqa/Partition_Q",
-        "nextqa/Partition_Q",
-        "datasets/nextqa/Partition_Q",
-        "nextqa/Partition_Q_v2",
-        "datasets/nextqa/Partition_Q_v2",
-        "vqa",
-        "nextqa",
-        "datasets/vqa",
-        "datasets/nextqa",
-        ".",
-    ),
-    {"vqa": TYPES, "nextqa": NEXT_TYPES},
+    tuple(map(_vqa_task, TYPES)),
+    ("vqa/Partition_Q", "datasets/vqa/Partition_Q", "Partition_Q", "vqa", "datasets/vqa", "."),
+)
+_NEXT_FOLDERS = ("Partition_Q", "Partition_Q_v2")
+NEXT_QA = PublishedSuite(
+    "nextqa",
+    tuple(map(_next_task, NEXT_TYPES)),
+    (*[f"{at}{name}" for name in _NEXT_FOLDERS for at in ("nextqa/", "datasets/nextqa/", "")], "nextqa", "."),
+    not_learned="its questions are about videos, and examples may have pictures alone",
 )

@@ -28,7 +28,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_ucit(folder / "ucit")
     tiny.write_coin(folder / "coin")
     tiny.write_vqa10(folder / "vqa10", TYPES)
-    tiny.write_vqacl(folder / "vqacl", TYPES, NEXT_TYPES)
+    tiny.write_vqacl(folder / "vqacl", TYPES)
+    tiny.write_next_qa(folder / "nextqa", NEXT_TYPES)
     tiny.write_domain(folder / "domain")
     tiny.write_liit(folder / "liit")
     return folder

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from benchmarks.published.rows import pictures_of
+
 Row = dict[str, Any]
 CLOSING = "\nAnswer the question using a single word or phrase."
 
@@ -69,22 +73,30 @@ def write_coin(data: Path) -> None:
     asked = "Please provide the bounding box coordinate of the region this sentence describes: cup."
     rows = [asked_row(number, "COCO2014/a.jpg", "", asked, **of) for number, of in enumerate(more)]
     write(at / "Grounding" / "test.json", rows)
-    write(at / "Grounding" / "train.json", [taught_row(0, "COCO2014/a.jpg", boxes[0])])
+    write(
+        at / "Grounding" / "train.json", [taught_row(number, "COCO2014/a.jpg", box) for number, box in enumerate(boxes)]
+    )
 
 
 def write_vqa10(data: Path, names: Sequence[str]) -> None:
     for name in names:
-        write(data / "CL4VQA" / "train" / f"train_q_{name}.json", [taught_row(0, "train2014/a.jpg", "red")])
+        write(
+            data / "CL4VQA" / "train" / f"train_q_{name}.json",
+            [taught_row(number, "train2014/a.jpg", "red") for number in range(2)],
+        )
         rows = [asked_row(number, "val2014/a.jpg", answer) for number, answer in enumerate(["red", "2"])]
         write(data / "CL4VQA" / "test" / f"test_q_{name}.json", rows)
 
 
-def write_vqacl(data: Path, names: Sequence[str], types: Sequence[str]) -> None:
+def write_vqacl(data: Path, names: Sequence[str]) -> None:
     for name in names:
         row = {"img_id": "COCO_val2014_000000000001", "sent": "How many?", "label": {"2": 1.0}}
         rows = [{**row, "question_id": number, "answers": [{"answer": "2"}] * 10} for number in range(2)]
         for split in ("train", "test"):
             write(data / "vqa" / "Partition_Q" / f"karpathy_{split}_q_{name}.json", rows)
+
+
+def write_next_qa(data: Path, types: Sequence[str]) -> None:
     columns = ["video", "frame_count", "width", "height", "question", "answer", "qid", "type", "bigCate"]
     for name in types:
         for split in ("train", "test"):
@@ -128,3 +140,14 @@ def write_liit(data: Path) -> None:
 def write_predictions(path: Path, texts: Sequence[tuple[str, str]]) -> Path:
     path.write_text("".join(json.dumps({"question_id": name, "text": text}) + "\n" for name, text in texts))
     return path
+
+
+def write_pictures(data: Path, root: str) -> None:
+    """Every picture that a row names, below the image root."""
+    for path in [*data.rglob("*.json")]:
+        rows = json.loads(path.read_text())
+        for row in rows if isinstance(rows, list) else []:
+            for picture in pictures_of(row):
+                file = data / root / picture
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (48, 48), (200, 30, 30)).save(file)
