@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from benchmarks.continual.answering.http import Endpoint, EndpointFailed, Endpoi
 from benchmarks.continual.answering.plans import Plain
 from benchmarks.continual.methods import choose_methods
 from benchmarks.continual.stream import Run, run_stream
+from benchmarks.continual.suites import load_suite
 from tests.unit.benchmarks.fake_server import FakeHandler, serving
+from tests.unit.benchmarks.published.tiny_suites import write_domain, write_pictures, write_ucit
 from tests.unit.benchmarks.small_streams import own_folder
 
 
@@ -49,6 +51,22 @@ def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, 
     assert found == offline
     assert found["refined"] != found["no_memory"]
     assert models_at(server) == before
+
+
+@pytest.mark.parametrize(("name", "write", "root"), [("ucit", write_ucit, "datasets"), ("domain", write_domain, ".")])
+def test_a_published_suite_is_asked_over_http(name, write, root, world, server, tmp_path):
+    """From tiny files to the scores; the first three of its tasks."""
+    write(tmp_path / "data")
+    write_pictures(tmp_path / "data", root)
+    published = load_suite(name, tmp_path / "data").with_validation()
+    published = replace(published, tasks=published.tasks[:3], new_tokens=16)
+    (method,), plain = choose_methods(["no_memory"]), Endpoint(server, "base")
+    endpoints = Endpoints(plain, plain)
+    run = Run(published, method, world.model, 32, 0, tmp_path / "out")
+    matrix = run_stream(run, HttpAnswerer(world.model, endpoints, published.new_tokens))
+    assert matrix["complete"]
+    assert matrix["base"] == [None] * 3
+    assert published.metrics.keys() <= matrix["metrics"].keys()
 
 
 @pytest.mark.slow

@@ -80,9 +80,12 @@ def _vqa_task(name: str) -> Task:
     return Task(name, (name,), rules, (f"karpathy_train_q_{name}.json",), test, lambda files: _vqa(files, test))
 
 
+_NEXT_QA = next_qa()
+
+
 def _next_task(name: str) -> Task:
     test = (f"test_{name}.csv",)
-    return Task(name, (name,), {"vqacl": next_qa()}, (f"train_{name}.csv",), test, lambda files: _next(files, test))
+    return Task(name, (name,), {"vqacl": _NEXT_QA}, (f"train_{name}.csv",), test, lambda files: _next(files, test))
 
 
 VQACL = PublishedSuite(

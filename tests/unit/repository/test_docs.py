@@ -264,6 +264,7 @@ def begin_stream_benchmark(arguments: list[str]) -> None:
 @pages
 def test_commands_of_the_stream_benchmark_begin(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
     for words in commands(page):
         if words[:3] == ["python", "-m", "benchmarks.continual"]:
             try:
@@ -331,6 +332,12 @@ def test_the_benchmarks_list_every_diagnostic() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ tables of numbers
+
+
+def test_the_slips_of_published_scripts_are_quoted() -> None:
+    from benchmarks.published.slips import tables
+
+    assert tables() in (DOCS / "suites.md").read_text()
 
 
 def test_results_name_every_file_of_numbers() -> None:
