@@ -94,9 +94,6 @@ def run(options: argparse.Namespace) -> RunOutcome:
 def check(options: argparse.Namespace) -> tuple[list[Method], Suite]:
     """Raises InduceKVError: the options cannot be run."""
     methods = methods_of(options)
-    attached = [method.name for method in methods if method.kind == "attached"]
-    if attached and options.answer == HTTP:
-        raise ConfigError(f"{', '.join(attached)} changes the model in the process: add --answer offline")
     if options.serve_args and options.answer == OFFLINE:
         raise ConfigError("--serve-args are for a run's own servers: leave out --answer offline")
     check_places(options)

@@ -50,8 +50,9 @@ class Needs:
 
     @property
     def plain(self) -> bool:
-        """Whether anything but adapters answers: all methods but ungated adapters also ask the untouched model."""
-        return any(method.kind != "adapter" for method in self.methods)
+        """Whether anything but adapters answers: all methods but ungated adapters ask the untouched model too,
+        and those that change the model in the process ask no server."""
+        return any(method.kind not in ("adapter", "attached") for method in self.methods)
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from benchmarks.chat import messages_of
-from benchmarks.continual.answering.plans import Ask, Plan, plan
+from benchmarks.continual.answering.offline import OfflineAnswerer
+from benchmarks.continual.answering.plans import AnsweringModel, Ask, Plan, plan
 from benchmarks.continual.methods import Artifact
 from benchmarks.continual.methods.method import Kind
 from benchmarks.continual.suites.suite import NEW_TOKENS
@@ -35,7 +36,7 @@ LOADS: Mapping[Kind, Loadable | None] = {
     "adapter": "adapter",
     "gated_adapter": "adapter",
     "gated_adapters": "adapter",
-    "attached": None,  # refused before a run begins
+    "attached": None,
 }
 SECONDS = 300.0  # for any one request
 ATTEMPTS = 3  # to ask a question whose connection breaks
@@ -95,7 +96,9 @@ class HttpAnswerer:
     new_tokens: int = NEW_TOKENS  # that an answer may have
     concurrency: int = 16  # requests under way at once
 
-    def prepare(self, artifact: Artifact, state: Path) -> HttpModel:
+    def prepare(self, artifact: Artifact, state: Path) -> AnsweringModel:
+        if artifact.kind == "attached":  # no server has such a model
+            return OfflineAnswerer(self.model, self.new_tokens).prepare(artifact, state)
         what = LOADS[artifact.kind]
         loadable = None
         if what is not None and artifact.path is not None:

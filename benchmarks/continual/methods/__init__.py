@@ -9,14 +9,18 @@ from typing import Any, get_args, get_type_hints
 
 from benchmarks.continual.methods import paper_memory, refined_memory
 from benchmarks.continual.methods.built_memory import Built
+from benchmarks.continual.methods.der import DerPlusPlus
 from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
 from benchmarks.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
+from benchmarks.continual.methods.mas import Mas
 from benchmarks.continual.methods.method import Artifact, Kind, Method, RunContext
+from benchmarks.continual.methods.mixture import ClMoe, MoeLora
 from benchmarks.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
+from benchmarks.continual.methods.sliced import OLora, RegLora
 from benchmarks.continual.named import is_outside, outside
 from inducekv_vllm.errors import ConfigError
 
@@ -30,6 +34,12 @@ METHODS: Mapping[str, Any] = {
         ErReplay(),
         Ewc(),
         Lwf(),
+        Mas(),
+        DerPlusPlus(),
+        OLora(),
+        RegLora(),
+        MoeLora(),
+        ClMoe(),
         GatedLoraReplay(),
         GatedTaskLora(),
         KnnCopier(),

@@ -50,13 +50,19 @@ class Ewc(Lora):
         rng = np.random.default_rng((training.context.seed, training.context.number, 2))
         examples = training.task.train
         rows = rng.choice(len(examples), min(self.fisher_examples, len(examples)), replace=False)
-        fisher = diagonal_fisher(training.scorer, training.parameters, [examples[row] for row in rows])
+        fisher = self.importance(training.scorer, training.parameters, [examples[row] for row in rows])
         report = {"fisher_trace": float(sum(values.sum() for values in fisher))}
         if training.previous is not None:
             fisher = [self.decay * old + new for old, new in zip(read_fisher(training), fisher, strict=True)]
         tensors = {f"{number:04d}": values for number, values in enumerate(fisher)}
         replace_file(training.out / FISHER, safetensors.torch.save(tensors))
         return report | {"training_state_bytes": sum(values.nbytes for values in fisher)}
+
+    def importance(
+        self, scorer: Scorer, parameters: Sequence[nn.Parameter], examples: Sequence[Example]
+    ) -> list[Tensor]:
+        """How much each weight matters to a task: of each parameter's shape, float32."""
+        return diagonal_fisher(scorer, parameters, examples)
 
 
 def read_fisher(training: AdapterTraining) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Artifact:
     "none": nothing. "bundle": a memory. "adapter": a LoRA adapter. "gated_adapter": one behind a relevance gate.
     "gated_adapters": one for each task behind a gate. "exemplars": questions and answers to show. "copier": answers.
     "attached": whatever the function `attach`, "module:NAME", puts on a model: it gets the backbone and the path, and
-    changes the backbone's model in place. Such an artifact answers in this process alone.
+    changes the backbone's model in place. Such an artifact answers in this process, whoever answers for the others.
     """
 
     kind: Kind

@@ -50,6 +50,11 @@ def number_that_fit(sizes: Iterable[int], allowed: int) -> int:
     return sum(total <= allowed for total in accumulate(sizes))
 
 
+def draw(example: Example, seed: int) -> bytes:
+    """An example's number in the reservoir."""
+    return hashlib.sha256(f"{seed} {example.task} {example.id}".encode()).digest()
+
+
 def reservoir(kept: Sequence[Example], new: Sequence[Example], allowed: int, seed: int) -> list[Example]:
     """A uniform sample without replacement of a stream, from the sample so far and the new examples.
 
@@ -58,8 +63,5 @@ def reservoir(kept: Sequence[Example], new: Sequence[Example], allowed: int, see
     example that fell out never comes back, since more and more examples come before it.
     """
 
-    def draw(example: Example) -> bytes:
-        return hashlib.sha256(f"{seed} {example.task} {example.id}".encode()).digest()
-
-    order = sorted([*kept, *new], key=draw)
+    order = sorted([*kept, *new], key=lambda example: draw(example, seed))
     return order[: number_that_fit(map(content_bytes, order), allowed)]

@@ -23,6 +23,12 @@ TITLES: Mapping[str, str] = {
     "gated_task_lora": "one gated LoRA a task",
     "ewc": "EWC",
     "lwf": "LwF",
+    "mas": "MAS",
+    "der_plus_plus": "DER++",
+    "o_lora": "O-LoRA",
+    "reg_lora": "RegLoRA",
+    "moe_lora": "MoELoRA",
+    "cl_moe": "CL-MoE",
     "prompt_replay": "PromptReplay",
     "knn_copier": "nearest-neighbour copier",
 }

@@ -88,7 +88,7 @@ def text_bytes(example: Example) -> int:
 
 def recounted(kind: str, state: Path) -> int:
     """What inference needs beside the model, from the state's files and the definition alone."""
-    total = tensor_bytes(*state.rglob("adapter_model.safetensors"))
+    total = tensor_bytes(*state.rglob("adapter_model.safetensors"), *state.rglob("experts.safetensors"))
     if kind in ("gated_adapter", "gated_adapters"):
         total += tensor_bytes(state / GATE)
     if kind in ("exemplars", "copier"):

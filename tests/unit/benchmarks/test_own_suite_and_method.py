@@ -51,15 +51,6 @@ def test_examples_are_short() -> None:
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
 
 
-def test_a_method_of_its_own_model_is_not_served(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--suite", "own_suite:load", "--method", "own_method:WordBias"]
-    assert main(["run", *arguments, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
-    assert "own_word_bias changes the model in the process: add --answer offline" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
