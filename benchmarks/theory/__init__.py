@@ -1,0 +1,1 @@
+"""The paper's theory, checked with numbers."""
