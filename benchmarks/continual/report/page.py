@@ -18,6 +18,7 @@ from benchmarks.continual.diagnostics.__main__ import DIAGNOSTICS
 from benchmarks.continual.report.content import Content
 from benchmarks.continual.report.names import title
 from benchmarks.drawing import blank, png
+from benchmarks.published.paper import TABLES, PaperTable
 from inducekv_vllm.errors import ConfigError
 
 COLUMNS = 5  # matrices side by side
@@ -53,6 +54,7 @@ def render_html(content: Content) -> str:
         budgets=[(budget, result_table(content, budget), matrices(content, budget)) for budget in budgets],
         differences=difference_table(content),
         settings=settings_table(content),
+        paper=[(paper_table(each), paper_caption(each)) for each in TABLES.get(content["suite"], ())],
         diagnostics=[_diagnostic(diagnostic) for diagnostic in content["diagnostics"]],
         commands=list(dict.fromkeys(record["command"] for record in content["commands"])),
         machines=list(dict.fromkeys(_machine(record["machine"]) for record in content["commands"])),
@@ -100,6 +102,16 @@ def result_table(content: Content, budget: int) -> Table:
         marked |= {(at, column) for at, row in ranked.items() if sign * row["metrics"][score]["mean"] == best}
     labels = [label for label, _ in scores.values()]
     return Table(["method", *labels, *tasks, "stored", "learning (s)", "seeds"], rows, marked)
+
+
+def paper_table(table: PaperTable) -> Table:
+    """What the paper prints of this suite."""
+    rows = [[*row[:2], *("" if figure is None else f"{figure:.2f}" for figure in row[2:])] for row in table.rows]
+    return Table(["method", "backbone", *table.columns], rows)
+
+
+def paper_caption(table: PaperTable) -> str:
+    return "; ".join([table.title, *table.notes]) + "."
 
 
 def settings_table(content: Content) -> Table:

@@ -62,6 +62,7 @@ def test_from_a_folder_to_the_page(name: str, scoring: str, data: Path, tmp_path
     assert suite.metrics.keys() <= matrix["metrics"].keys()
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(metric in page for metric in suite.metrics)
+    assert "The paper&#39;s figures" in page or "The paper's figures" in page
 
 
 def test_right_answers_get_the_suites_own_score(data: Path) -> None:
