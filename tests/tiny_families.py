@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma3TextConfig,
     GemmaConfig,
     GotOcr2ImageProcessor,
     InternVLConfig,
@@ -206,6 +211,33 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
         return model
 
     save_random(make_model, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
+def save_gemma3(folder: str | Path) -> Path:
+    """With pictures, whose tokens see each other, and sliding windows."""
+    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    breaks = ["\n" * count for count in range(1, 5)]  # vLLM joins them around a picture
+    tokenizer = byte_tokenizer([*names.values(), *breaks], picture_template("<start_of_image>"), **names)
+    windows = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**text_sizes(tokenizer) | windows, query_pre_attn_scalar=64),
+        vision_config=SiglipVisionConfig(**tower, image_size=56, patch_size=14, vision_use_head=False).to_dict(),
+        mm_tokens_per_image=4,
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        tie_word_embeddings=True,
+    )
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 56, "width": 56}, do_pan_and_scan=False),
+        tokenizer=tokenizer,
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    save_random(Gemma3ForConditionalGeneration, config, processor, Path(folder), 0)
+    use_published_names(Path(folder) / "model.safetensors")
     return Path(folder)
 
 

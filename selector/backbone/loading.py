@@ -17,7 +17,7 @@ from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.models import ARCHITECTURES, register_models
+from inducekv_vllm.models import ARCHITECTURES, IMAGE_TOKENS, register_models
 
 from .dequantized import dequantized
 from .fused import take_apart
@@ -65,9 +65,11 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _require_one_image_token(config: Any, processor: Any, model: str | Path) -> None:
-    """Check that the processor writes for a picture what the model looks for."""
-    written, expected = getattr(processor, "image_token_id", None), placeholder_ids(config)
-    if isinstance(written, int) and expected and written not in expected:
+    """Check that the processor writes for a picture what the model looks for, which published settings may not say."""
+    if config.model_type not in IMAGE_TOKENS:
+        return
+    written, expected = processor.image_token_id, placeholder_ids(config)
+    if written not in expected:
         raise UnsupportedModel(
             f"{model}: its processor writes token {written} for a picture, expected one of {sorted(expected)}, which "
             "its configuration names"

@@ -176,6 +176,11 @@ class Backbone:
                 inputs = self.processor(**options, images=list(images) or None)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
+        if places and (kinds := inputs.get("token_type_ids")) is not None and bool(kinds.any()):
+            raise TaskDataError(
+                f"the tokens of a picture see each other in {type(self.model).__name__}, which memory's attention does "
+                "not have: text alone can be taught"
+            )
         return {name: value.to(self.device) for name, value in inputs.items()}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
 from benchmarks.continual.methods import paper_memory, refined_memory
+from benchmarks.continual.methods.adapt_inf import AdaptInf
 from benchmarks.continual.methods.built_memory import Built
 from benchmarks.continual.methods.der import DerPlusPlus
 from benchmarks.continual.methods.ewc import Ewc
@@ -38,6 +39,7 @@ METHODS: Mapping[str, Any] = {
         DerPlusPlus(),
         OLora(),
         RegLora(),
+        AdaptInf(),
         MoeLora(),
         ClMoe(),
         GatedLoraReplay(),

@@ -27,6 +27,7 @@ TITLES: Mapping[str, str] = {
     "der_plus_plus": "DER++",
     "o_lora": "O-LoRA",
     "reg_lora": "RegLoRA",
+    "adapt_inf": "Adapt-infinity's selection",
     "moe_lora": "MoELoRA",
     "cl_moe": "CL-MoE",
     "prompt_replay": "PromptReplay",

@@ -41,8 +41,7 @@ def without_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captions, "has_java", lambda: False)
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("scoring", ["published", "corrected"])
+@pytest.mark.parametrize(("name", "scoring"), [*((name, "published") for name in WRITERS), ("coin", "corrected")])
 def test_from_a_folder_to_the_page(name: str, scoring: str, data: Path, tmp_path: Path) -> None:
     """Two tasks of each, learned with LoRA and answered by the demo model."""
     suite = load_suite(name, data / name)

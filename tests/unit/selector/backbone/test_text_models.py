@@ -19,7 +19,7 @@ from selector.backbone.generation import answer_logprobs
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
-from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_text
+from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_gemma3, save_text
 from tests.unit.selector.backbone.memories import decoupled_memory
 from tests.unit.selector.conftest import record, write_task
 
@@ -136,3 +136,13 @@ def test_multimodal_models_train_on_pictures_and_on_text(
     result = extract(backbone, mixed, 3, batch_size=3)
     for number, prompt in enumerate(prompts):
         torch.testing.assert_close(result.keys[number], backbone.retrieval_keys(prompt)[0], rtol=0, atol=1e-5)
+
+
+def test_pictures_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
+    """Gemma 3: text alone is taught."""
+    backbone = Backbone.load(save_gemma3(tmp_path / "model"))
+    lines = [record(0, messages=[{"role": "user", "content": "How many?"}]), record(1)]
+    text, picture = read_task(write_task(tmp_path, lines, num_pictures=2))
+    assert len(backbone.encode_example(text)["input_ids"][0]) > 4
+    with pytest.raises(TaskDataError, match="the tokens of a picture see each other in Gemma3ForConditionalGeneration"):
+        backbone.encode_example(picture)
