@@ -20,7 +20,7 @@ class _Splits(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     train: Path
-    validation: Path
+    validation: Path | None = None  # None: a part of the training examples
     test: Path
 
 
@@ -33,7 +33,7 @@ class _Description(BaseModel):
 
     name: str = Field(min_length=1)
     tasks: tuple[_Task, ...] = Field(min_length=1)
-    base: _Splits
+    base: _Splits | None = None
 
 
 def load(file: Path) -> Suite:
@@ -48,7 +48,7 @@ def load(file: Path) -> Suite:
     if repeated or BASE in names:
         raise TaskDataError(f"{file}: each task needs a name of its own, not {', '.join(repeated) or BASE!r}")
     tasks = tuple(_read(file, task.name, task) for task in described.tasks)
-    base = _read(file, BASE, described.base)
+    base = TaskData(BASE) if described.base is None else _read(file, BASE, described.base)
     asked = {example.source_digest for example in base.examples}
     for task in tasks:
         for example in task.examples:
@@ -72,6 +72,8 @@ def _read(file: Path, name: str, splits: _Splits) -> TaskData:
     homes: dict[str, Path] = {}
     askers: dict[str, tuple[Path, str]] = {}  # of a question: its first file and id
     for split in SPLITS:
+        if getattr(splits, split) is None:
+            continue
         path = file.parent / getattr(splits, split)
         examples[split] = tuple(read_task(path))
         for example in examples[split]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
     ("name", "text", "message"),
     [
         ("bad.toml", 'name = "mine"\n\ntasks = oops', "bad.toml: malformed TOML: Invalid value (at line 3"),
-        ("bad.toml", changed(lambda d: d.pop("base")), "describes no suite: base: Field required"),
+        ("bad.toml", changed(lambda d: d["base"].pop("test")), "describes no suite: base.test: Field required"),
         ("bad.toml", changed(lambda d: d["tasks"][1].pop("test")), "describes no suite: tasks.1.test: Field required"),
         ("bad.toml", changed(lambda d: d["tasks"][1].update(tset="x")), "tasks.1.tset: Extra inputs"),
         ("bad.toml", changed(lambda d: d["tasks"][1].update(name="../up")), "tasks.1.name: "),
@@ -83,6 +84,26 @@ def test_a_file_that_describes_no_suite_is_refused(name, text, message, folder, 
     assert main(command(folder, folder / "out", "--suite", str(folder / name), "--order", "default")) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+def test_base_and_validation_may_be_absent(tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    lines = [
+        {"id": f"q{n}", "task": "t", "messages": [{"role": "user", "content": f"What is {n}?"}], "answer": str(n)}
+        for n in range(30)
+    ]
+    for name, part in (("train", lines[:25]), ("test", lines[25:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
+    (folder / "s.toml").write_text('name = "s"\n[[tasks]]\nname = "t"\ntrain = "train.jsonl"\ntest = "test.jsonl"\n')
+    found = load_suite(str(folder / "s.toml"), folder)
+    assert (found.base.test, found.tasks[0].validation) == ((), ())
+    held = found.with_validation().tasks[0]
+    assert (len(held.train), len(held.validation), len(held.test)) == (23, 2, 5)
+    assert held.with_validation() == held
+    assert {e.id for e in (*held.train, *held.validation)} == {e.id for e in found.tasks[0].train}
+    with pytest.raises(TaskDataError, match="expected two training examples or more, found 1"):
+        replace(found.tasks[0], train=found.tasks[0].train[:1]).with_validation()
 
 
 def test_a_suite_that_is_not_there_is_named(tmp_path):
