@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--boxes picture is for CoIN's Grounding, not for {task.name}")
             rule = boxes.GROUNDING_IN_PICTURE
         questions = task.questions(suite.files(task, options.data))
-        predictions = read_predictions(options.predictions)
+        predictions = read_predictions(options.predictions, task.name)
         modes = MODES if options.mode == "both" else (options.mode,)
         scores = score(rule, modes, questions, predictions)
         if options.details:

@@ -90,8 +90,10 @@ def read_questions(path: Path, answer: str = "answer") -> list[Question]:
     return list(questions.values())
 
 
-def read_predictions(path: Path) -> list[Prediction]:
+def read_predictions(path: Path, task: str) -> list[Prediction]:
     """JSON lines with `question_id` and `text`, in their order, repeated ids too.
+
+    The predictions.jsonl of a run of `benchmarks.continual` will do: `id` and `answer`, lines of other tasks left out.
 
     Raises TaskDataError: names the line.
     """
@@ -110,7 +112,10 @@ def read_predictions(path: Path) -> list[Prediction]:
                     raise TaskDataError(f"{place}: malformed JSON: {error}") from error
                 if not isinstance(row, dict):
                     raise TaskDataError(f"{place}: expected an object with question_id and text, found {row!r:.40}")
-                predictions.append(Prediction(text_of(row, place, "question_id", "id"), text_of(row, place, "text")))
+                if row.get("task", task) != task:
+                    continue
+                name, text = text_of(row, place, "question_id", "id"), text_of(row, place, "text", "answer")
+                predictions.append(Prediction(name, text))
     except OSError as error:
         raise TaskDataError(f"{path}: cannot read the predictions: {error.strerror}") from error
     if not predictions:

@@ -108,6 +108,15 @@ def test_missing_predictions_are_named_and_wrong(
     assert json.loads(text.splitlines()[-1])["corrected"] == {"accuracy": 50.0}
 
 
+def test_a_runs_predictions_are_scored_again(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the other mode, say: only the lines of the task count."""
+    lines = [{"task": "VQAv2", "id": "q0", "answer": "Red."}, {"task": "VQAv2", "id": "q1", "answer": "blue"}]
+    lines.append({"task": "VizWiz", "id": "q0", "answer": "red", "score": 1.0})
+    (tmp_path / "p").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run(capsys, options(data, "coin", "VQAv2", tmp_path / "p"))
+    assert (found["published"], found["corrected"]) == ({"accuracy": 50.0}, {"accuracy": 100.0})
+
+
 def test_a_published_script_that_stops(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny.write_predictions(tmp_path / "p", [("t1", "left lung"), ("t0", "no")])
     found = run(capsys, options(data, "domain", "vqa_rad", path))
@@ -192,7 +201,7 @@ def test_bad_files(task: str, change: Any, problem: str, tmp_path: Path, capsys:
         ("", "the file holds no predictions"),
         ("{", "line 1: malformed JSON"),
         ("[1]", "line 1: expected an object with question_id and text"),
-        ('{"question_id": "q0"}', "line 1: expected text, found question_id"),
+        ('{"question_id": "q0"}', "line 1: expected text or answer, found question_id"),
         ('{"question_id": "q9", "text": "x"}', "1 predictions are of no question, the first of 'q9'"),
         ('{"question_id": "q0", "text": "x"}\n' * 2, "1 questions have more than one prediction, the first is 'q0'"),
         ("x" * (rows.MAX_LINE_BYTES + 1), "line 1: longer than"),
