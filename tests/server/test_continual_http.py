@@ -21,7 +21,7 @@ from benchmarks.continual.methods import choose_methods
 from benchmarks.continual.stream import Run, run_stream
 from benchmarks.continual.suites import load_suite
 from tests.unit.benchmarks.fake_server import FakeHandler, serving
-from tests.unit.benchmarks.published.tiny_suites import write_domain, write_pictures, write_ucit
+from tests.unit.benchmarks.published.tiny_suites import WRITERS, write_pictures
 from tests.unit.benchmarks.small_streams import own_folder
 
 
@@ -53,9 +53,10 @@ def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, 
     assert models_at(server) == before
 
 
-@pytest.mark.parametrize(("name", "write", "root"), [("ucit", write_ucit, "datasets"), ("domain", write_domain, ".")])
-def test_a_published_suite_is_asked_over_http(name, write, root, world, server, tmp_path):
-    """From tiny files to the scores; the first three of its tasks."""
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_published_suite_is_asked_over_http(name, world, server, tmp_path):
+    """From tiny files to the scores; the first three of its tasks, and short answers."""
+    write, root = WRITERS[name]
     write(tmp_path / "data")
     write_pictures(tmp_path / "data", root)
     published = load_suite(name, tmp_path / "data").with_validation()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,9 @@ from benchmarks.continual.__main__ import main
 from benchmarks.continual.suites import LoadOptions, load_suite
 from benchmarks.published import check
 from benchmarks.published.scorers import captions
-from benchmarks.published.suites.llava import TYPES
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from tests.unit.benchmarks.published import tiny_suites as tiny
-
-WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "ucit": (tiny.write_ucit, "datasets"),
-    "coin": (tiny.write_coin, "cl_dataset"),
-    "vqa10": (partial(tiny.write_vqa10, names=TYPES), "data"),
-    "vqacl": (partial(tiny.write_vqacl, names=TYPES), "."),
-    "domain": (tiny.write_domain, "."),
-}
+from tests.unit.benchmarks.published.tiny_suites import WRITERS
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from benchmarks.published.rows import pictures_of
+from benchmarks.published.suites.llava import TYPES
 
 Row = dict[str, Any]
 CLOSING = "\nAnswer the question using a single word or phrase."
@@ -151,3 +153,13 @@ def write_pictures(data: Path, root: str) -> None:
                 file = data / root / picture
                 file.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (48, 48), (200, 30, 30)).save(file)
+
+
+# Of the suites that can be learned: what writes one, and the root of its pictures.
+WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "ucit": (write_ucit, "datasets"),
+    "coin": (write_coin, "cl_dataset"),
+    "vqa10": (partial(write_vqa10, names=TYPES), "data"),
+    "vqacl": (partial(write_vqacl, names=TYPES), "."),
+    "domain": (write_domain, "."),
+}
