@@ -119,11 +119,13 @@ class Suite:
         return replace(self, tasks=tuple(task.with_validation() for task in self.tasks))
 
     def limited(self, train: int, test: int, base: int) -> Suite:
-        """The first examples and questions of each task and of the base. Raises ConfigError: none would be left."""
+        """The first examples and questions of each task and of the base. Raises ConfigError: a task would have none."""
         if min(train, test, base) < 1:
             raise ConfigError(
                 f"at least one example and one question of each kind must be left, found limits {train}, {test}, {base}"
             )
+        if empty := next((task.name for task in self.tasks if not (task.train and task.test)), None):
+            raise ConfigError(f"task {empty!r} of suite {self.name!r} needs training examples and test questions")
         tasks = tuple(replace(task, train=task.train[:train], test=task.test[:test]) for task in self.tasks)
         return replace(self, tasks=tasks, base=replace(self.base, test=self.base.test[:base]))
 

@@ -102,6 +102,9 @@ def test_base_and_validation_may_be_absent(tmp_path):
     assert (len(held.train), len(held.validation), len(held.test)) == (23, 2, 5)
     assert held.with_validation() == held
     assert {e.id for e in (*held.train, *held.validation)} == {e.id for e in found.tasks[0].train}
+    untested = replace(found, tasks=(replace(held, test=()),))
+    with pytest.raises(ConfigError, match="task 't' of suite 's' needs training examples and test questions"):
+        untested.limited(10, 10, 10)
     with pytest.raises(TaskDataError, match="expected two training examples or more, found 1"):
         replace(found.tasks[0], train=found.tasks[0].train[:1]).with_validation()
 
