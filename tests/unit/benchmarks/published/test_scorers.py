@@ -124,7 +124,18 @@ def test_vqacl(gold: list[str], text: str, published: float, corrected: float) -
 
 @pytest.mark.parametrize(
     ("text", "published", "corrected"),
-    [("2", 1.0, 1.0), ("two", 0.0, 1.0), ("3", 0.3, 0.3), ("Three.", 0.0, 0.3), ("4", 0.0, 0.0), ("", 0.0, 0.0)],
+    [
+        ("2", 1.0, 1.0),
+        ("two", 0.0, 1.0),
+        ("Two!", 0.0, 1.0),
+        (" 2", 0.0, 1.0),
+        ("3", 0.3, 0.3),
+        ("Three.", 0.0, 0.3),
+        ("the 3", 0.0, 0.3),
+        ("4", 0.0, 0.0),
+        ("2 3", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
 )
 def test_soft_labels(text: str, published: float, corrected: float) -> None:
     found = one(vqa_text.VQA_LABELS, "-", text, label={"2": 1.0, "3": 0.3})
@@ -214,6 +225,25 @@ def test_gqa(gold: str, text: str, published: float, corrected: float) -> None:
 )
 def test_grounding(gold: str, text: str, published: float, corrected: float) -> None:
     assert one(boxes.GROUNDING, gold, text, answer_bbox=gold, size=[640, 480]) == (published, corrected)
+
+
+@pytest.mark.parametrize(
+    ("size", "gold", "text", "published", "corrected"),
+    [
+        ([100, 100], "[0,0,50,50]", "[0.0, 0.0, 0.5, 0.5]", 1, 1),
+        ([100, 100], "[0,0,50,50]", "It is at [0.0, 0.0, 0.5, 0.5].", 1, 1),
+        ([100, 100], "[0,0,50,50]", "[0.5, 0.5, 1.0, 1.0]", 0, 0),
+        ([100, 100], "[0,0,50,50]", "[0.5, 0.5, 0.0, 0.0]", 0, 0),  # corners exchanged
+        ([100, 100], "[0,0,10,10]", "[0.0, 0.0, 0.1, 0.05]", 1, 0),  # a pixel more on each side: 66 of 121
+        ([200, 100], "[0,0,100,50]", "[0.0, 0.25, 0.5, 0.5]", 1, 1),  # padded: 101 x 26 of 101 x 51
+        ([200, 100], "[0,0,100,40]", "[0.0, 0.25, 0.5, 0.45]", 0, 1),
+        ([200, 100], "[0,0,100,100]", "[0.0, 0.0, 0.5, 1.0]", 1, 0),  # of the picture: half of the square's box
+        ([100, 200], "[0,0,40,100]", "[0.25, 0.0, 0.45, 0.5]", 0, 1),
+        ([100, 100], "[0,0,50,50]", "[0.0, 0.0, 0.5, 0.24]", 0, 0),
+    ],
+)
+def test_refcoco(size: list[int], gold: str, text: str, published: float, corrected: float) -> None:
+    assert one(boxes.REFCOCO, gold, text, answer_bbox=gold, size=size) == (published, corrected)
 
 
 def test_a_box_of_the_picture_in_the_padded_square() -> None:
