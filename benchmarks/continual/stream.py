@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,14 +162,14 @@ def evaluate(run: Run, number: int, artifact: Artifact, answers: StoredAnswers) 
     tasks = (*run.suite.tasks[: number + 1], run.suite.base)
     questions = [(task, example) for task in tasks for example in task.test]
     texts, num_asked = answers.answers(artifact, run.state(number), [example for _, example in questions])
-    given = {task.name: [text for (of, _), text in zip(questions, texts, strict=True) if of is task] for task in tasks}
-    scores = {task.name: _score(run.suite, task, given[task.name]) for task in tasks if task.test}
-    each = [value for task in tasks if task.test for value in scores[task.name].questions]
+    answered = iter(texts)
+    scores = [_score(run.suite, task, list(islice(answered, len(task.test)))) if task.test else None for task in tasks]
+    each = [value for score in scores if score is not None for value in score.questions]
     lines = [
         {"task": task.name, "id": example.id, "expected": example.answer, "answer": text, "score": value}
         for (task, example), text, value in zip(questions, texts, each, strict=True)
     ]
-    *row, base = [scores[task.name].value if task.test else None for task in tasks]
+    *row, base = [None if score is None else score.value for score in scores]
     result = {
         "task": run.suite.tasks[number].name,
         "accuracy": row,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,15 +73,30 @@ def read_questions(path: Path, answer: str = "answer") -> list[Question]:
 
     Raises TaskDataError: names the row that lacks one of them, or repeats an id.
     """
+
+    def question(row: dict[str, Any], place: str) -> Question:
+        name, text = text_of(row, place, "question_id", "id"), text_of(row, place, "text", "question")
+        return Question(name, text, (text_of(row, place, answer),), row)
+
+    return collected(path, read_rows(path), question)
+
+
+def collected(
+    path: Path,
+    rows: Iterable[dict[str, Any]],
+    question: Callable[[dict[str, Any], str], Question],
+    *,
+    first: int = 1,
+    of: str = "item",
+) -> list[Question]:
+    """The test question that `question` makes of each row and its place, which is counted from `first`.
+
+    Raises TaskDataError: an id is repeated, or there is no row.
+    """
     questions: dict[str, Question] = {}
-    for number, row in enumerate(read_rows(path), start=1):
-        place = f"{path}, item {number}"
-        found = Question(
-            text_of(row, place, "question_id", "id"),
-            text_of(row, place, "text", "question"),
-            (text_of(row, place, answer),),
-            row,
-        )
+    for number, row in enumerate(rows, start=first):
+        place = f"{path}, {of} {number}"
+        found = question(row, place)
         if found.id in questions:
             raise TaskDataError(f"{place}: the id {found.id!r} occurs more than once among the test questions")
         questions[found.id] = found

@@ -176,11 +176,7 @@ def dynamic_regret(generator: torch.Generator, count: int, drift: int) -> Found:
     """
     coverage = Coverage.of_keys(keys(generator), B)
     stream = tasks(generator, count, 0.0, drift)
-    comparators = []
-    for loss, _ in stream:
-        u = torch.zeros(N, dtype=torch.float64)
-        u[loss.argmin()] = B
-        comparators.append(u)
+    comparators = [best_fixed([task], coverage) for task in stream]
     path = sum(float((after - before).norm()) for before, after in pairwise(comparators))
     g = max(float(loss.norm()) for loss, _ in stream)
     optimal = math.sqrt((DIAMETER**2 + 5 * DIAMETER * path) / (g**2 * count))

@@ -21,8 +21,7 @@ from torch import Tensor
 from benchmarks.continual.methods.fit import Penalty
 from benchmarks.continual.methods.lora import BUFFER, AdapterTraining, ErReplay
 from benchmarks.continual.methods.lwf import record
-from benchmarks.continual.methods.rehearsal import content_bytes, draw, number_that_fit
-from selector.data.anchors import AnchorStore
+from benchmarks.continual.methods.rehearsal import content_bytes, reservoir, store_buffer
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
 
@@ -52,22 +51,19 @@ class DerPlusPlus(ErReplay):
     def keep(self, training: AdapterTraining) -> dict[str, Any]:
         allowed, seed = self.bytes_allowed(training.scorer.backbone, training.context), training.context.seed
         said = {} if training.previous is None else safetensors.torch.load_file(training.previous / SAID)
-        order = sorted([*self.rehearsed(training), *training.task.train], key=lambda example: draw(example, seed))
         vocabulary = training.scorer.backbone.model.config.get_text_config().vocab_size
 
         def size(example: Example) -> int:
             return content_bytes(example) + 2 * len(training.scorer.answer_tokens(example)) * vocabulary
 
-        buffer = order[: number_that_fit(map(size, order), allowed)]
+        buffer = reservoir(self.rehearsed(training), training.task.train, allowed, seed, size)
         new = [example for example in buffer if key(example) not in said]
         said |= {
             key(example): said_now.half() for example, said_now in zip(new, record_all(training, new), strict=True)
         }
         kept = {key(example): said[key(example)].contiguous() for example in buffer}
         replace_file(training.out / SAID, safetensors.torch.save(kept))
-        store = AnchorStore(training.out / BUFFER)
-        for task in sorted({example.task for example in buffer}):
-            store.append([e for e in buffer if e.task == task], run=task, policy="random", seed=seed)
+        store_buffer(training.out / BUFFER, buffer, seed)
         return {"buffer": len(buffer), "buffer_bytes": sum(map(size, buffer)), "buffer_bytes_allowed": allowed}
 
 

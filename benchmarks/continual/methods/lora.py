@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.continual.methods.fit import Fit, Penalty
 from benchmarks.continual.methods.method import Artifact, Kind, RunContext
-from benchmarks.continual.methods.rehearsal import content_bytes, earlier_anchors, keep_anchors, reservoir
+from benchmarks.continual.methods.rehearsal import content_bytes, earlier_anchors, keep_anchors, reservoir, store_buffer
 from benchmarks.continual.suites import TaskData
 from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
 from selector.backbone.model import Backbone
@@ -140,7 +140,5 @@ class ErReplay(Lora):
         allowed = self.bytes_allowed(training.scorer.backbone, training.context)
         seed = training.context.seed
         buffer = reservoir(self.rehearsed(training), training.task.train, allowed, seed)
-        store = AnchorStore(training.out / BUFFER)
-        for task in sorted({example.task for example in buffer}):
-            store.append([e for e in buffer if e.task == task], run=task, policy="random", seed=seed)
+        store_buffer(training.out / BUFFER, buffer, seed)
         return {"buffer": len(buffer), "buffer_bytes": sum(map(content_bytes, buffer)), "buffer_bytes_allowed": allowed}

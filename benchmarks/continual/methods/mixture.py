@@ -10,7 +10,7 @@ adapters. vLLM serves no such layers, so answers come from this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,6 +32,7 @@ from selector.runtime.files import replace_file
 FILE = "experts.safetensors"
 SCALE = 2.0  # of what the experts add, as of the other adapters
 ATTACH = f"{__name__}:attach"
+PARTS = ("down", "up", "router")  # of a mixture
 Tensors = dict[str, Tensor]
 
 
@@ -73,14 +74,14 @@ def tensors_of(mixtures: Mapping[str, Mixture]) -> Tensors:
     return {
         f"{name}.{part}": getattr(mixture, part).detach().half().contiguous()
         for name, mixture in mixtures.items()
-        for part in ("down", "up", "router")
+        for part in PARTS
     }
 
 
 @torch.no_grad()
 def assign(mixtures: Mapping[str, Mixture], tensors: Tensors) -> None:
     for name, mixture in mixtures.items():
-        for part in ("down", "up", "router"):
+        for part in PARTS:
             getattr(mixture, part).copy_(tensors[f"{name}.{part}"])
 
 
@@ -117,7 +118,7 @@ class MoeLora:
         before = None if previous is None else safetensors.torch.load_file(previous / FILE)
         if before is not None:
             assign(mixtures, before)
-        parameters = [parameter for mixture in mixtures.values() for parameter in own_parameters(mixture)]
+        parameters = [getattr(mixture, part) for mixture in mixtures.values() for part in PARTS]
         scorer, began = Scorer(backbone), time.monotonic()
         fit = Fit(
             *(scorer, parameters, task.train, (), self.batch_size),
@@ -193,7 +194,3 @@ class ClMoe(MoeLora):
                     matrix, old = getattr(mixture, part), before[f"{name}.{part}"].float()
                     matrix.data = keep * old + (1 - keep) * matrix.data
         return {"experts_of_the_task": own.nonzero().flatten().tolist()}
-
-
-def own_parameters(mixture: Mixture) -> Sequence[nn.Parameter]:
-    return (mixture.down, mixture.up, mixture.router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -50,12 +50,13 @@ def number_that_fit(sizes: Iterable[int], allowed: int) -> int:
     return sum(total <= allowed for total in accumulate(sizes))
 
 
-def draw(example: Example, seed: int) -> bytes:
-    """An example's number in the reservoir."""
-    return hashlib.sha256(f"{seed} {example.task} {example.id}".encode()).digest()
-
-
-def reservoir(kept: Sequence[Example], new: Sequence[Example], allowed: int, seed: int) -> list[Example]:
+def reservoir(
+    kept: Sequence[Example],
+    new: Sequence[Example],
+    allowed: int,
+    seed: int,
+    size: Callable[[Example], int] = content_bytes,
+) -> list[Example]:
     """A uniform sample without replacement of a stream, from the sample so far and the new examples.
 
     Each example draws a number; those with the smallest numbers are kept while they fit into `allowed` bytes. This is
@@ -63,5 +64,14 @@ def reservoir(kept: Sequence[Example], new: Sequence[Example], allowed: int, see
     example that fell out never comes back, since more and more examples come before it.
     """
 
-    order = sorted([*kept, *new], key=lambda example: draw(example, seed))
-    return order[: number_that_fit(map(content_bytes, order), allowed)]
+    def draw(example: Example) -> bytes:
+        return hashlib.sha256(f"{seed} {example.task} {example.id}".encode()).digest()
+
+    order = sorted([*kept, *new], key=draw)
+    return order[: number_that_fit(map(size, order), allowed)]
+
+
+def store_buffer(folder: Path, buffer: Sequence[Example], seed: int) -> None:
+    store = AnchorStore(folder)
+    for task in sorted({example.task for example in buffer}):
+        store.append([example for example in buffer if example.task == task], run=task, policy="random", seed=seed)

@@ -9,14 +9,10 @@ from functools import partial
 from inducekv_vllm.errors import TaskDataError
 
 from .scored import Prediction, Question, Rule, Score, by_id, percent
-from .vqa_text import simple_words, without_marks
+from .vqa_text import vqa_normalised
 
 OPEN, CLOSED = "OPEN", "CLOSED"
 Metrics = dict[str, float]
-
-
-def normalised(text: str, *, published: bool) -> str:
-    return simple_words(without_marks(text.lower(), published=published), published=published)
 
 
 def _open_published(gold: list[str], found: list[str]) -> Metrics:
@@ -64,7 +60,7 @@ def _score(
     texts, each, opened, closed = by_id(predictions), [], [], []
     for question in questions:
         gold, found = (
-            normalised(text, published=published) for text in (question.answers[0], texts.get(question.id, ""))
+            vqa_normalised(text, published=published) for text in (question.answers[0], texts.get(question.id, ""))
         )
         kind = question.row.get("answer_type")
         if kind == OPEN:

@@ -11,8 +11,8 @@ from functools import cache, partial
 
 from inducekv_vllm.errors import ConfigError
 
-from .scored import Prediction, Question, Rule, Score, by_id, over_questions, percent
-from .vqa_text import simple_words, without_marks
+from .scored import Question, Rule, over_answered, over_questions
+from .vqa_text import vqa_normalised
 
 Similarity = Callable[[str, str], float]  # of two words, 0 to 1
 EXACT_TYPES = frozenset({"DC", "DB"})  # counting, yes or no
@@ -57,7 +57,7 @@ def wups(found: Sequence[str], gold: Sequence[str], similarity: Similarity, *, s
 
 
 def _simple(text: str, *, published: bool) -> str:
-    return simple_words(without_marks(text.strip(), published=published), published=published)
+    return vqa_normalised(text.strip(), published=published)
 
 
 def _published(question: Question, text: str, *, similarity: Similarity) -> float:
@@ -74,23 +74,13 @@ def _corrected(question: Question, text: str, *, similarity: Similarity) -> floa
     return max(wups(found.split(), each.split(), similarity, skips_zero=False) for each in gold)
 
 
-def _over_known(questions: Sequence[Question], predictions: Sequence[Prediction], *, similarity: Similarity) -> Score:
-    texts = by_id(predictions)
-    each = tuple(
-        _published(question, texts[question.id], similarity=similarity) if question.id in texts else None
-        for question in questions
-    )
-    found = [value for value in each if value is not None]
-    return Score({"wups": percent(sum(found), len(found))}, each, len(found))
-
-
 def _in_wordnet(a: str, b: str) -> float:
     return wordnet_similarity(a, b)
 
 
 def next_qa(similarity: Similarity = _in_wordnet) -> Rule:
     return Rule(
-        partial(_over_known, similarity=similarity),
+        over_answered(partial(_published, similarity=similarity), "wups"),
         over_questions(partial(_corrected, similarity=similarity), "wups"),
         (
             "VQACL NExT: exact match is meant for the types CC and CB, which do not exist: counting and yes or no get "

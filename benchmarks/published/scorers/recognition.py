@@ -9,7 +9,7 @@ from itertools import zip_longest
 from inducekv_vllm.errors import TaskDataError
 
 from .exact import plain
-from .scored import Prediction, Question, Rule, Score, by_id, over_questions, percent
+from .scored import Prediction, Question, Rule, Score, Scorer, over_answered, over_questions, percent
 
 
 def _by_line(questions: Sequence[Question], predictions: Sequence[Prediction], *, cased: bool) -> Score:
@@ -61,33 +61,29 @@ IMAGENET = Rule(
 SMOLORA_IMAGENET = Rule(_imagenet_without_case, IMAGENET.corrected, IMAGENET.slips[:2], _BY_NAME)
 
 
-def _gqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Score:
-    texts = by_id(predictions)
-    each = tuple(
-        float(texts[question.id].rstrip(".").lower() == question.answers[0])
-        if question.row.get("balanced", True) and question.id in texts
-        else None
-        for question in questions
-    )
-    found = [value for value in each if value is not None]
-    return Score({"accuracy": percent(sum(found), len(found))}, each, len(found))
+def _gqa(question: Question, text: str) -> float:
+    return float(text.rstrip(".").lower() == question.answers[0])
 
 
-def _gqa_corrected(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Score:
-    texts = by_id(predictions)
-    each = tuple(
-        float(plain(texts.get(question.id, "")) == plain(question.answers[0]))
-        if question.row.get("balanced", True)
-        else None
-        for question in questions
-    )
-    found = [value for value in each if value is not None]
-    return Score({"accuracy": percent(sum(found), len(found))}, each, len(found))
+def _gqa_corrected(question: Question, text: str) -> float:
+    return float(plain(text) == plain(question.answers[0]))
+
+
+def _balanced(scorer: Scorer) -> Scorer:
+    """Of the balanced questions alone; the others do not count."""
+
+    def score(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Score:
+        kept = [question for question in questions if question.row.get("balanced", True)]
+        found = scorer(kept, predictions)
+        values = dict(zip((question.id for question in kept), found.questions, strict=True))
+        return Score(found.metrics, tuple(values.get(question.id) for question in questions), found.counted)
+
+    return score
 
 
 GQA = Rule(
-    _gqa,
-    _gqa_corrected,
+    _balanced(over_answered(_gqa)),
+    _balanced(over_questions(_gqa_corrected)),
     (
         "CoIN eval_gqa: the prediction is in lower case and without final periods, the gold answer as it is",
         "with missing predictions the denominator shrinks",

@@ -78,6 +78,18 @@ def over_predictions(judge: Judge, name: str = "accuracy") -> Scorer:
     return score
 
 
+def over_answered(judge: Judge, name: str = "accuracy") -> Scorer:
+    """Every question with a prediction counts once; the denominator shrinks by the others."""
+
+    def score(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Score:
+        texts = by_id(predictions)
+        each = tuple(judge(question, texts[question.id]) if question.id in texts else None for question in questions)
+        found = [value for value in each if value is not None]
+        return Score({name: percent(sum(found), len(found))}, each, len(found))
+
+    return score
+
+
 def over_questions(judge: Judge, name: str = "accuracy") -> Scorer:
     """Every question counts once; one without a prediction scores 0."""
 

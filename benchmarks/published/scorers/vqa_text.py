@@ -52,11 +52,19 @@ def simple_words(text: str, *, published: bool) -> str:
     return " ".join(short.get(word, word) for word in words if word not in ARTICLES)
 
 
+def vqa_normalised(text: str, *, published: bool) -> str:
+    """As VQA's evaluators normalise an answer."""
+    return simple_words(without_marks(text, published=published), published=published)
+
+
 def m4c_normalised(text: str, *, published: bool) -> str:
     """As TextVQA's evaluator normalises an answer: prediction and references alike."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
-    text = text.replace("\n", " ").replace("\t", " ").strip()
-    return simple_words(without_marks(text, published=published), published=published)
+    return vqa_normalised(_tidy(text), published=published)
+
+
+def _tidy(text: str) -> str:
+    return text.replace("\n", " ").replace("\t", " ").strip()
 
 
 def leave_one_out(text: str, references: Sequence[str]) -> float:
@@ -80,20 +88,14 @@ def _textvqa(question: Question, text: str, *, published: bool) -> float:
 
 
 def _vqa(question: Question, text: str, *, published: bool) -> float:
-    def tidy(answer: str) -> str:
-        return answer.replace("\n", " ").replace("\t", " ").strip()
-
-    def normalised(answer: str) -> str:
-        return simple_words(without_marks(tidy(answer), published=published), published=published)
-
     if not question.answers:
         raise TaskDataError(f"question {question.id!r}: expected references, found none")
-    references = [tidy(answer) for answer in question.answers]
+    references = [_tidy(answer) for answer in question.answers]
     if not published:
-        references = [normalised(answer) for answer in _ten_references(question)]
+        references = [vqa_normalised(_tidy(answer), published=False) for answer in _ten_references(question)]
     elif len(set(references)) > 1:
         references = [without_marks(answer, published=True) for answer in references]
-    return leave_one_out(normalised(text), references)
+    return leave_one_out(vqa_normalised(_tidy(text), published=published), references)
 
 
 def _rounded(scorer: Scorer) -> Scorer:

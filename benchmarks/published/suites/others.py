@@ -8,8 +8,9 @@ released, nor its list of evaluations; these are the evaluators that are in its 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from benchmarks.published.rows import read_questions, read_rows, text_of
+from benchmarks.published.rows import collected, read_questions, read_rows, text_of
 from benchmarks.published.scorers import boxes, charts, language, medicine, science_qa, vqa_text
 from benchmarks.published.scorers.scored import Question, Rule
 from inducekv_vllm.errors import TaskDataError
@@ -21,9 +22,8 @@ from .llava import box_questions, science_qa_questions, text_vqa_questions
 def _of_conversations(files: Files) -> list[Question]:
     """Rows with `conversations` and `answer_type`, or flat ones."""
     path = files.find("test.json")
-    found: dict[str, Question] = {}
-    for number, row in enumerate(read_rows(path), start=1):
-        place = f"{path}, item {number}"
+
+    def question(row: dict[str, Any], place: str) -> Question:
         name = text_of(row, place, "question_id", "id")
         if "conversations" in row:
             turns = {turn.get("from"): str(turn.get("value", "")) for turn in row["conversations"]}
@@ -32,10 +32,9 @@ def _of_conversations(files: Files) -> list[Question]:
             asked, answer = text_of(row, place, "text"), text_of(row, place, "answer")
         if asked is None or answer is None:
             raise TaskDataError(f"{place}: expected a turn of human and one of gpt")
-        if name in found:
-            raise TaskDataError(f"{place}: the id {name!r} occurs more than once among the test questions")
-        found[name] = Question(name, asked.removeprefix("<image>").strip(), (answer,), row)
-    return list(found.values())
+        return Question(name, asked.removeprefix("<image>").strip(), (answer,), row)
+
+    return collected(path, read_rows(path), question)
 
 
 def _listed(files: Files) -> list[Question]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.rows import read_rows, read_table, text_of
+from benchmarks.published.rows import collected, read_rows, read_table, text_of
 from benchmarks.published.scorers import vqa_text
 from benchmarks.published.scorers.next_qa import next_qa
 from benchmarks.published.scorers.scored import Question
@@ -37,33 +37,29 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _vqa(files: Files, names: tuple[str, ...]) -> list[Question]:
-    path, annotated, questions = files.find(*names), _annotated(files), {}
-    for number, row in enumerate(read_rows(path), start=1):
-        place = f"{path}, item {number}"
+    path, annotated = files.find(*names), _annotated(files)
+
+    def question(row: dict[str, Any], place: str) -> Question:
         name, text = text_of(row, place, "question_id"), text_of(row, place, "sent", "question")
         answers = annotated.get(name) or _answers(row)
         if not answers:
             raise TaskDataError(f"{place}: expected its answers, or {' or '.join(ANNOTATIONS)} beside the file")
-        if name in questions:
-            raise TaskDataError(f"{place}: the id {name!r} occurs more than once among the test questions")
-        questions[name] = Question(name, text, answers, row)
-    return list(questions.values())
+        return Question(name, text, answers, row)
+
+    return collected(path, read_rows(path), question)
 
 
 def _next(files: Files, names: tuple[str, ...]) -> list[Question]:
     path = files.find(*names)
     more = read_table(files.find(MORE_ANSWERS)) if files.has(MORE_ANSWERS) else {}
-    questions: dict[str, Question] = {}
-    for number, row in enumerate(_csv(path), start=2):
-        place = f"{path}, line {number}"
+
+    def question(row: dict[str, Any], place: str) -> Question:
         video, qid = text_of(row, place, "video"), text_of(row, place, "qid")
-        name = f"{video}_{qid}"
         further = more.get(video, {}).get(qid, []) if isinstance(more, Mapping) else []
         answers = (text_of(row, place, "answer"), *([further] if isinstance(further, str) else map(str, further)))
-        if name in questions:
-            raise TaskDataError(f"{place}: the id {name!r} occurs more than once among the test questions")
-        questions[name] = Question(name, text_of(row, place, "question"), answers, row)
-    return list(questions.values())
+        return Question(f"{video}_{qid}", text_of(row, place, "question"), answers, row)
+
+    return collected(path, _csv(path), question, first=2, of="line")
 
 
 def _csv(path: Path) -> Iterable[dict[str, Any]]:
