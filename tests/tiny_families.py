@@ -45,7 +45,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from inducekv_vllm.models import register_models
+from inducekv_vllm.models import register_model
 from inducekv_vllm.models.deepseek_vl2 import DeepseekVLV2ForCausalLM
 from inducekv_vllm.models.deepseek_vl2_config import CHAT_TEMPLATE, DeepseekVL2Config
 from inducekv_vllm.models.llava_onevision1_5 import LLaVAOneVision1_5_ForConditionalGeneration
@@ -203,7 +203,7 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
         **ids,
     )
     processor = qwen2_5_vl_processor(tokenizer, temporal_patch_size=1)
-    register_models()
+    register_model("llavaonevision1_5")
 
     def make_model(config: Any) -> LLaVAOneVision1_5_ForConditionalGeneration:
         model = LLaVAOneVision1_5_ForConditionalGeneration(config)
@@ -286,7 +286,7 @@ def save_deepseek_vl2(folder: str | Path) -> Path:
             "patch_size": 14,
         },
     }
-    register_models()
+    register_model("deepseek_vl_v2")
     save_random(DeepseekVLV2ForCausalLM, DeepseekVL2Config(**settings), tokenizer, folder, 0)
     processing = {
         "processor_class": "DeepseekVLV2Processor",

@@ -27,12 +27,12 @@ def register_configurations() -> None:
             _module(model_type, "_config").register()
 
 
-def register_models() -> None:
-    """Let transformers' `Auto` classes make these models and their processors.
+def register_model(model_type: str) -> None:
+    """Let transformers' `Auto` classes make this model and its processor.
 
     vLLM registers settings of its own for DeepSeek-VL2 when it loads one; these replace them.
     """
-    for model_type in _unknown():
+    if model_type in _unknown():
         _module(model_type, "_config").register()
         _module(model_type).register()
 

@@ -10,9 +10,9 @@ from vllm.model_executor.models.transformers.multimodal import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from . import register_models
+from . import register_model
 
-register_models()
+register_model("llavaonevision1_5")
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 
 

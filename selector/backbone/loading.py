@@ -17,7 +17,7 @@ from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.models import ARCHITECTURES, IMAGE_TOKENS, register_models
+from inducekv_vllm.models import ARCHITECTURES, IMAGE_TOKENS, register_model
 
 from .dequantized import dequantized
 from .fused import take_apart
@@ -35,7 +35,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """
     config, kind = load_config(model)
     if config.model_type in ARCHITECTURES:
-        register_models()
+        register_model(config.model_type)
         config, kind = load_config(model)  # before, another library's settings may have been read
     processor = load_tokenizer(model) if kind == "text" else _load_processor(model)
     if not any(getattr(part, "chat_template", None) for part in (processor, tokenizer_of(processor))):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.models import ARCHITECTURES, register_models
+from inducekv_vllm.models import ARCHITECTURES, register_model
 from selector.backbone.model import Backbone
 from tests.tiny_families import save_llava_onevision1_5
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_with_published_names_and_settings_is_the_same_model(tiny: 
     for file in tiny.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(as_published(settings)))
-    register_models()
+    register_model("llavaonevision1_5")
     found, loading = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert found.config.vision_config.layer_norm_eps == settings["vision_config"]["layer_norm_eps"]
