@@ -13,6 +13,7 @@ from benchmarks.continual.methods.built_memory import Built
 from benchmarks.continual.methods.der import DerPlusPlus
 from benchmarks.continual.methods.ewc import Ewc
 from benchmarks.continual.methods.gated import GatedLoraReplay, GatedTaskLora
+from benchmarks.continual.methods.l2p import L2p
 from benchmarks.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.continual.methods.lwf import Lwf
 from benchmarks.continual.methods.mas import Mas
@@ -22,6 +23,8 @@ from benchmarks.continual.methods.neighbours import KnnCopier, NoMemory, PromptR
 from benchmarks.continual.methods.paper_memory import Paper
 from benchmarks.continual.methods.refined_memory import Refined
 from benchmarks.continual.methods.sliced import OLora, RegLora
+from benchmarks.continual.methods.smolora import SmoLora
+from benchmarks.continual.methods.task_experts import Hide, SmoeStandIn
 from benchmarks.continual.named import is_outside, outside
 from inducekv_vllm.errors import ConfigError
 
@@ -42,6 +45,10 @@ METHODS: Mapping[str, Any] = {
         AdaptInf(),
         MoeLora(),
         ClMoe(),
+        SmoLora(),
+        Hide(),
+        SmoeStandIn(),
+        L2p(),
         GatedLoraReplay(),
         GatedTaskLora(),
         KnnCopier(),

@@ -10,10 +10,10 @@ adapters. vLLM serves no such layers, so answers come from this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import safetensors.torch
 import torch
@@ -31,13 +31,14 @@ from selector.runtime.files import replace_file
 
 FILE = "experts.safetensors"
 SCALE = 2.0  # of what the experts add, as of the other adapters
-ATTACH = f"{__name__}:attach"
-PARTS = ("down", "up", "router")  # of a mixture
 Tensors = dict[str, Tensor]
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class Mixture(nn.Module):
     """A linear layer with E experts of rank k beside it."""
+
+    parts: ClassVar = ("down", "up", "router")
 
     def __init__(self, layer: nn.Linear, experts: int, rank: int) -> None:
         super().__init__()
@@ -59,13 +60,13 @@ class Mixture(nn.Module):
         return y + SCALE * torch.einsum("...ek,eok->...o", inner, self.up.to(x))
 
 
-def put_in(backbone: Backbone, experts: int, rank: int, names: Iterable[str]) -> dict[str, Mixture]:
-    """Puts a mixture around each of these linear layers. The backbone runs with them from now on."""
+def put_in(backbone: Backbone, names: Iterable[str], make: Callable[[str, nn.Linear], Layer]) -> dict[str, Layer]:
+    """Puts what `make` returns in place of each of these linear layers. The backbone runs with them from now on."""
     found = {}
     for name in names:
         layer = backbone.model.get_submodule(name)
         parent, _, own = name.rpartition(".")
-        found[name] = Mixture(layer, experts, rank).to(layer.weight.device)
+        found[name] = make(name, layer).to(layer.weight.device)
         setattr(backbone.model.get_submodule(parent), own, found[name])
     return found
 
@@ -74,14 +75,14 @@ def tensors_of(mixtures: Mapping[str, Mixture]) -> Tensors:
     return {
         f"{name}.{part}": getattr(mixture, part).detach().half().contiguous()
         for name, mixture in mixtures.items()
-        for part in PARTS
+        for part in mixture.parts
     }
 
 
 @torch.no_grad()
 def assign(mixtures: Mapping[str, Mixture], tensors: Tensors) -> None:
     for name, mixture in mixtures.items():
-        for part in PARTS:
+        for part in mixture.parts:
             getattr(mixture, part).copy_(tensors[f"{name}.{part}"])
 
 
@@ -90,8 +91,7 @@ def attach(backbone: Backbone, path: Path) -> None:
     tensors = safetensors.torch.load_file(path)
     names = sorted({name.rpartition(".")[0] for name in tensors})
     experts, rank, _ = tensors[f"{names[0]}.down"].shape
-    mixtures = put_in(backbone, experts, rank, names)
-    assign(mixtures, tensors)
+    assign(put_in(backbone, names, lambda _, layer: Mixture(layer, experts, rank)), tensors)
     backbone.model.eval()
 
 
@@ -100,6 +100,7 @@ class MoeLora:
     """A dense mixture over the stream, with nothing against forgetting."""
 
     kind: ClassVar[Kind] = "attached"
+    attach: ClassVar[str] = f"{__name__}:attach"
     name: str = "moe_lora"
     experts: int = 8
     steps: int = 300
@@ -114,12 +115,12 @@ class MoeLora:
         allowed = memory_bytes(backbone, context.budget, self.payload_tokens, context.num_tasks)
         rank = self.rank_for(backbone, allowed)
         torch.manual_seed(context.seed)
-        mixtures = put_in(backbone, self.experts, rank, linear_layers(backbone, self.modules))
+        mixtures, scorer = self.put_in(backbone, rank)
         before = None if previous is None else safetensors.torch.load_file(previous / FILE)
         if before is not None:
             assign(mixtures, before)
-        parameters = [getattr(mixture, part) for mixture in mixtures.values() for part in PARTS]
-        scorer, began = Scorer(backbone), time.monotonic()
+        parameters = [getattr(mixture, part) for mixture in mixtures.values() for part in mixture.parts]
+        began = time.monotonic()
         fit = Fit(
             *(scorer, parameters, task.train, (), self.batch_size),
             *((context.seed, context.number), self.precision == "bfloat16"),
@@ -138,20 +139,32 @@ class MoeLora:
             "validation_accuracy": fit.accuracy(task.validation),
         }
         tensors = tensors_of(mixtures)
-        replace_file(out / FILE, safetensors.torch.save(tensors))
+        replace_file(out / FILE, safetensors.torch.save(tensors, metadata=self.metadata()))
         report["seconds"] = round(time.monotonic() - began, 1)
-        return Artifact(self.kind, FILE, sum(tensor.nbytes for tensor in tensors.values()), report, attach=ATTACH)
+        return Artifact(self.kind, FILE, sum(tensor.nbytes for tensor in tensors.values()), report, attach=self.attach)
+
+    def put_in(self, backbone: Backbone, rank: int) -> tuple[Mapping[str, Mixture], Scorer]:
+        """New experts in the backbone's layers, and what scores with them."""
+        names = linear_layers(backbone, self.modules)
+        return put_in(backbone, names, lambda _, layer: Mixture(layer, self.experts, rank)), Scorer(backbone)
+
+    def router_numbers(self, layer: nn.Linear, hidden_size: int) -> int:
+        return self.experts * layer.in_features
 
     def rank_for(self, backbone: Backbone, allowed: int) -> int:
         """The largest rank of an expert. Raises ConfigError: not even rank 1 fits into the bytes."""
         layers = linear_layers(backbone, self.modules).values()
-        routers = self.experts * FLOAT16_BYTES * sum(layer.in_features for layer in layers)
+        routers = FLOAT16_BYTES * sum(self.router_numbers(layer, backbone.hidden_size) for layer in layers)
         each = self.experts * FLOAT16_BYTES * sum(layer.in_features + layer.out_features for layer in layers)
         if routers + each > allowed:
             raise ConfigError(
                 f"{self.experts} experts of rank 1 take {routers + each} bytes, the budget allows {allowed}"
             )
         return (allowed - routers) // each
+
+    def metadata(self) -> dict[str, str]:
+        """Written into the file beside the tensors."""
+        return {}
 
     def merge(
         self, mixtures: Mapping[str, Mixture], before: Tensors | None, previous: Path | None, out: Path

@@ -88,7 +88,8 @@ def text_bytes(example: Example) -> int:
 
 def recounted(kind: str, state: Path) -> int:
     """What inference needs beside the model, from the state's files and the definition alone."""
-    total = tensor_bytes(*state.rglob("adapter_model.safetensors"), *state.rglob("experts.safetensors"))
+    names = ("adapter_model", "experts", "means", "pool")
+    total = tensor_bytes(*(path for name in names for path in state.rglob(f"{name}.safetensors")))
     if kind in ("gated_adapter", "gated_adapters"):
         total += tensor_bytes(state / GATE)
     if kind in ("exemplars", "copier"):
