@@ -1,9 +1,11 @@
-"""Made-up files of UCIT's published sizes: how long they take to be counted and loaded, and how much memory.
+"""Made-up files of UCIT's published sizes: time and memory to count, to load and to select from them.
 
-    python -m benchmarks.continual.full_size [--work DIR]
+    python -m benchmarks.continual.full_size [--work DIR] [--only count load select]
 
 213,857 training rows and 18,000 questions, each row's picture a link to one small file. Counting is
 `benchmarks.published.check`, loading is what a stream does before it begins, with every row and every picture read.
+Selecting is the paper's recipe with the demo model on 40,000 rows, the shortlist and two iterations; it is killed after
+half of the extraction's shards, and goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.continual.suites import load_suite
 from benchmarks.machine import describe_machine
 from benchmarks.published import check
 from benchmarks.published.suites import UCIT
+from server.demo import CHECKPOINT
 
 RESULTS = Path(__file__).parents[1] / "results" / "published_full_size.json"
 QUESTIONS = 3000
@@ -78,31 +81,71 @@ def load(data: Path) -> None:
     print(sum(len(task.train) for task in suite.tasks), sum(len(task.test) for task in suite.tasks))
 
 
+CANDIDATES, OUTPUT = 40_000, "full.safetensors"
+NO_BETTER = 3  # exit status: made-up answers teach nothing
+
+
+def select(data: Path) -> None:
+    """Writes the candidates if they are not there, and runs or resumes the selection."""
+    task = data / "candidates.jsonl"
+    if not task.exists():
+        Image.new("RGB", (16, 16), (30, 90, 200)).save(data / "one.png")
+        task.write_text("".join(json.dumps(candidate(row)) + "\n" for row in range(CANDIDATES)))
+    options = ["--recipe", "paper", "--budget", "64", "--iterations", "2", "--beta", "0.1", "--gamma", "0.1"]
+    main = [sys.executable, "-m", "selector.cli.select", "--model", str(CHECKPOINT), "--task", str(task)]
+    os.execv(sys.executable, [*main, "--output", str(data / OUTPUT), *options])
+
+
+def candidate(row: int) -> dict[str, Any]:
+    asked = [
+        {"type": "image_url", "image_url": {"url": "one.png"}},
+        {"type": "text", "text": f"How many of the {row} are red?"},
+    ]
+    return {"id": str(row), "task": "full", "messages": [{"role": "user", "content": asked}], "answer": str(row % 10)}
+
+
 STEPS: dict[str, Callable[[Path], None]] = {"count": count, "load": load}
 
 
 def measured(step: str, data: Path) -> dict[str, Any]:
     """In a process of its own."""
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.continual.full_size", "--step", step, "--work", str(data)], check=True
-    )
+    command = [sys.executable, "-m", "benchmarks.continual.full_size", "--step", step, "--work", str(data)]
+    began, found = time.perf_counter(), {}
+    if step == "select":
+        found = {"killed_after": killed_after_half(command, data)}
+    if subprocess.run(command, check=False).returncode not in (0, NO_BETTER):
+        raise SystemExit(f"{step} failed")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of the largest child so far
-    return {"seconds": round(time.perf_counter() - began, 1), "peak_mib": round(peak / 1024)}
+    return {"seconds": round(time.perf_counter() - began, 1), "peak_mib": round(peak / 1024), **found}
+
+
+def killed_after_half(command: Sequence[str], data: Path) -> dict[str, Any]:
+    """Begins a selection and kills it when half of its candidates' payloads are kept."""
+    began, pool = time.perf_counter(), data / f".{OUTPUT}.progress" / "pool"
+    process = subprocess.Popen(command)
+    while (kept := max((int(path.stem.split("-")[1]) for path in pool.glob("*-*")), default=0)) < CANDIDATES // 2:
+        if process.poll() is not None:
+            raise SystemExit("the selection ended before it could be killed")
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    return {"candidates": kept, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, metavar="DIR", help="where the files go (default: a temporary folder)")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
         STEPS[options.step](options.work)
         return 0
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        write(Path(folder))
-        found = {step: measured(step, Path(folder)) for step in STEPS}
+        if set(options.only) - {"select"}:
+            write(Path(folder))
+        found = {step: measured(step, Path(folder)) for step in options.only}
     result = {"benchmark": "published_full_size", "rows": sum(rows for rows, _, _ in SIZES.values()), **found}
     options.results.write_text(json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n")
     print(json.dumps(result))

@@ -21,6 +21,8 @@ from ..runtime.progress import track
 from .model import Backbone, Inputs, pool_retrieval_keys
 from .payload_store import PayloadStore
 
+SHARD = 1024  # examples, at least, after which a store keeps what was extracted
+
 
 @dataclass(frozen=True)
 class Extraction:
@@ -47,8 +49,8 @@ def extract(
     Args:
         payload_tokens: m.
         payload_dtype: bundles keep float16; float32 suits payloads that are to be refined.
-        store: write payloads here, in float16 whatever `payload_dtype` is, instead of keeping them in memory. A store
-            that is finished is read, not made again.
+        store: write payloads here, in float16 whatever `payload_dtype` is, instead of keeping them in memory. What is
+            in it is not made again.
         progress: show a progress bar on standard error.
 
     Raises:
@@ -56,30 +58,33 @@ def extract(
         TaskDataError: the model's processor refuses an example.
     """
     _require_positive("payload_tokens", payload_tokens)
-    if store is not None and (finished := store.retrieval_keys()) is not None:
-        return _from_store(finished, store)
     shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    retrieval_keys = _no_keys(backbone, len(examples))
+    retrieval_keys, done = _no_keys(backbone, len(examples)), 0
+    if store is not None and (done := len(finished := store.retrieval_keys())):
+        retrieval_keys[:done] = finished
     payload_keys, payload_values = (torch.zeros(shape if store is None else 0, dtype=payload_dtype) for _ in range(2))
 
     def keep(start: int, inputs: Inputs) -> None:
+        nonlocal done
         pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), payload_tokens).to(backbone.device)
-        rows = slice(start, start + len(pooling))
+        end = start + len(pooling)
         keys, values = (torch.empty(shape[0], len(pooling), *shape[2:], dtype=payload_dtype) for _ in range(2))
         with _pooled_projections(backbone, pooling, keys, values):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
-        retrieval_keys[rows] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
-        if store is not None:
-            store.write(start, keys, values)
-        else:
-            payload_keys[:, rows], payload_values[:, rows] = keys, values
-
-    with store.whole_or_gone() if store is not None else contextlib.nullcontext():
-        _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
+        retrieval_keys[start:end] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
         if store is None:
-            return Extraction(retrieval_keys, payload_keys, payload_values)
-        store.finish(retrieval_keys)
-    return _from_store(retrieval_keys, store)
+            payload_keys[:, start:end], payload_values[:, start:end] = keys, values
+            return
+        store.write(start, keys, values)
+        if end - done >= SHARD or end == len(examples):
+            store.finish_shard(done, retrieval_keys[done:end])
+            done = end
+
+    _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep, first=done)
+    if store is None:
+        return Extraction(retrieval_keys, payload_keys, payload_values)
+    payload_keys, payload_values = (payload[:, store.num_previous :] for payload in store.mapped())
+    return Extraction(retrieval_keys, payload_keys, payload_values, store)
 
 
 def extract_keys(
@@ -123,11 +128,6 @@ def _no_keys(backbone: Backbone, count: int) -> Tensor:
     return torch.zeros(count, backbone.hidden_size, dtype=dtype)
 
 
-def _from_store(retrieval_keys: Tensor, store: PayloadStore) -> Extraction:
-    payload_keys, payload_values = (payload[:, store.num_previous :] for payload in store.mapped())
-    return Extraction(retrieval_keys, payload_keys, payload_values, store)
-
-
 def _each_batch(
     backbone: Backbone,
     examples: Sequence[Example],
@@ -135,13 +135,14 @@ def _each_batch(
     title: str,
     progress: bool,
     work: Callable[[int, Inputs], None],
+    first: int = 0,
 ) -> None:
-    """Call `work` with each batch and the row of its first example.
+    """Call `work` with each batch from row `first` on, and the row of its first example.
 
     Padding is on the right, where it changes nothing.
     """
     _require_positive("batch_size", batch_size)
-    for start in track(range(0, len(examples), batch_size), title, progress):
+    for start in track(range(first, len(examples), batch_size), title, progress):
         batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
         work(start, backbone.collate(batch))
 

@@ -1,10 +1,11 @@
 """Payloads of a run's candidates on disk, for pools larger than the machine's memory.
 
     DIR/payload_keys.f16, DIR/payload_values.f16    [L, N, J, m, D] float16 each, the previous memory's entries first
-    DIR/retrieval_keys.safetensors                  [N, d]: the current task's; written last
+    DIR/retrieval_keys-FIRST.safetensors            [n, d]: of a shard of the current task's entries, FIRST on; written
+                                                    when its payloads are on disk
 
 Files are written with plain writes and memory-mapped for reading: the operating system loads the pages that are used,
-and drops them when memory is short.
+and drops them when memory is short. A run that is killed goes on after the last whole shard.
 
 Shapes: L layers, N candidates, J KV heads, m payload tokens, D head size, d hidden size, n entries of a batch,
 K entries that are read.
@@ -45,7 +46,7 @@ class PayloadStore:
 
     @classmethod
     def open(cls, folder: Path, shape: tuple[int, int, int, int, int], previous: Bundle | None) -> PayloadStore:
-        """The store as an earlier run has finished it, or an empty one with its disk space reserved.
+        """The store as an earlier run has left it, or an empty one with its disk space reserved.
 
         Args:
             folder: belongs to this run alone: its content was made from the same examples by the same model.
@@ -54,20 +55,9 @@ class PayloadStore:
             ConfigError: the disk is full or the folder cannot be written; nothing of the store is left.
         """
         store = cls(folder, shape, previous.num_entries if previous is not None else 0)
-        finished = store.retrieval_keys() is not None
-        with store.whole_or_gone():
-            if not finished:
-                store._create(previous)
+        if not len(store.retrieval_keys()):
+            store._create(previous)
         return store
-
-    @contextlib.contextmanager
-    def whole_or_gone(self) -> Iterator[None]:
-        """While the store is being filled: an exception removes it."""
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
 
     def write(self, first: int, payload_keys: Tensor, payload_values: Tensor) -> None:
         """Write the payloads [L, n, J, m, D], any float type, of the current task's entries from `first` on.
@@ -78,8 +68,8 @@ class PayloadStore:
         with self._naming_failures():
             self._write(self.num_previous + first, payload_keys, payload_values)
 
-    def finish(self, retrieval_keys: Tensor) -> None:
-        """Sync all payloads, and write their `retrieval_keys` [N, d].
+    def finish_shard(self, first: int, retrieval_keys: Tensor) -> None:
+        """Sync all payloads, and write the `retrieval_keys` [n, d] of the current task's entries from `first` on.
 
         Raises:
             ConfigError: the disk is full or fails.
@@ -88,18 +78,18 @@ class PayloadStore:
             for name in _FILES:
                 with (self.folder / name).open("r+b") as file:
                     os.fsync(file.fileno())
-            replace_file(self._finished, safetensors.torch.save({"retrieval_keys": retrieval_keys}))
+            replace_file(self._shard(first), safetensors.torch.save({"retrieval_keys": retrieval_keys.contiguous()}))
 
-    def retrieval_keys(self) -> Tensor | None:
-        """The current task's retrieval keys [number of its entries, d], if the store is finished."""
+    def retrieval_keys(self) -> Tensor:
+        """The current task's retrieval keys up to the last whole shard without a gap: [n, d], [0, 0] without any."""
+        shards = [torch.empty(0, 0)]
         expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
-        try:
-            if [(self.folder / name).stat().st_size for name in _FILES] != expected:
-                return None
-            keys = safetensors.torch.load(self._finished.read_bytes())["retrieval_keys"]
-        except (OSError, KeyError, safetensors.SafetensorError):
-            return None  # the caller extracts again
-        return keys if len(keys) == self.shape[1] - self.num_previous else None
+        with contextlib.suppress(OSError, KeyError, safetensors.SafetensorError):  # the caller extracts the rest again
+            if [(self.folder / name).stat().st_size for name in _FILES] == expected:
+                while sum(map(len, shards)) < self.shape[1] - self.num_previous:
+                    content = self._shard(sum(map(len, shards))).read_bytes()
+                    shards.append(safetensors.torch.load(content)["retrieval_keys"])
+        return torch.cat(shards[1:]) if len(shards) > 1 else shards[0]
 
     def mapped(self) -> tuple[Tensor, Tensor]:
         """All payload keys and values as read-only maps, [L, N, J, m, D] float16 each."""
@@ -133,9 +123,8 @@ class PayloadStore:
             raise ConfigError(f"{self.folder}: cannot read the candidates' payloads: {error}") from error
         return copies[0], copies[1]
 
-    @property
-    def _finished(self) -> Path:
-        return self.folder / "retrieval_keys.safetensors"
+    def _shard(self, first: int) -> Path:
+        return self.folder / f"retrieval_keys-{first}.safetensors"
 
     def _create(self, previous: Bundle | None) -> None:
         with self._naming_failures():
@@ -161,9 +150,11 @@ class PayloadStore:
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
+        """What the system refuses becomes a ConfigError, and the store is removed."""
         try:
             yield
         except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
             needed = len(_FILES) * math.prod(self.shape) * _ITEM_BYTES / 2**20
             raise ConfigError(
                 f"{self.folder}: cannot keep the candidates' payloads here, {needed:.1f} MiB: {error}"

@@ -17,6 +17,7 @@ import torch
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
+from selector.backbone import extraction
 from selector.backbone.extraction import Extraction, extract
 from selector.backbone.model import Backbone
 from selector.backbone.payload_store import PayloadStore
@@ -82,7 +83,7 @@ def test_a_finished_pool_is_not_made_again(
     assert torch.equal(again.payload_values, first.payload_values)
 
 
-@pytest.mark.parametrize("damage", ["retrieval_keys.safetensors", "payload_values.f16", "half", "garbage"])
+@pytest.mark.parametrize("damage", ["retrieval_keys-0.safetensors", "payload_values.f16", "half", "garbage"])
 def test_a_pool_that_is_not_whole_is_made_again(
     llava: Backbone, examples: list[Example], tmp_path: Path, damage: str
 ) -> None:
@@ -91,19 +92,46 @@ def test_a_pool_that_is_not_whole_is_made_again(
     if damage == "half":
         os.truncate(folder / "payload_keys.f16", 100)
     elif damage == "garbage":
-        (folder / "retrieval_keys.safetensors").write_bytes(b"not safetensors")
+        (folder / "retrieval_keys-0.safetensors").write_bytes(b"not safetensors")
     else:
         (folder / damage).unlink()
     pool = open_pool(folder, llava, len(examples))
-    assert pool.retrieval_keys() is None
+    assert len(pool.retrieval_keys()) == 0
     assert torch.equal(extract(llava, examples, M, store=pool).payload_values, expected)
+
+
+def test_extraction_goes_on_after_the_last_whole_shard(
+    llava: Backbone, examples: list[Example], previous: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the third of five batches, of which two make a shard; then shards are lost."""
+    monkeypatch.setattr(extraction, "SHARD", 4)
+    current, run, passes = examples[2:12], Backbone.hidden_states, []
+
+    def interrupted(self: Backbone, inputs: Any) -> torch.Tensor:
+        passes.append(inputs)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return run(self, inputs)
+
+    monkeypatch.setattr(Backbone, "hidden_states", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extract(llava, current, M, batch_size=2, store=open_pool(tmp_path / "pool", llava, 10, previous))
+    expected = extract(llava, current, M, batch_size=2, payload_dtype=torch.float16)
+    for missing, needed in (((), 3), (("retrieval_keys-8.safetensors",), 1), (("retrieval_keys-4.safetensors",), 3)):
+        for name in missing:
+            (tmp_path / "pool" / name).unlink()
+        before = len(passes)
+        found = extract(llava, current, M, batch_size=2, store=open_pool(tmp_path / "pool", llava, 10, previous))
+        assert len(passes) - before == needed
+        for name in ("keys", "payload_keys", "payload_values"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def candidates_of(examples: list[Example], backbone: Backbone, folder: Path | None) -> CandidatePool:
     """Long ones, in `folder` or in memory."""
     pool = open_pool(folder, backbone, len(examples), m=LONG) if folder else None
-    extraction = extract(backbone, examples, LONG, payload_dtype=torch.float16, store=pool)
-    return CandidatePool.join(None, extraction, examples)
+    extracted = extract(backbone, examples, LONG, payload_dtype=torch.float16, store=pool)
+    return CandidatePool.join(None, extracted, examples)
 
 
 def loss_and_gradients(backbone: Backbone, candidates: CandidatePool, examples: list[Example]) -> list[Any]:
@@ -204,6 +232,6 @@ def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -
     pool = stream.progress("colours") / "pool"
     kill_when((pool / "payload_values.f16").exists, SELECT, *stream.arguments("colours", *options))
     assert pool.exists()
-    assert not (pool / "retrieval_keys.safetensors").exists(), "it was killed too late"
+    assert not (pool / "retrieval_keys-0.safetensors").exists(), "it was killed too late"
     assert stream.update("colours", *options).digest == stream.update("colours", *options).digest
     assert not pool.parent.exists()
