@@ -104,7 +104,7 @@ def candidate(row: int) -> dict[str, Any]:
     return {"id": str(row), "task": "full", "messages": [{"role": "user", "content": asked}], "answer": str(row % 10)}
 
 
-STEPS: dict[str, Callable[[Path], None]] = {"count": count, "load": load}
+STEPS: dict[str, Callable[[Path], None]] = {"count": count, "load": load, "select": select}
 
 
 def measured(step: str, data: Path) -> dict[str, Any]:
@@ -123,13 +123,19 @@ def killed_after_half(command: Sequence[str], data: Path) -> dict[str, Any]:
     """Begins a selection and kills it when half of its candidates' payloads are kept."""
     began, pool = time.perf_counter(), data / f".{OUTPUT}.progress" / "pool"
     process = subprocess.Popen(command)
-    while (kept := max((int(path.stem.split("-")[1]) for path in pool.glob("*-*")), default=0)) < CANDIDATES // 2:
+    while (kept := begun_shard(pool)) < CANDIDATES // 2:
         if process.poll() is not None:
             raise SystemExit("the selection ended before it could be killed")
         time.sleep(0.2)
     process.kill()
     process.wait()
     return {"candidates": kept, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def begun_shard(pool: Path) -> int:
+    """The first candidate of the last shard that is kept."""
+    firsts = (path.stem.partition("-")[2] for path in pool.glob("retrieval_keys-*.safetensors"))
+    return max((int(first) for first in firsts if first.isdigit()), default=0)
 
 
 def main() -> int:

@@ -6,11 +6,12 @@ the closest of these tokens, or of their means, comes to it (`evidence`); a rule
 """
 
 from .digest import token_digest
-from .evidence import TokenScores, above_floors, last_averaged
+from .evidence import PIECE, TokenScores, above_floors, in_pieces, last_averaged
 from .question import Deciding, TurnMarks, deciding_tokens, turn_starts
 from .rule import Closed, GateDecision, RelevanceGate
 
 __all__ = [
+    "PIECE",
     "Closed",
     "Deciding",
     "GateDecision",
@@ -19,6 +20,7 @@ __all__ = [
     "TurnMarks",
     "above_floors",
     "deciding_tokens",
+    "in_pieces",
     "last_averaged",
     "token_digest",
     "turn_starts",

@@ -9,7 +9,7 @@ layer, H = S P.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 WINDOW: Final = 16  # text tokens in a row, whose mean counts; about a question
+PIECE: Final = 2048  # tokens whose values are held at once; 40 MB for two layers of 1024 features
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,19 @@ def last_averaged(values: Tensor, num_text: int) -> Tensor:
     means = text.unfold(0, min(WINDOW, len(text)), 1).mean(dim=2)  # [n - window + 1, F]
     repeated = means[-1:].expand(len(values) - len(means), -1)
     return torch.cat([values[:, :-1], torch.cat([means, repeated])[:, None]], dim=1)
+
+
+def in_pieces(text: Sequence[int], media: Sequence[int], most: int = PIECE) -> Iterator[tuple[list[int], list[int]]]:
+    """The deciding tokens in pieces of up to `most`; the evidence of all is the largest of the pieces'.
+
+    Every window of text lies in a piece. A piece of media has a window of text, whose mean stands in the last layer.
+    """
+    if len(text) + len(media) <= most:
+        yield list(text), list(media)
+        return
+    if not text:
+        text, media = media, ()
+    for start in range(0, max(len(text) - WINDOW, 0) + 1, most - WINDOW + 1):
+        yield list(text[start : start + most]), []
+    for start in range(0, len(media), most - WINDOW):
+        yield list(text[:WINDOW]), list(media[start : start + most - WINDOW])

@@ -121,7 +121,8 @@ class CudaDevice:
     @contextmanager
     def beside_steps(self) -> Iterator[None]:
         self._side.wait_stream(self._steps)
-        with torch.cuda.stream(self._side):
+        # A thread starts with device 0, and a stream's context ends by setting that, which opens a context there.
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._side):
             yield
         self._side.synchronize()
 

@@ -14,15 +14,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..attention.resident_bundle import ResidentBundle
+from ..attention.resident_gate import ResidentGate
 from ..bundle.lookup import QueryFeatures
 from ..engine.wire import DecideSpec, Decision
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
-from ..gate import TurnMarks, deciding_tokens, last_averaged
+from ..gate import PIECE, TurnMarks, deciding_tokens, in_pieces, last_averaged
 from ..host.device import Device, HostCopy
 from ..host.runner import StepRows
 from .cached_values import CachedValues
@@ -175,15 +177,24 @@ class UndecidedRequests:
         if request.picture_marks is not None:
             self._find_picture(request, request.picture_marks)
         if request.bundle is not None and (gate := request.bundle.gate) is not None:
-            text, media = deciding_tokens(request.token_ids, gate.marks, self._placeholders)
+            request.evidence = self._device.to_host(self._evidence(request, gate))
+
+    def _evidence(self, request: Undecided, gate: ResidentGate) -> Tensor:
+        """[H]; a long prompt in pieces, because vLLM has left no memory for the values of all of it."""
+        found: list[Tensor] = []
+        for text, media in in_pieces(*deciding_tokens(request.token_ids, gate.marks, self._placeholders)):
             values = self._values.read(gate.layers, request.blocks, text + media)  # [t, S, F of this rank]
-            evidence = gate.scores.evidence(last_averaged(values, len(text)), self._add_up)  # [H]
-            request.evidence = self._device.to_host(evidence)
+            evidence = gate.scores.evidence(last_averaged(values, len(text)), self._add_up)
+            found = [torch.maximum(found[0], evidence) if found else evidence]
+        return found[0]
 
     def _find_picture(self, request: Undecided, marks: TurnMarks) -> None:
         media = deciding_tokens(request.token_ids, marks, self._placeholders).media
         if media and (reason := self._values.refusal(LAYER)) is not None:
             request.refusal = f"pictures cannot be told from each other by layer {LAYER}: {reason}"
         elif media:
-            values = self._values.read([LAYER], request.blocks, media)  # [t, 1, F of this rank]
-            request.picture = self._device.to_host(self._all_heads(values.mean((0, 1))))
+            pieces = (media[at : at + PIECE] for at in range(0, len(media), PIECE))
+            sums = [
+                self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces
+            ]  # [F of this rank]
+            request.picture = self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))

@@ -17,8 +17,9 @@ from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.engine.wire import DecideSpec
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
-from inducekv_vllm.gate import TurnMarks, last_averaged
+from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
 from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.workers import undecided
 from inducekv_vllm.workers.cached_values import CachedValues
 from inducekv_vllm.workers.undecided import Undecided, UndecidedRequests
 from tests.bundles import D, J, random_gate
@@ -178,6 +179,23 @@ def check_evidence(request: Undecided, values: Tensor) -> None:
     expected = GATE.token_scores.evidence(looked_at)
     assert expected.any()
     np.testing.assert_array_equal(request.features().evidence, expected)
+
+
+def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of at most one token, whose mean is its own: the evidence of all, and the pictures' mean."""
+    monkeypatch.setattr(evidence, "WINDOW", 1)
+    monkeypatch.setattr(undecided, "in_pieces", lambda text, media: evidence.in_pieces(text, media, 2))
+    monkeypatch.setattr(undecided, "PIECE", 1)
+    requests, values = Requests(picture_marks=TurnMarks((6, 2), 3)), drawn(11)
+    read, most = requests.requests._values.read, list[int]()
+    monkeypatch.setattr(requests.requests._values, "read", lambda *given: (most.append(len(given[2])), read(*given))[1])
+    requests.start("r", [[2, 1, 4], [0, 3]])
+    requests.cache.write(values, [[2, 1, 4], [0, 3]])
+    (request,) = requests.step("r", 0, 11)
+    check_evidence(request, values)
+    assert (max(most), len(most)) == (2, 5)
+    assert request.picture is not None
+    torch.testing.assert_close(request.picture.wait(), values[MEDIA, 0].flatten(1).mean(0), rtol=0, atol=1e-6)
 
 
 def test_evidence_is_there_after_the_last_prompt_token() -> None:

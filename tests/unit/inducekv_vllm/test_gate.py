@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_tokens, last_averaged
+from inducekv_vllm.gate import RelevanceGate, TokenScores, TurnMarks, deciding_tokens, in_pieces, last_averaged
 from inducekv_vllm.gate.evidence import WINDOW
 from inducekv_vllm.gate.rule import ALIKE
 from tests.bundles import random_gate
@@ -172,3 +172,23 @@ class TestRule:
     def test_evidence_that_cannot_be_used(self, evidence: np.ndarray) -> None:
         with pytest.raises(ConfigError, match=r"evidence must be finite, of shape \[5\]"):
             RelevanceGate(np.zeros((3, 5)), np.ones(3), TASKS).decide(evidence)
+
+
+@pytest.mark.parametrize(
+    ("num_text", "num_media"), [(5, 100), (40, 0), (57, 0), (58, 0), (0, 90), (100, 100), (16, 24), (24, 40), (200, 3)]
+)
+def test_the_evidence_of_pieces_is_that_of_the_whole(num_text: int, num_media: int) -> None:
+    """Tokens of a prompt in any order, 40 of them at once."""
+    torch.manual_seed(0)
+    order = torch.randperm(num_text + num_media).tolist()
+    text, media = order[:num_text], order[num_text:]
+    values = torch.randn(len(order), 2, 6, dtype=torch.float64)
+    prototypes = torch.nn.functional.normalize(torch.randn(2, 5, 6, dtype=torch.float64), dim=2)
+    scores = TokenScores(torch.zeros(2, 6).double(), torch.ones(2, 6).double(), prototypes, torch.zeros(2, 5).double())
+    pieces = list(in_pieces(text, media, 40))
+    assert all(0 < len(own) + len(others) <= 40 for own, others in pieces)
+    found = [scores.evidence(last_averaged(values[own + others], len(own))) for own, others in pieces]
+    whole = scores.evidence(last_averaged(values[text + media], num_text))
+    torch.testing.assert_close(torch.stack(found).amax(0), whole)
+    seen = {token for own, others in pieces for token in own + others}
+    assert seen == set(order)
