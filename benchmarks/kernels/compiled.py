@@ -2,8 +2,9 @@
 
 Triton brings NVIDIA's assembler along, so the kernels can be compiled to machine code on any machine: those of graphs,
 and those of steps by themselves.
-Prints the registers, spilled bytes and shared memory of each; the exit status is 1 if one takes more shared memory than
-the GPU has. It shows nothing about times or results.
+Prints the registers, spilled bytes and shared memory of each, and how many programs a processor runs at a time. The
+exit status is 1 if one spills more than --most-spilled or fewer run than --fewest-programs: none does if it takes more
+shared memory than the GPU has. It shows nothing about times or results.
 """
 
 from __future__ import annotations
@@ -30,10 +31,20 @@ from inducekv_vllm.attention.kernels import device, launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 
 # Streaming multiprocessors, and bytes of shared memory for one program, by compute capability.
-GPUS = {80: Processors(108, 163 * 1024), 89: Processors(142, 99 * 1024), 90: Processors(132, 227 * 1024)}
+GPUS = {
+    80: Processors(108, 163 * 1024),  # A100
+    89: Processors(142, 99 * 1024),  # L40S
+    90: Processors(132, 227 * 1024),  # H100
+    100: Processors(148, 227 * 1024),  # B200
+    120: Processors(188, 99 * 1024),  # RTX PRO 6000
+}
+SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes of each program
+REGISTERS = 65536  # of a processor
+WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}  # on a processor at a time, at most
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 REPORTED = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+MOST_SPILLED = 640  # bytes of a thread: no variant spills more today
 DIVISIBLE = [["tt.divisibility", 16]]  # what Triton assumes of pointers, and of numbers that 16 divides
 
 
@@ -44,6 +55,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 2048], help="of the steps that are compiled")
+    parser.add_argument("--most-spilled", type=int, default=MOST_SPILLED, help="bytes (default: %(default)s)")
+    parser.add_argument("--fewest-programs", type=int, default=1, help="on a processor (default: %(default)s)")
     args = parser.parse_args()
     if launch.INTERPRETED:
         parser.error("nothing can be compiled with TRITON_INTERPRET=1")
@@ -59,7 +72,7 @@ def main() -> int:
             workload = build(*common, "cpu", processors=GPUS[args.capability], in_graph=in_graph)
             how = "in a graph" if in_graph and case.phase == "decode" else "by itself"
             row = compiled(workload, args.capability)
-            fits &= row["shared"] <= GPUS[args.capability].shared_memory
+            fits &= row["programs"] >= args.fewest_programs and row["spilled"] <= args.most_spilled
             print(f"{name}, {case.name}, {how}: {row}", flush=True)
     return 0 if fits else 1
 
@@ -78,7 +91,16 @@ def compiled(workload: Workload, capability: int) -> dict[str, int]:
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
     source = _source(device.memory_tiles, arguments)
     code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": code.metadata.shared, **_resources(code.asm["ptx"], capability)}
+    used = {"shared": code.metadata.shared, **_resources(code.asm["ptx"], capability)}
+    return used | {"programs": programs_of_a_processor(used, options["num_warps"], capability)}
+
+
+def programs_of_a_processor(used: dict[str, int], warps: int, capability: int) -> int:
+    """How many programs run on a processor at a time, by registers, shared memory and warps; 0 if none fits."""
+    of_a_warp = 256 * -(-used["registers"] * 32 // 256)  # registers are given to warps 256 at a time
+    shared = GPUS[capability].shared_memory + SYSTEM_SHARED  # of a processor: a program has as much, less 1 KiB
+    limits = (REGISTERS // (of_a_warp * warps), shared // (used["shared"] + SYSTEM_SHARED), WARPS[capability] // warps)
+    return min(limits) if used["shared"] <= GPUS[capability].shared_memory else 0
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

@@ -14,6 +14,10 @@ class AddsMemory(Protocol):
 
     deciding: dict[int, Callable[[], None]]  # by layer: what is decided once the layer's values are in the KV cache
 
+    def acts(self, num_rows: int) -> bool:
+        """Whether memory acts on any row of a forward pass of this many rows, or may in the graph that is captured."""
+        ...
+
     def needs_lse(self, num_rows: int) -> bool:
         """Whether `add` needs the log-sum-exp of self-attention for a forward pass of this many rows."""
         ...
@@ -80,8 +84,8 @@ def _with_memory(base: Any) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Tensor:
-            is_profiling = attn_metadata is None
-            self.keeps_lse = not is_profiling and self.memory.needs_lse(len(query))
+            is_profiling, num_rows = attn_metadata is None, len(query)
+            self.keeps_lse = not is_profiling and self.memory.needs_lse(num_rows)
             result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if is_profiling:
                 return result
@@ -90,10 +94,12 @@ def _with_memory(base: Any) -> type:
                 lse, self.self_lse = self.self_lse, None
                 assert lse is not None
                 query, output = query[: len(lse)], output[: len(lse)]
-            if query.dtype != output.dtype:  # quantised for the KV cache
-                query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
             if (decide := self.memory.deciding.pop(self.layer_index, None)) is not None:
                 decide()  # memory may act from this layer on
+            if not self.memory.acts(num_rows):
+                return result
+            if query.dtype != output.dtype:  # quantised for the KV cache
+                query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
             self.memory.add(self.layer_index, query, output, lse, self.scale)
             return result
 

@@ -36,6 +36,10 @@ class DecoupledStep:
     merged: list[ActiveRows] = field(default_factory=list)  # of merged memory, which is added elsewhere
     deciding: dict[int, Callable[[], None]] = field(default_factory=dict)
 
+    def acts(self, num_rows: int) -> bool:
+        """See `AddsMemory`."""
+        return bool(self.active)
+
     def needs_lse(self, num_rows: int) -> bool:
         """Never."""
         return False

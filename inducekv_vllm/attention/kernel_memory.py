@@ -143,6 +143,10 @@ class KernelMemoryAttention:
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
+    def acts(self, num_rows: int) -> bool:
+        """See `AddsMemory`."""
+        return self._launch(num_rows) is not None
+
     def needs_lse(self, num_rows: int) -> bool:
         """See `AddsMemory`."""
         launch = self._launch(num_rows)

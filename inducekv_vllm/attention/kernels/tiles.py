@@ -19,6 +19,7 @@ LEAST_LANES, MOST_LANES = 16, 128
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a memory that a program reads at a time
 LOW_TILE = 32  # lanes; up to here a program waits for memory, and reads more of it at a time
 LANES_OF_FOUR_WARPS = 64  # a tensor core instruction of four warps has as many rows
+MAP_OF_FOUR_WARPS = 512  # numbers of a map's row; wider ones spill 1 KiB of a thread's registers with four warps
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -122,6 +123,7 @@ def launch_shape(
     padded = _power_of_2(head_size)
     block_tokens, stages = _pipeline(block_rows, padded, element_size, processors.shared_memory)
     wanted = _wanted_items(kv_heads, processors)
+    crowded = block_rows > LANES_OF_FOUR_WARPS or (maps and per_row * padded > MAP_OF_FOUR_WARPS)
     return LaunchShape(
         rows=rows,
         height=height,
@@ -134,7 +136,7 @@ def launch_shape(
         block_tokens=block_tokens,
         maps=maps,
         lse=lse,
-        warps=8 if block_rows > LANES_OF_FOUR_WARPS else 4,
+        warps=8 if crowded else 4,
         stages=stages,
     )
 

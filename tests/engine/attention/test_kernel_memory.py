@@ -288,3 +288,7 @@ def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() ->
     result = impl.forward(layer, rounded, None, None, None, object(), own.clone())
     expected = world.expected(step, 0.5 * rounded.float(), own, lse)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    world.attention.end_step()
+    world.begin([(None, 0, 0, 5), (None, 0, 9, 1)])  # nothing is scaled, or launched, for rows without memory
+    unscaled: Any = SimpleNamespace()
+    assert torch.equal(impl.forward(unscaled, rounded, None, None, None, object(), own.clone()), own)

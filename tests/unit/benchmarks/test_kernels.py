@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels import attention, rivals
+from benchmarks.kernels.compiled import programs_of_a_processor
 from benchmarks.kernels.rivals import Inputs
 from benchmarks.kernels.run import SECTIONS
 from benchmarks.kernels.timing import Peaks
@@ -145,7 +146,21 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("capability", ["80", "89", "90"])
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
 def test_every_variant_compiles_for_a_gpu(capability: str, dtype: str) -> None:
     arguments = ["--geometry", *GEOMETRIES, "--capability", capability, "--dtype", dtype]
     assert _compiled(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("capability", "used", "warps", "programs"),
+    [
+        (90, {"registers": 255, "shared": 75264}, 4, 2),  # registers: 8 warps of 8192
+        (90, {"registers": 64, "shared": 75264}, 4, 3),  # shared memory: 228 KiB of the processor
+        (90, {"registers": 32, "shared": 1024}, 8, 8),  # 64 warps
+        (120, {"registers": 64, "shared": 75264}, 4, 1),
+        (89, {"registers": 64, "shared": 101377}, 4, 0),  # more than 99 KiB
+    ],
+)
+def test_programs_of_a_processor(capability: int, used: dict[str, int], warps: int, programs: int) -> None:
+    assert programs_of_a_processor(used, warps, capability) == programs
