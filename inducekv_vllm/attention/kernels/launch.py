@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def add_memory(
     Raises:
         ValueError: the arguments do not fit `shape` or each other.
     """
-    _check_call(pool, step, query, output, self_lse, shape)
+    _check_call(pool, query, output, self_lse, shape)
     arguments = arguments_of(pool, tables, step, query, output, self_lse, scale, shape)
     device.memory_tiles[shape.programs, len(pool.keys)](**arguments)
 
@@ -67,45 +68,15 @@ def arguments_of(
     """The kernel's arguments by name, with Triton's `num_warps` and `num_stages`; without any check."""
     _, H, D = query.shape
     J = pool.keys.shape[0]
-    G, DP = H // J, triton.next_power_of_2(D)
+    G = H // J
     lse = self_lse if shape.lse else None
-    map_in, map_out = (pool.map_in, pool.map_out) if shape.maps else (None, None)
-    partial_output = partial_sums = None
-    if shape.split:
-        parts = (shape.parts, J, shape.block_rows, D)
-        partial_output = torch.empty(parts, dtype=torch.float32, device=query.device)
-        partial_sums = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=query.device)
+    of_step = _arguments_of_step(tables, step, shape, J, D)
     return {
+        **(pool.arguments_with_maps if shape.maps else pool.arguments),
+        **of_step,
         "query": query,
         "output": output,
         "self_lse": lse,
-        "keys": pool.keys,
-        "values": pool.values,
-        "map_in": map_in,
-        "map_out": map_out,
-        "gate": pool.gate,
-        "bias": pool.bias,
-        "first_token": tables.first_token,
-        "token_index": tables.token_index,
-        "log_weight": tables.log_weight,
-        "key_scale": tables.key_scale,
-        "value_scale": tables.value_scale,
-        "entry_tokens": tables.entry_tokens,
-        "length": tables.length,
-        "log_remainder": tables.log_remainder,
-        "decoupled": tables.decoupled,
-        "map_index": tables.map_index,
-        "map_weight": tables.map_weight,
-        "map_rank": tables.map_rank,
-        "map_length": tables.map_length,
-        "tile_rows": step.tile_rows,
-        "tile_slot": step.tile_slot,
-        "work": step.work,
-        "tile_work": step.tile_work,
-        "count": step.count,
-        "arrivals": step.arrivals,
-        "partial_output": partial_output,
-        "partial_sums": partial_sums,
         "scale": scale,
         "query_row": query.stride(0),
         "query_head": query.stride(1),
@@ -113,32 +84,45 @@ def arguments_of(
         "output_head": output.stride(1),
         "lse_row": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
-        "keys_head": pool.keys.stride(0),
-        "keys_token": pool.keys.stride(1),
-        "values_head": pool.values.stride(0),
-        "values_token": pool.values.stride(1),
-        "map_in_head": 0 if map_in is None else map_in.stride(0),
-        "map_in_row": 0 if map_in is None else map_in.stride(1),
-        "map_out_head": 0 if map_out is None else map_out.stride(0),
-        "map_out_row": 0 if map_out is None else map_out.stride(1),
+        "G": G,
+        "LANES": lanes_per_row(G, shape.maps),
+        # The interpreter multiplies the bits of bfloat16 numbers as if they were whole numbers.
+        "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
+        # Left to itself a float32 product is rounded to TF32.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+
+
+@lru_cache(maxsize=1)  # every layer of a step asks
+def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape, J: int, D: int) -> dict[str, Any]:
+    """Layers run one after the other, so they share the partial results. Raises ValueError: the plan has other sizes."""
+    if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
+        raise ValueError(
+            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items for {shape.rows} rows "
+            f"is expected, in tensors of {shape.plan_sizes}, found {found}"
+        )
+    partial_output = partial_sums = None
+    if shape.split:
+        parts = (shape.parts, J, shape.block_rows, D)
+        partial_output = torch.empty(parts, dtype=torch.float32, device=step.count.device)
+        partial_sums = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=step.count.device)
+    return {
+        **vars(tables),
+        **vars(step),
+        "partial_output": partial_output,
+        "partial_sums": partial_sums,
         "terms_slot": tables.token_index.stride(0),
         "map_slot": tables.map_index.stride(0),
         "height": shape.height,
-        "G": G,
-        "LANES": lanes_per_row(G, shape.maps),
         "J": J,
         "D": D,
-        "DP": DP,
+        "DP": triton.next_power_of_2(D),
         "BM": shape.block_rows,
         "BN": shape.block_tokens,
         "BK": MAP_ROWS_AT_A_TIME,
         "MAPS": shape.maps,
         "LSE": shape.lse,
         "SPLIT": shape.split,
-        # The interpreter multiplies the bits of bfloat16 numbers as if they were whole numbers.
-        "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
-        # Left to itself a float32 product is rounded to TF32.
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
@@ -190,9 +174,7 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
             _check_tensor(name, tensor, shape, dtype, pool.keys.device)
 
 
-def _check_call(
-    pool: LayerPool, step: StepTensors, query: Tensor, output: Tensor, self_lse: Tensor | None, shape: LaunchShape
-) -> None:
+def _check_call(pool: LayerPool, query: Tensor, output: Tensor, self_lse: Tensor | None, shape: LaunchShape) -> None:
     if query.is_cuda == INTERPRETED:
         raise ValueError(
             f"the kernels are {'interpreted' if INTERPRETED else 'compiled'}, and the query is on {query.device}: "
@@ -209,11 +191,6 @@ def _check_call(
         raise ValueError(f"merged memory needs the log-sum-exp of self-attention, float32 {list(query.shape[:2])}")
     if shape.maps and pool.map_in is None:
         raise ValueError("the launch is for maps, and the pool has none")
-    if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
-        raise ValueError(
-            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items for {shape.rows} rows "
-            f"is expected, in tensors of {shape.plan_sizes}, found {found}"
-        )
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:

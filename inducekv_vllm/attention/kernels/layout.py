@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,27 @@ class LayerPool:
     bias: Tensor  # [N + 1] float32
     map_in: Tensor | None = None  # [J, Q, G D]; None: the pool has no maps
     map_out: Tensor | None = None  # [J, Q, G D], transposed, not times the gate
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The kernel's arguments that a launch without maps takes from here."""
+        of_keys = {"keys_head": self.keys.stride(0), "keys_token": self.keys.stride(1)}
+        of_values = {"values_head": self.values.stride(0), "values_token": self.values.stride(1)}
+        tensors = {"keys": self.keys, "values": self.values, "gate": self.gate, "bias": self.bias}
+        no_strides = dict.fromkeys(("map_in_head", "map_in_row", "map_out_head", "map_out_row"), 0)
+        return {**tensors, "map_in": None, "map_out": None, **of_keys, **of_values, **no_strides}
+
+    @cached_property
+    def arguments_with_maps(self) -> dict[str, Any]:
+        assert self.map_in is not None
+        assert self.map_out is not None
+        of_maps = {"map_in": self.map_in, "map_out": self.map_out}
+        strides = {
+            f"{name}_{part}": tensor.stride(at)
+            for name, tensor in of_maps.items()
+            for at, part in enumerate(("head", "row"))
+        }
+        return {**self.arguments, **of_maps, **strides}
 
 
 @dataclass(frozen=True, eq=False)
